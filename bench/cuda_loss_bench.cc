@@ -12,7 +12,8 @@
 // calls of a deferred microbatch: the one that returns losses and entropies and retains the hidden states,
 // and the backward with upstream gradients of each row's loss, log-sum-exp and entropy, which computes the
 // logits once more. --top_k also times microbatches that want so many top classes of each row, --losses those
-// with other losses beside the cross-entropy: distillation has a teacher of the same hidden size.
+// with other losses beside the cross-entropy: distillation has a teacher of the same shape, weight and hidden
+// states, whose logits have another scale.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -172,7 +173,8 @@ Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, c
       const kernels::Distillation distillation = {
           .divergence = FromName({Divergence::kForwardKl, Divergence::kReverseKl, Divergence::kJensenShannon,
                                   Divergence::kTotalVariation},
-                                 "losses", loss)};
+                                 "losses", loss),
+          .teacher_logit_scale = 0.8f};  // a little flatter than the student
       if (teacher == nullptr) {
         kernels::HeadConfig config = student;
         config.trainable = false;

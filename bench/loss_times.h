@@ -75,8 +75,7 @@ class Microbatch {
   Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
              const LossData& data, kernels::DType dtype, const kernels::LossOptions& options, Call call,
              const Deferral* deferral = nullptr)
-      : backend_(backend),
-        head_(head),
+      : head_(head),
         shape_(shape),
         data_(data),
         dtype_(dtype),
@@ -133,26 +132,11 @@ class Microbatch {
       ref_logprobs_[row] = std::min(0.0f, 0.2f * normal(rng) - loss_[row]);
     }
   }
-  // The loss is another one: `teacher` has the same classes and hidden size. Its hidden states are those of
-  // the rows times 1.125, so that with equal weights its softmax is the more certain one. Null: no teacher.
+  // The loss is another one: `teacher` has the same classes and hidden size, and its hidden states are those
+  // of the rows. Null: no teacher.
   void set_teacher(kernels::HeadKernels* teacher, const kernels::Distillation& distillation) {
     teacher_ = teacher;
     options_.distillation = distillation;
-    if (teacher == nullptr || teacher_hidden_ != nullptr) return;
-    if (dtype_ != kernels::DType::kBFloat16) Check(absl::UnimplementedError("a teacher in fp32"), "teacher");
-    const int64_t elements = shape_.rows * shape_.hidden;
-    teacher_hidden_ = Take(backend_.AllocateStaging(2 * elements), "AllocateStaging");
-    auto* to = reinterpret_cast<uint16_t*>(teacher_hidden_->bytes().data());
-    const auto* from = reinterpret_cast<const uint16_t*>(hidden_->bytes().data());
-    for (int64_t i = 0; i < elements; ++i) {
-      const uint32_t wide = static_cast<uint32_t>(from[i]) << 16;
-      float value = 0.0f;
-      std::memcpy(&value, &wide, 4);
-      value *= 1.125f;
-      uint32_t bits = 0;
-      std::memcpy(&bits, &value, 4);
-      to[i] = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-    }
   }
   // The most probable classes of each row are wanted too, so many of them.
   void set_top_k(int32_t top_k) {
@@ -227,9 +211,7 @@ class Microbatch {
         slice.old_logprobs = old_logprobs_.data() + first;
         slice.ref_logprobs = ref_logprobs_.data() + first;
       }
-      if (teacher_ != nullptr) {
-        slice.teacher_hidden = teacher_hidden_->bytes().data() + first * shape_.hidden * element_;
-      }
+      if (teacher_ != nullptr) slice.teacher_hidden = slice.hidden;
       slice.top_k = top_k_;
       slice.out.top_logprobs = top_logprobs_.data() + first * top_k_;
       slice.out.top_classes = top_classes_.data() + first * top_k_;
@@ -268,7 +250,6 @@ class Microbatch {
     slice.grad_entropy = deferral_->gradients.entropy.data() + begin;
   }
 
-  kernels::Backend& backend_;
   kernels::HeadKernels& head_;
   const DataShape shape_;
   const LossData& data_;
@@ -281,7 +262,6 @@ class Microbatch {
   bool row_values_ = false;
   std::vector<float> advantages_, old_logprobs_, ref_logprobs_;
   kernels::HeadKernels* teacher_ = nullptr;
-  std::unique_ptr<kernels::StagingMemory> teacher_hidden_;
   int32_t top_k_ = 0;
   std::vector<float> top_logprobs_;   // [rows, top_k_]
   std::vector<int32_t> top_classes_;  // [rows, top_k_]

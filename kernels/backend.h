@@ -134,6 +134,10 @@ struct LossSums {
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;  // argmax == target
   ObjectiveSums objective;
+  // Of rows with a teacher, row weights applied: their divergences, and their losses with the targets, each
+  // before its weight in Distillation. A loss with targets of weight 0 counts as 0.
+  double divergence = 0.0;
+  double target_loss = 0.0;
 
   LossSums& operator+=(const LossSums& more) {
     loss += more.loss;
@@ -145,6 +149,8 @@ struct LossSums {
     valid_rows += more.valid_rows;
     correct_rows += more.correct_rows;
     objective += more.objective;
+    divergence += more.divergence;
+    target_loss += more.target_loss;
     return *this;
   }
   // The predicted relative error of sampled gradients; 0 if nothing was sampled.
@@ -182,6 +188,11 @@ struct Slice {
   const float* advantages = nullptr;
   const float* old_logprobs = nullptr;
   const float* ref_logprobs = nullptr;
+  // With LossOptions::rest: the soft targets of the rows, [rows, target_count] each (kernels/soft_targets.h).
+  // `targets` then says which rows count, and whose log-probability and argmax are reported.
+  const int32_t* target_classes = nullptr;
+  const float* target_weights = nullptr;
+  int32_t target_count = 0;  // K, in [1, min(V, kMostSoftTargets)]
   // With Chunk::teacher: the rows' hidden states of the teacher, [rows, D of the teacher],
   // Chunk::hidden_dtype.
   const void* teacher_hidden = nullptr;
@@ -535,6 +546,13 @@ inline bool IsAbsent(const Slice& slice, int64_t row) {
   return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&
          (slice.grad_lse == nullptr || slice.grad_lse[row] == 0.0f) &&
          (slice.grad_entropy == nullptr || slice.grad_entropy[row] == 0.0f);
+}
+
+// The soft targets of row `row`.
+inline void SoftRowOf(Rest rest, const Slice& slice, int64_t row, SoftRow& soft) {
+  const auto count = static_cast<size_t>(slice.target_count);
+  const int64_t first = row * slice.target_count;
+  MakeSoftRow(rest, {slice.target_classes + first, count}, {slice.target_weights + first, count}, soft);
 }
 
 // What is sent with row `row` for its objective; 0 for what is not.

@@ -34,6 +34,32 @@ absl::string_view Name(Gradients gradients) {
   return "";
 }
 
+namespace {
+
+// What does not go with soft targets.
+absl::Status ValidateRest(const LossOptions& options) {
+  if (options.rest > kLastRest) {
+    return errors::FieldError("rest", "be none, renormalized or one_class", static_cast<int>(options.rest));
+  }
+  if (!options.has_soft_targets()) return absl::OkStatus();
+  if (options.label_smoothing != 0.0f) {
+    return errors::FieldError("label_smoothing", "be 0 with soft targets", options.label_smoothing);
+  }
+  if (options.use_class_weights) {
+    return errors::FieldError("use_class_weights", "be false with soft targets", "true");
+  }
+  if (options.objective.active()) {
+    return errors::FieldError("objective", "be absent with soft targets", Name(options.objective.kind));
+  }
+  if (options.distillation.used()) {
+    return errors::FieldError("distillation", "be absent with soft targets",
+                              Name(options.distillation.divergence));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.logit_scale) || options.logit_scale == 0.0f) {
     return errors::FieldError("logit_scale", "be finite and not 0", options.logit_scale);
@@ -62,9 +88,11 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.max_gradient_error) || options.max_gradient_error < 0.0f) {
     return errors::FieldError("max_gradient_error", "be finite and >= 0", options.max_gradient_error);
   }
+  LOSSD_RETURN_IF_ERROR(ValidateRest(options));
   LOSSD_RETURN_IF_ERROR(Validate(options.distillation));
-  if (options.distillation.used() && options.gradients != Gradients::kExact) {
-    return errors::FieldError("gradients", "be exact with distillation", Name(options.gradients));
+  if (options.distillation.used() && options.gradients == Gradients::kFiltered) {
+    return errors::FieldError("gradients", "be exact, sampled or auto with distillation",
+                              Name(options.gradients));
   }
   if (options.distillation.used() && options.objective.active()) {
     return errors::FieldError("objective", "be absent with distillation", Name(options.objective.kind));
@@ -83,7 +111,8 @@ absl::Status Validate(const LossOptions& options) {
 }
 
 double LargestSlope(const LossOptions& options, double largest_class_weight) {
-  const double hard = options.objective.active() ? 0.0 : std::max(1.0, largest_class_weight);
+  const bool of_row = options.objective.active() || options.has_soft_targets();
+  const double hard = of_row ? 0.0 : std::max(1.0, largest_class_weight);
   const double with_target = hard + 2.0 * static_cast<double>(options.z_loss) * kLargeLse;
   const Distillation& distillation = options.distillation;
   if (!distillation.used()) return with_target;
@@ -102,6 +131,8 @@ absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy) {
   if (options.label_smoothing > 0.0f && options.softcap > 0.0f) {
     return "label smoothing under a softcap has no closed form";
   }
+  if (options.rest == Rest::kOneClass)
+    return "the rest of a row's targets lies on classes of any probability";
   return "";
 }
 

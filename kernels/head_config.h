@@ -16,6 +16,7 @@
 #include "absl/strings/string_view.h"
 #include "kernels/distillation.h"
 #include "kernels/objective.h"
+#include "kernels/soft_targets.h"
 
 namespace lossd::kernels {
 
@@ -85,7 +86,13 @@ struct LossOptions {
   // In the place of the cross-entropy, the first two terms above. Then label_smoothing is 0 and
   // use_class_weights false.
   Objective objective;
-  Distillation distillation;  // of rows that have a teacher; their gradients are kExact
+  Distillation distillation;  // of rows that have a teacher; their gradients are not kFiltered
+  // Unless kNoTargets: each row has soft targets (Slice::target_classes), which take the place of the
+  // cross-entropy with its target. Then there is neither an objective nor a teacher, label_smoothing is 0 and
+  // use_class_weights false.
+  Rest rest = Rest::kNoTargets;
+
+  bool has_soft_targets() const { return rest != Rest::kNoTargets; }
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;
 };
@@ -95,7 +102,7 @@ absl::Status Validate(const LossOptions& options);
 
 // About the largest derivative of a row's loss with respect to a logit that these options lead to. For the
 // choice of units in which gradients neither overflow nor vanish; no bound, since the z-loss has none. An
-// objective is left out: its part depends on the row.
+// objective and soft targets are left out: their part depends on the row.
 double LargestSlope(const LossOptions& options, double largest_class_weight);
 
 // Why a chunk is computed exactly although its options ask for something else, or "". Filtered gradients need

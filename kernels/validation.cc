@@ -53,6 +53,31 @@ absl::Status ValidateWantedClasses(const HeadConfig& config, size_t index, const
   return absl::OkStatus();
 }
 
+// Soft targets come with the option, and only with it.
+absl::Status ValidateSoftTargets(const HeadConfig& config, size_t index, const Slice& slice,
+                                 const LossOptions& options) {
+  if (!options.has_soft_targets()) {
+    if (slice.target_count == 0) return absl::OkStatus();
+    return errors::FieldError(Of(index, "target_count"), "be 0 without options.rest", slice.target_count);
+  }
+  if (slice.class_count > 0 || slice.top_k > 0) {
+    return errors::FieldError(Of(index, slice.class_count > 0 ? "class_count" : "top_k"),
+                              "be 0 with soft targets",
+                              slice.class_count > 0 ? slice.class_count : slice.top_k);
+  }
+  if (slice.rows == 0) return absl::OkStatus();
+  if (slice.target_classes == nullptr || slice.target_weights == nullptr) {
+    return errors::FieldError(
+        Of(index, slice.target_classes == nullptr ? "target_classes" : "target_weights"),
+        "not be null with soft targets", "null");
+  }
+  const auto rows = static_cast<size_t>(slice.rows);
+  const auto entries = rows * static_cast<size_t>(std::max(slice.target_count, 0));
+  return CheckSoftTargets(Of(index, ""), options.rest, config.vocab_size, slice.target_count,
+                          {slice.target_classes, entries}, {slice.target_weights, entries},
+                          {slice.targets, rows}, kIgnoredTarget);
+}
+
 absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slice& slice,
                               const Chunk& chunk) {
   const int64_t size = chunk.retained == nullptr ? 0 : chunk.retained->size();
@@ -93,6 +118,7 @@ absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& 
     }
   }
   LOSSD_RETURN_IF_ERROR(ValidateWantedClasses(config, index, slice));
+  LOSSD_RETURN_IF_ERROR(ValidateSoftTargets(config, index, slice, chunk.options));
   return ValidateTargets(config, index, slice);
 }
 
@@ -109,10 +135,6 @@ absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) 
     const Slice& slice = chunk.slices[i];
     if (slice.rows > 0 && slice.teacher_hidden == nullptr) {
       return errors::FieldError(Of(i, "teacher_hidden"), "not be null", "null");
-    }
-    if (slice.class_count > 0 || slice.top_k > 0) {
-      return errors::FieldError(Of(i, slice.class_count > 0 ? "class_count" : "top_k"), "be 0 with a teacher",
-                                slice.class_count > 0 ? slice.class_count : slice.top_k);
     }
     if (slice.retained_offset != -1) {
       return errors::FieldError(Of(i, "retained_offset"), "be -1 with a teacher", slice.retained_offset);
@@ -218,6 +240,22 @@ absl::Status ValidateStep(const HeadConfig& config, const OptimizerOptions& opti
   LOSSD_RETURN_IF_ERROR(Validate(options));
   if (update < 1) return errors::FieldError("update", "be >= 1", update);
   return CheckTrainedBy(config, options);
+}
+
+absl::Status ValidateTeacherPart(const HeadPart& student, const HeadPart& teacher, bool same_device) {
+  constexpr absl::string_view kField = "distillation.teacher";
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(student.config, teacher.config, kField));
+  if (!same_device) return errors::FieldError(kField, "be a head of the same device", "another one");
+  const auto range = [](const ShardRows& rows) {
+    return absl::StrCat("[", rows.first, ", ", rows.end(), ")");
+  };
+  if (student.classes.first == teacher.classes.first && student.classes.rows == teacher.classes.rows) {
+    return absl::OkStatus();
+  }
+  return errors::FieldError(kField,
+                            absl::StrCat("have the same classes on each device as the student, ",
+                                         range(student.classes), " (HeadSpec.split, SetShares)"),
+                            range(teacher.classes), absl::StatusCode::kUnimplemented);
 }
 
 }  // namespace lossd::kernels

@@ -118,6 +118,17 @@ inline ShardRows StoredRowsOf(const HeadConfig& config, TensorId id, Replica rep
   return {0, ShapeOf(config, id.param).rows};
 }
 
+// A device's part of a head: all classes, or those that the device has of a head that is split.
+struct HeadPart {
+  const HeadConfig& config;
+  ShardRows classes;
+};
+
+// What HeadKernels::CheckTeacher asks on one device: INVALID_ARGUMENT as ValidateTeacher, and if the teacher
+// is no head of the same backend and device; UNIMPLEMENTED if the parts have other classes than each other.
+// The field is "distillation.teacher".
+absl::Status ValidateTeacherPart(const HeadPart& student, const HeadPart& teacher, bool same_device);
+
 }  // namespace lossd::kernels
 
 #endif  // LOSSD_KERNELS_VALIDATION_H_

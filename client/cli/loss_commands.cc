@@ -137,6 +137,7 @@ struct LossFlags {
   std::string head;
   std::string hidden, targets, row_weights;
   std::string advantages, old_logprobs, ref_logprobs;
+  std::string teacher_hidden;
   uint64_t random_rows = 0;
   uint64_t seed = 0;
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;
@@ -146,6 +147,7 @@ struct LossFlags {
   std::string grad_out, rows_out;
   std::vector<int32_t> classes;
   uint32_t top_k = 0;
+  std::string target_classes, target_weights;
   client::ComputeOptions loss;
 };
 
@@ -207,6 +209,30 @@ absl::StatusOr<std::vector<float>> LoadNumbers(const std::string& file) {
   if (!bytes.ok()) return InFile(file, bytes.status());
   const auto* values = reinterpret_cast<const float*>(bytes->data());
   return std::vector<float>(values, values + bytes->size() / sizeof(float));
+}
+
+// Soft targets of two files.
+struct SoftTargets {
+  std::vector<int32_t> classes;  // [rows, count]
+  std::vector<float> weights;    // [rows, count]
+  uint32_t count = 0;
+};
+
+absl::StatusOr<SoftTargets> LoadSoftTargets(const LossFlags& flags, uint64_t rows) {
+  SoftTargets soft;
+  if (flags.target_classes.empty()) return soft;
+  LOSSD_TRY(const TensorData classes, LoadTensor(flags.target_classes));
+  LOSSD_TRY(soft.weights, LoadNumbers(flags.target_weights));
+  absl::StatusOr<std::vector<int32_t>> places = ToInt32(classes);
+  if (!places.ok()) return InFile(flags.target_classes, places.status());
+  soft.classes = *std::move(places);
+  soft.count = static_cast<uint32_t>(classes.shape.empty() ? 1 : classes.shape.back());
+  if (soft.classes.size() != rows * soft.count || soft.weights.size() != soft.classes.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        flags.target_classes, " has ", soft.classes.size(), " classes and ", flags.target_weights, " ",
+        soft.weights.size(), " weights; both must have [N, K], with N ", rows));
+  }
+  return soft;
 }
 
 // A vector, or a matrix with `columns` columns.
@@ -289,6 +315,8 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                          {"ratio", result.objective.ratio()},
                          {"old_kl", result.objective.old_kl()},
                          {"ref_kl", result.objective.ref_kl()}}},
+                       {"divergence_sum", result.divergence_sum},
+                       {"target_loss_sum", result.target_loss_sum},
                        {"valid_rows", result.valid_rows},
                        {"correct_rows", result.correct_rows},
                        {"accumulated_rows", result.accumulated_rows},
@@ -307,6 +335,11 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
   fields.Add("loss", absl::StrFormat("%.9g", result.loss));
   if (result.z_loss_sum != 0) {
     fields.Add("of it z-loss", absl::StrFormat("%.9g", result.z_loss_sum / result.normalizer));
+  }
+  if (flags.loss.loss.has_distillation()) {
+    fields.Add("divergence",
+               absl::StrFormat("%.9g, loss with targets %.9g", result.divergence_sum / result.normalizer,
+                               result.target_loss_sum / result.normalizer));
   }
   fields.Add("rows", absl::StrCat(HumanCount(rows), ", ", HumanCount(result.valid_rows), " valid"));
   fields.Add("correct",
@@ -384,17 +417,118 @@ void AddObjective(CLI::App* command, const std::string& files, LossFlags& flags)
   number("--entropy-bonus", &Objective::set_entropy_bonus, "Weight of the entropy, which is subtracted [0]");
 }
 
+// The teacher, and how its softmax and the head's are compared.
+void AddDistillation(CLI::App* command, const std::string& files, LossFlags& flags) {
+  const std::string group = "Distillation: the divergence from the softmax of a teacher";
+  v1::LossOptions* const loss = &flags.loss.loss;
+  CLI::Option* const teacher = command
+                                   ->add_option_function<std::string>(
+                                       "--teacher",
+                                       [loss](const std::string& name) {
+                                         v1::Distillation& distillation = *loss->mutable_distillation();
+                                         distillation.set_teacher(name);
+                                         if (distillation.divergence() == v1::DIVERGENCE_UNSPECIFIED) {
+                                           distillation.set_divergence(v1::DIVERGENCE_FORWARD_KL);
+                                         }
+                                       },
+                                       "A frozen head of the server with the same classes")
+                                   ->type_name("HEAD")
+                                   ->group(group);
+  command->add_option("--teacher-hidden", flags.teacher_hidden, "Its hidden states of the rows [..., D]")
+      ->type_name(files)
+      ->needs(teacher)
+      ->group(group);
+  AddWordFunction(
+      command, "--divergence",
+      [loss](v1::Divergence divergence) { loss->mutable_distillation()->set_divergence(divergence); },
+      Words<v1::Divergence>(), "What is compared [forward-kl]")
+      ->needs(teacher)
+      ->group(group);
+  const auto number = [&](const std::string& name, void (v1::Distillation::*set)(float),
+                          const std::string& description) {
+    command
+        ->add_option_function<float>(
+            name, [loss, set](const float& value) { (loss->mutable_distillation()->*set)(value); },
+            description)
+        ->needs(teacher)
+        ->group(group);
+  };
+  using Distillation = v1::Distillation;
+  number("--beta", &Distillation::set_beta, "jensen-shannon: the teacher's part of the mixture [0.5]");
+  number("--temperature", &Distillation::set_temperature, "Divides the logits of both [1]");
+  number("--divergence-weight", &Distillation::set_weight, "Of the divergence in the loss [1]");
+  number("--target-weight", &Distillation::set_target_weight, "Of the loss with the targets [0]");
+  number("--teacher-logit-scale", &Distillation::set_teacher_logit_scale,
+         "As --logit-scale, of the teacher [1]");
+  number("--teacher-softcap", &Distillation::set_teacher_softcap,
+         "As --softcap, of the teacher; 0: none [0]");
+}
+
+// The teacher's hidden states of `rows`: those of the file, or random ones.
+absl::StatusOr<HiddenRows> MakeTeacherRows(const Context& context, const LossFlags& flags,
+                                           const HiddenRows& rows, client::Client& client) {
+  if (!flags.loss.loss.has_distillation()) return HiddenRows();
+  if (flags.teacher_hidden.empty() != flags.hidden.empty()) {
+    return absl::InvalidArgumentError(flags.hidden.empty()
+                                          ? "--teacher-hidden goes with --hidden"
+                                          : "--teacher with --hidden needs --teacher-hidden");
+  }
+  if (flags.hidden.empty()) {
+    const std::string& name = flags.loss.loss.distillation().teacher();
+    LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(name, context.timeout()));
+    LOSSD_RETURN_IF_ERROR(CheckRoom("--random", rows.rows, head.spec().hidden_size(), rows.dtype, 1));
+    return RandomRows(rows.rows, head.spec().hidden_size(), head.spec().vocab_size(), rows.dtype,
+                      flags.seed + 1);
+  }
+  LOSSD_TRY(const TensorData hidden, LoadTensor(flags.teacher_hidden));
+  HiddenRows teacher;
+  teacher.hidden_size = hidden.shape.empty() ? 0 : static_cast<uint64_t>(hidden.shape.back());
+  teacher.rows = teacher.hidden_size > 0 ? hidden.elements() / teacher.hidden_size : 0;
+  if (teacher.rows != rows.rows) {
+    return absl::InvalidArgumentError(absl::StrCat(flags.teacher_hidden, " has ", teacher.rows, " rows; ",
+                                                   flags.hidden, " has ", rows.rows));
+  }
+  absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(rows.dtype, hidden);
+  if (!bytes.ok()) return InFile(flags.teacher_hidden, bytes.status());
+  teacher.hidden = *std::move(bytes);
+  return teacher;
+}
+
+// Soft targets in the place of one target.
+void AddSoftTargets(CLI::App* command, const std::string& files, LossFlags& flags) {
+  const std::string group = "Soft targets in the place of one target";
+  v1::LossOptions* const loss = &flags.loss.loss;
+  CLI::Option* const rest = AddWordFunction(
+      command, "--rest", [loss](v1::Rest value) { loss->set_rest(value); }, Words<v1::Rest>(),
+      "What becomes of the probability that a row's weights leave over [rows have one target]");
+  CLI::Option* const classes =
+      command->add_option("--target-classes", flags.target_classes, "Classes [N, K]; -1: none");
+  CLI::Option* const weights =
+      command->add_option("--target-weights", flags.target_weights, "Their weights [N, K]");
+  for (CLI::Option* const option : {rest, classes, weights}) option->group(group);
+  for (CLI::Option* const option : {classes, weights}) option->type_name(files);
+  rest->needs(classes)->needs(weights);
+  classes->needs(rest);
+  weights->needs(rest);
+}
+
 absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& client) {
   LOSSD_RETURN_IF_ERROR(CheckOutputs(flags));
   LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(flags.head, context->timeout()));
   const absl::StatusOr<HiddenRows> rows = MakeLossRows(flags, head.spec());
   if (!rows.ok()) return rows.status();
+  LOSSD_TRY(const HiddenRows teacher, MakeTeacherRows(*context, flags, *rows, client));
   LOSSD_TRY(const std::vector<float> row_weights, LoadNumbers(flags.row_weights));
   LOSSD_TRY(const std::vector<float> advantages, LoadNumbers(flags.advantages));
   LOSSD_TRY(const std::vector<float> old_logprobs, LoadNumbers(flags.old_logprobs));
   LOSSD_TRY(const std::vector<float> ref_logprobs, LoadNumbers(flags.ref_logprobs));
 
+  LOSSD_TRY(const SoftTargets soft, LoadSoftTargets(flags, rows->rows));
+
   client::Microbatch microbatch;
+  microbatch.target_classes = soft.classes;
+  microbatch.target_weights = soft.weights;
+  microbatch.target_count = soft.count;
   microbatch.head = flags.head;
   microbatch.step = flags.step;
   if (flags.accumulate && !flags.step.has_value()) microbatch.step = head.state().step();
@@ -403,6 +537,10 @@ absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& c
   microbatch.hidden_dtype = rows->dtype;
   microbatch.hidden = rows->hidden.data();
   microbatch.targets = rows->targets;
+  if (teacher.rows > 0) {
+    microbatch.teacher_hidden = teacher.hidden.data();
+    microbatch.teacher_hidden_size = teacher.hidden_size;
+  }
   microbatch.row_weights = row_weights;
   microbatch.advantages = advantages;
   microbatch.old_logprobs = old_logprobs;
@@ -469,6 +607,8 @@ void AddLossCommand(CLI::App* app, Context* context) {
 
   AddLossOptions(loss, &flags->loss);
   AddObjective(loss, files, *flags);
+  AddDistillation(loss, files, *flags);
+  AddSoftTargets(loss, files, *flags);
 
   const std::string training = "Training";
   loss->add_flag("--accumulate", flags->accumulate, "Add the gradients of the head to its accumulators")

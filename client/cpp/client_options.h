@@ -186,6 +186,11 @@ struct Microbatch {
   // of hidden_dtype, in memory of the same kind as `hidden`; not owned.
   const void* teacher_hidden = nullptr;
   uint64_t teacher_hidden_size = 0;
+  // With ComputeOptions::loss.rest: soft targets, `target_count` classes with their weights for each row,
+  // [N, target_count] each, as lossd.v1.OpenMicrobatch has them. Copied.
+  absl::Span<const int32_t> target_classes;
+  absl::Span<const float> target_weights;
+  uint32_t target_count = 0;  // at most 256
   // Classes of which LossOutputs::class_logprobs is wanted: [K], the same for all rows, or [N, K]; K is
   // LossOutputs::class_count. Each in [0, V), in any order and as often as one likes. Copied.
   absl::Span<const int32_t> classes;
@@ -283,6 +288,10 @@ struct LossResult {
   // The predicted relative error of the gradients: the square root of their ratio. 0 if nothing was sampled.
   double gradient_error() const;
   v1::ObjectiveSums objective;  // of ComputeOptions::loss.objective; all 0 without one
+  // With ComputeOptions::loss.distillation, row weights applied: loss_sum is weight * divergence_sum +
+  // target_weight * target_loss_sum. 0 without, and target_loss_sum with target_weight 0.
+  double divergence_sum = 0;
+  double target_loss_sum = 0;
 
   uint64_t valid_rows = 0;
   uint64_t correct_rows = 0;      // largest logit is the target's

@@ -89,6 +89,8 @@ class ForwardWork : public LossWork {
         old_logprobs_(microbatch.old_logprobs.begin(), microbatch.old_logprobs.end()),
         ref_logprobs_(microbatch.ref_logprobs.begin(), microbatch.ref_logprobs.end()),
         classes_(microbatch.classes.begin(), microbatch.classes.end()),
+        target_classes_(microbatch.target_classes.begin(), microbatch.target_classes.end()),
+        target_weights_(microbatch.target_weights.begin(), microbatch.target_weights.end()),
         microbatch_(microbatch),
         outputs_(outputs),
         options_(options),
@@ -100,6 +102,8 @@ class ForwardWork : public LossWork {
     microbatch_.old_logprobs = old_logprobs_;
     microbatch_.ref_logprobs = ref_logprobs_;
     microbatch_.classes = classes_;
+    microbatch_.target_classes = target_classes_;
+    microbatch_.target_weights = target_weights_;
   }
 
   absl::Status Validate() const override {
@@ -115,7 +119,8 @@ class ForwardWork : public LossWork {
     return SplitRanges(
         targets_, ignore_index_, streams,
         RowsPerStream(max_message_bytes, sizeof(int32_t) + (1 + NumbersOfRow()) * sizeof(float) +
-                                             classes_each() * sizeof(int32_t)));
+                                             classes_each() * sizeof(int32_t) +
+                                             microbatch_.target_count * (sizeof(int32_t) + sizeof(float))));
   }
 
   absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule& rule,
@@ -187,6 +192,11 @@ class ForwardWork : public LossWork {
     open.mutable_classes()->Add(
         classes_.begin() + each * static_cast<std::ptrdiff_t>(rows.begin),
         shared ? classes_.end() : classes_.begin() + each * static_cast<std::ptrdiff_t>(rows.end));
+    const auto first = static_cast<std::ptrdiff_t>(rows.begin * microbatch_.target_count);
+    const auto last = static_cast<std::ptrdiff_t>(rows.end * microbatch_.target_count);
+    open.set_target_count(microbatch_.target_count);
+    open.mutable_target_classes()->Add(target_classes_.begin() + first, target_classes_.begin() + last);
+    open.mutable_target_weights()->Add(target_weights_.begin() + first, target_weights_.begin() + last);
     return open;
   }
 
@@ -209,6 +219,8 @@ class ForwardWork : public LossWork {
   const std::vector<float> row_weights_;
   const std::vector<float> advantages_, old_logprobs_, ref_logprobs_;
   const std::vector<int32_t> classes_;
+  const std::vector<int32_t> target_classes_;
+  const std::vector<float> target_weights_;
   Microbatch microbatch_;  // refers to the copies above
   const LossOutputs outputs_;
   const ComputeOptions options_;
@@ -1145,6 +1157,8 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   total_.sampling_variance += summary.sampling_variance();
   total_.squared_gradient += summary.squared_gradient();
   AddTo(total_.objective, summary.objective());
+  total_.divergence_sum += summary.divergence_sum();
+  total_.target_loss_sum += summary.target_loss_sum();
   total_.valid_rows += summary.valid_rows();
   total_.correct_rows += summary.correct_rows();
   total_.accumulated_rows += summary.accumulated_rows();

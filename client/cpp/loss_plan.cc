@@ -100,6 +100,27 @@ absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions&
   return absl::OkStatus();
 }
 
+// Soft targets come with loss.rest, and only with it; their values are the server's to check.
+absl::Status ValidateSoftTargets(const Microbatch& microbatch, const ComputeOptions& options) {
+  const uint64_t count = microbatch.target_count, rows = microbatch.targets.size();
+  const bool wanted = options.loss.rest() != v1::REST_UNSPECIFIED;
+  if (wanted != (count > 0)) {
+    return ArgumentError("microbatch.target_count", count,
+                         wanted ? "is 0; with options.loss.rest it must be above 0"
+                                : absl::StrCat("is ", count, "; it goes with options.loss.rest only"));
+  }
+  const std::pair<absl::string_view, uint64_t> sizes[] = {
+      {"microbatch.target_classes", microbatch.target_classes.size()},
+      {"microbatch.target_weights", microbatch.target_weights.size()}};
+  for (const auto& [field, size] : sizes) {
+    if (size == count * rows) continue;
+    return ArgumentError(field, size,
+                         absl::StrCat("has ", size, " entries; with target_count ", count,
+                                      " it must have as many for each of the ", rows, " rows"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ValidateClasses(const Microbatch& microbatch, uint64_t class_count) {
   const uint64_t classes = microbatch.classes.size(), rows = microbatch.targets.size();
   if (classes == class_count || classes == class_count * rows) return absl::OkStatus();
@@ -229,6 +250,7 @@ absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outpu
   status.Update(ValidateTeacher(microbatch, options));
   status.Update(ValidateOutputs(outputs, microbatch.targets.size()));
   status.Update(ValidateClasses(microbatch, outputs.class_count));
+  status.Update(ValidateSoftTargets(microbatch, options));
   status.Update(ValidateScale(options));
   status.Update(ValidateDeferral(outputs, options));
   status.Update(ValidateTransport(options));

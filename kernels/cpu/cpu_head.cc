@@ -68,6 +68,8 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
     buffers.statistics = workspace.Take<RowStatistics>(chunk_rows);
     buffers.merged = workspace.Take<RowStatistics>(chunk_rows);
     buffers.gradients = workspace.Take<GradientSums>(chunk_rows);
+    buffers.taught = workspace.Take<TaughtRow>(chunk_rows);
+    buffers.merged_taught = workspace.Take<TaughtRow>(chunk_rows);
     buffers.ranked = workspace.Take<RankedClass>(ClassEntries(chunk_rows));
     buffers.class_logits = workspace.Take<float>(ClassEntries(chunk_rows));
     buffers.bad_rows = workspace.Take<float>(2 * chunk_rows);
@@ -569,15 +571,10 @@ std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows
 }
 
 absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
-  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), "distillation.teacher"));
   const auto* const other = dynamic_cast<const CpuHead*>(&teacher);
-  if (other == nullptr || other->pool_ != pool_) {
-    return errors::FieldError("distillation.teacher", "be a head of the same device", "another one");
-  }
-  if (!is_split_ && !other->is_split_) return absl::OkStatus();
-  return errors::FieldError("distillation.teacher",
-                            "be absent where the student or the teacher is split by vocabulary", "a head",
-                            absl::StatusCode::kUnimplemented);
+  const bool same_device = other != nullptr && other->pool_ == pool_;
+  return ValidateTeacherPart({config_, classes_},
+                             {teacher.config(), same_device ? other->classes_ : classes_}, same_device);
 }
 
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
@@ -628,54 +625,236 @@ int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_
 
 }  // namespace
 
-// Rows of a chunk with a teacher. Borrows everything. Thread-compatible.
-class CpuHead::Distiller {
- public:
-  Distiller(const Chunk& chunk, const RowOrder& order, CpuHead* student)
-      : chunk_(chunk),
-        order_(order),
-        distillation_(chunk.options.distillation),
-        student_(*student),
-        teacher_(*static_cast<CpuHead*>(chunk.teacher)),  // CheckTeacher
-        row_loss_(SelectRowLoops(), student->ContextFor(chunk.options)) {}
+namespace {
 
-  // As ComputeRows, in blocks of rows that the teacher's workspace holds too.
-  void ComputeRows();
+// Delivers what is wanted of single classes, from all parts of a head that is split, whose statistics have
+// been merged and whose logits are there; some rows at a time. A given class has a logit that is not 0 on one
+// part alone, so the sum over the parts is that logit.
+class ClassMerger {
+ public:
+  ClassMerger(const Chunk& chunk, const HeadBuffers& buffers, ShardRows classes, ThreadPool* pool)
+      : chunk_(chunk), buffers_(buffers), classes_(classes), pool_(pool) {}
+
+  // Of the gathered rows [begin, end), with room for so many entries.
+  absl::Status Merge(const WantedClasses& wanted, RowRange rows, int64_t entries, int part, bool reports,
+                     ClassExchange& exchange) const {
+    if (wanted.top_k > 0) {
+      LOSSD_RETURN_IF_ERROR(MergeTop(rows, part, reports, wanted.top_k, entries, exchange));
+    }
+    return wanted.class_count > 0 ? MergeGiven(rows, part, wanted.class_count, entries, exchange)
+                                  : absl::OkStatus();
+  }
 
  private:
+  absl::Status MergeTop(RowRange all, int part, bool reports, int64_t k, int64_t entries,
+                        ClassExchange& exchange) const {
+    for (int64_t first = all.begin; first < all.end; first += entries / k) {
+      const int64_t rows = std::min(entries / k, all.end - first);
+      pool_->ParallelFor(rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          SelectTop(SelectRowLoops(), LogitsOf(first + i), classes_.rows, classes_.first,
+                    {buffers_.ranked + i * k, static_cast<size_t>(k)});
+        }
+      });
+      LOSSD_RETURN_IF_ERROR(exchange.MergeTop(part, {buffers_.ranked, static_cast<size_t>(rows * k)}, k,
+                                              reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
+                                                StoreRanked(SliceOf(first + i), RowOf(first + i),
+                                                            LseOf(first + i), ranked);
+                                              }));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MergeGiven(RowRange all, int part, int64_t count, int64_t entries,
+                          ClassExchange& exchange) const {
+    for (int64_t first = all.begin; first < all.end; first += entries / count) {
+      const RowRange rows = {0, std::min(entries / count, all.end - first)};
+      for (int64_t i = 0; i < rows.end; ++i) TakeGiven(first + i, buffers_.class_logits + i * count);
+      LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, buffers_.class_logits, rows, count).status());
+      LOSSD_TRY(const RowRange here, exchange.CollectRows(part, buffers_.class_logits, rows, rows, count));
+      for (int64_t i = here.begin; i < here.end; ++i) {
+        StoreClasses(SliceOf(first + i), RowOf(first + i), LseOf(first + i),
+                     buffers_.class_logits + i * count);
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const Slice& SliceOf(int64_t i) const {
+    return chunk_.slices[static_cast<size_t>(buffers_.sources[i].slice)];
+  }
+  int64_t RowOf(int64_t i) const { return buffers_.sources[i].row; }
+  double LseOf(int64_t i) const { return LogSumExp(buffers_.merged[i]); }
+  const float* LogitsOf(int64_t i) const { return buffers_.logits + i * classes_.rows; }
+  void TakeGiven(int64_t i, float* logits) const {
+    const Slice& slice = SliceOf(i);
+    for (int32_t j = 0; j < slice.class_count; ++j) {
+      const int64_t place = ClassesOf(slice, RowOf(i))[j] - classes_.first;
+      logits[j] = place >= 0 && place < classes_.rows ? LogitsOf(i)[place] : 0.0f;
+    }
+  }
+
+  const Chunk& chunk_;
+  const HeadBuffers& buffers_;
+  const ShardRows classes_;
+  ThreadPool* const pool_;
+};
+
+}  // namespace
+
+// Rows of a chunk with a teacher. Of a split head every part computes its classes of both heads. Borrows
+// everything. Thread-compatible.
+class CpuHead::Distiller {
+ public:
+  // options.gradients: kExact or kSampled.
+  Distiller(const Chunk& chunk, const LossOptions& options, const RowOrder& order, CpuHead* student)
+      : chunk_(chunk),
+        order_(order),
+        options_(options),
+        distillation_(options.distillation),
+        student_(*student),
+        teacher_(*static_cast<CpuHead*>(chunk.teacher)),  // CheckTeacher
+        row_loss_(SelectRowLoops(), student->ContextFor(WithTarget(options))) {}
+
+  // As ComputeRows, in blocks of rows that the teacher's workspace holds too.
+  absl::Status ComputeRows();
+
+ private:
+  // What the row loss is asked of a row: its loss with the target.
+  struct Request {
+    RowRequest with_target;
+    double row_weight = 1.0;  // of the whole loss
+    double grad_loss = 1.0;
+  };
+  // What the classes that are here say of a row.
+  struct Summary {
+    RowStatistics statistics;
+    TaughtRow taught;
+  };
+
+  // The options of the loss with the targets, which is not sampled by itself.
+  static LossOptions WithTarget(LossOptions options) {
+    options.gradients = Gradients::kExact;
+    return options;
+  }
   // The logits of these rows in the teacher's workspace from its first row on, but for bias and softcap.
   void ComputeTeacherLogits(absl::Span<const RowSource> sources);
-  // Gathered row i, whose logits are there: its result, and its gradient in the place of the student's
-  // logits.
-  RowResult Row(int64_t i, float* teacher_logits) const;
+  // Calls body(i) for the gathered rows of a block.
+  void ForEachRow(int64_t first, int64_t rows, absl::FunctionRef<void(int64_t i)> body) const;
+  // The rows of a block whose logits are there: their results and gradients. Of a head with all classes, and
+  // of one that is split.
+  void ComputeBlock(int64_t first, int64_t rows) const;
+  absl::Status ComputeSplitBlock(int64_t first, int64_t rows) const;
+
+  // The steps of gathered row i, whose teacher's logits are there. In the end the gradient is in the place of
+  // the student's logits.
+  Request RequestOf(int64_t i) const;
+  Summary Summarise(const Request& request, int64_t i, float* teacher_logits) const;
+  DivergenceSums Sum(const TaughtRow& all, int64_t i, const float* teacher_logits) const;
+  RowResult Finish(const Request& request, const RowStatistics& own, const RowStatistics& all,
+                   const TaughtRow& taught, int64_t i, float* teacher_logits) const;
   // Adds the bias and applies the softcap; false if a dot product is not finite that the cap would hide.
   bool Transform(float* teacher_logits) const;
 
+  int64_t classes() const { return student_.classes_.rows; }
+  float* LogitsOf(int64_t i) const { return student_.buffers_.logits + i * classes(); }
+  // Of row i of the block that begins with `first`.
+  float* TeacherLogitsOf(int64_t i, int64_t first) const {
+    return teacher_.buffers_.logits + (i - first) * classes();
+  }
+
   const Chunk& chunk_;
   const RowOrder& order_;
+  const LossOptions& options_;
   const Distillation& distillation_;
   CpuHead& student_;
   CpuHead& teacher_;
   const RowLoss row_loss_;
 };
 
-void CpuHead::Distiller::ComputeRows() {
+// The parts of a head divide their rows alike.
+absl::Status CpuHead::Distiller::ComputeRows() {
   const int64_t d = student_.config_.hidden_size;
-  const int64_t c = student_.classes_.rows;
+  const int64_t c = classes();
   const HeadBuffers& buffers = student_.buffers_;
-  const int64_t block =
-      std::min(teacher_.chunk_rows_, std::max(kLeastBlockRows, kBlockBytes / (c * int64_t{sizeof(float)})));
-  for (int64_t first = 0; first < order_.rows; first += block) {
+  const int64_t row_bytes = student_.config_.vocab_size * int64_t{sizeof(float)};
+  const int64_t block = std::min(teacher_.chunk_rows_, std::max(kLeastBlockRows, kBlockBytes / row_bytes));
+  int64_t first = 0;
+  do {
     const int64_t rows = std::min(block, order_.rows - first);
-    Gemm(*student_.pool_, rows, c, d, chunk_.options.logit_scale, {buffers.hidden + first * d, d},
+    Gemm(*student_.pool_, rows, c, d, options_.logit_scale, {buffers.hidden + first * d, d},
          {buffers.value(Param::kWeight), d, /*transposed=*/true}, 0.0f, buffers.logits + first * c, c);
     ComputeTeacherLogits({buffers.sources + first, static_cast<size_t>(rows)});
-    student_.pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        buffers.results[first + i] = Row(first + i, teacher_.buffers_.logits + i * c);
-      }
-    });
-  }
+    if (student_.is_split_) {
+      LOSSD_RETURN_IF_ERROR(ComputeSplitBlock(first, rows));
+    } else {
+      ComputeBlock(first, rows);
+    }
+    first += block;
+  } while (first < order_.rows);
+  return absl::OkStatus();
+}
+
+void CpuHead::Distiller::ForEachRow(int64_t first, int64_t rows,
+                                    absl::FunctionRef<void(int64_t i)> body) const {
+  student_.pool_->ParallelFor(rows, RowGrain(classes()), [&](int64_t begin, int64_t end) {
+    for (int64_t i = first + begin; i < first + end; ++i) body(i);
+  });
+}
+
+void CpuHead::Distiller::ComputeBlock(int64_t first, int64_t rows) const {
+  ForEachRow(first, rows, [&](int64_t i) {
+    float* const taught_logits = TeacherLogitsOf(i, first);
+    std::array<RankedClass, kMostTopClasses> ranked;
+    std::array<float, kMostGivenClasses> class_logits;
+    Request request = RequestOf(i);
+    request.with_target.top = ranked.data();
+    request.with_target.class_logits = class_logits.data();
+    Summary own = Summarise(request, i, taught_logits);
+    if (!request.with_target.absent) own.taught.sums = Sum(own.taught, i, taught_logits);
+    RowResult& row = student_.buffers_.results[i];
+    row = Finish(request, own.statistics, own.statistics, own.taught, i, taught_logits);
+    const RowSource& source = student_.buffers_.sources[i];
+    const Slice& slice = chunk_.slices[static_cast<size_t>(source.slice)];
+    StoreRanked(slice, source.row, row.lse, ranked);
+    StoreClasses(slice, source.row, row.lse, class_logits.data());
+  });
+}
+
+absl::Status CpuHead::Distiller::ComputeSplitBlock(int64_t first, int64_t rows) const {
+  const HeadBuffers& buffers = student_.buffers_;
+  ClassExchange& exchange = *student_.exchange_;
+  const int part = student_.part_;
+  const auto count = static_cast<size_t>(rows);
+  ForEachRow(first, rows, [&](int64_t i) {
+    Request request = RequestOf(i);
+    request.with_target.top_k = request.with_target.class_count = 0;  // ClassMerger
+    const Summary own = Summarise(request, i, TeacherLogitsOf(i, first));
+    buffers.statistics[i] = own.statistics;
+    buffers.taught[i] = own.taught;
+  });
+  LOSSD_RETURN_IF_ERROR(
+      exchange.MergeStatistics(part, {buffers.statistics + first, count}, {buffers.merged + first, count}));
+  LOSSD_RETURN_IF_ERROR(ClassMerger(chunk_, buffers, student_.classes_, student_.pool_)
+                            .Merge(WantedOf(chunk_), {first, first + rows},
+                                   ClassEntries(student_.chunk_rows_), part, student_.reports_, exchange));
+  LOSSD_RETURN_IF_ERROR(exchange.MergeTaught(
+      part, {buffers.taught + first, count}, [&](int64_t row, absl::Span<const TaughtRow* const> of_part) {
+        buffers.merged_taught[first + row] = MergeSoftened(of_part, distillation_.temperature);
+      }));
+  ForEachRow(first, rows, [&](int64_t i) {
+    buffers.taught[i].sums = Sum(buffers.merged_taught[i], i, TeacherLogitsOf(i, first));
+  });
+  LOSSD_RETURN_IF_ERROR(exchange.MergeTaught(
+      part, {buffers.taught + first, count}, [&](int64_t row, absl::Span<const TaughtRow* const> of_part) {
+        buffers.merged_taught[first + row].sums = AddDivergences(of_part);
+      }));
+  ForEachRow(first, rows, [&](int64_t i) {
+    buffers.results[i] = Finish(RequestOf(i), buffers.statistics[i], buffers.merged[i],
+                                buffers.merged_taught[i], i, TeacherLogitsOf(i, first));
+    buffers.gradients[i] = buffers.results[i].gradient;
+  });
+  return exchange.MergeGradients(part, {buffers.gradients + first, count}, {buffers.results + first, count});
 }
 
 void CpuHead::Distiller::ComputeTeacherLogits(absl::Span<const RowSource> sources) {
@@ -713,29 +892,60 @@ bool CpuHead::Distiller::Transform(float* teacher_logits) const {
   return finite;
 }
 
-RowResult CpuHead::Distiller::Row(int64_t i, float* teacher_logits) const {
-  const int64_t c = student_.classes_.rows;
-  float* const logits = student_.buffers_.logits + i * c;
-  RowRequest request = student_.RequestFor(chunk_, order_, i);
-  const double row_weight = double{request.row_weight};
-  const double grad_loss = request.grad_loss;
+CpuHead::Distiller::Request CpuHead::Distiller::RequestOf(int64_t i) const {
+  Request request{.with_target = student_.RequestFor(chunk_, order_, i)};
+  RowRequest& with_target = request.with_target;
+  request.row_weight = double{with_target.row_weight};
+  request.grad_loss = with_target.grad_loss;
   const Slice& slice = chunk_.slices[static_cast<size_t>(student_.buffers_.sources[i].slice)];
-  request.counts_target = distillation_.target_weight != 0.0f || slice.out.target_logprob != nullptr;
-  request.row_weight *= distillation_.target_weight;
-  request.grad_loss *= double{distillation_.target_weight};
-  const RowStatistics statistics = row_loss_.Summarise(request, logits);
-  if (request.absent) return row_loss_.Finish(request, statistics, statistics, logits);
+  with_target.counts_target = distillation_.target_weight != 0.0f || slice.out.target_logprob != nullptr;
+  with_target.row_weight *= distillation_.target_weight;
+  with_target.grad_loss *= double{distillation_.target_weight};
+  return request;
+}
 
-  const bool teacher_finite = Transform(teacher_logits);
-  const double divergence = DivergenceOfRow(distillation_, logits, chunk_.options.softcap, c,
-                                            request.want_gradient, teacher_logits);
-  RowResult row = row_loss_.Finish(request, statistics, statistics, logits);
-  row.loss += row_weight * double{distillation_.weight} * divergence;
-  const auto factor =
-      static_cast<float>(grad_loss * double{distillation_.weight} * double{chunk_.options.logit_scale});
-  row.finite = row.finite && teacher_finite && std::isfinite(divergence) &&
+CpuHead::Distiller::Summary CpuHead::Distiller::Summarise(const Request& request, int64_t i,
+                                                          float* teacher_logits) const {
+  Summary own{.statistics = row_loss_.Summarise(request.with_target, LogitsOf(i))};
+  if (request.with_target.absent) return own;
+  own.taught.teacher_finite = Transform(teacher_logits);
+  own.taught.student = Soften(LogitsOf(i), classes(), distillation_.temperature);
+  own.taught.teacher = Soften(teacher_logits, classes(), distillation_.temperature);
+  return own;
+}
+
+DivergenceSums CpuHead::Distiller::Sum(const TaughtRow& all, int64_t i, const float* teacher_logits) const {
+  return SumDivergence(distillation_, {LogitsOf(i), teacher_logits, classes()}, all);
+}
+
+RowResult CpuHead::Distiller::Finish(const Request& request, const RowStatistics& own,
+                                     const RowStatistics& all, const TaughtRow& taught, int64_t i,
+                                     float* teacher_logits) const {
+  const RowRequest& with_target = request.with_target;
+  float* const logits = LogitsOf(i);
+  const int64_t c = classes();
+  if (with_target.absent) return row_loss_.Finish(with_target, own, all, logits);
+  const double divergence = taught.sums.value;
+  const bool has_gradient = with_target.want_gradient && std::isfinite(divergence);
+  if (has_gradient) {
+    WriteDivergenceGradient(distillation_, {logits, teacher_logits, c}, taught, options_.softcap,
+                            teacher_logits);
+  }
+  RowResult row = row_loss_.Finish(with_target, own, all, logits);
+  row.divergence = request.row_weight * divergence;
+  if (distillation_.target_weight != 0.0f) row.target_loss = row.loss / double{distillation_.target_weight};
+  row.loss += double{distillation_.weight} * row.divergence;
+  const double slope = request.grad_loss * double{distillation_.weight};
+  const auto factor = static_cast<float>(slope * double{options_.logit_scale});
+  row.finite = row.finite && taught.teacher_finite && std::isfinite(divergence) &&
                std::isfinite(static_cast<float>(row.loss)) && std::isfinite(factor);
-  if (request.want_gradient && row.finite) SelectRowLoops().add_scaled(logits, teacher_logits, factor, c);
+  if (!with_target.want_gradient || !row.finite) return row;
+  SelectRowLoops().add_scaled(logits, teacher_logits, factor, c);
+  if (options_.gradients != Gradients::kSampled) return row;
+  row.gradient_factor += std::fabs(slope) / double{distillation_.temperature};
+  const int64_t target = with_target.target - student_.classes_.first;
+  row.gradient = SampleGradient(options_, row.gradient_factor, with_target.sample,
+                                own.has_target ? target : -1, c, logits);
   return row;
 }
 
@@ -745,11 +955,6 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   const bool is_auto = options.gradients == Gradients::kAuto;
   absl::string_view why_exact = WhyExact(options, AnyGradEntropy(chunk));
   if (why_exact.empty() && order.with_gradient() == 0) why_exact = "no gradient is wanted";
-  if (options.distillation.used()) {
-    chunk.choices = {GradientsChoice(Gradients::kExact, why_exact)};
-    Distiller(chunk, order, this).ComputeRows();
-    return absl::OkStatus();
-  }
   options.gradients = why_exact.empty() && is_auto ? Gradients::kSampled : GradientsOf(options, why_exact);
   LOSSD_RETURN_IF_ERROR(ComputeRows(chunk, options, order));
   if (!why_exact.empty()) {
@@ -769,84 +974,23 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   return ComputeRows(chunk, options, order);
 }
 
-namespace {
-
-// Delivers what is wanted of single classes, from all parts of a head that is split, whose statistics have
-// been merged and whose logits are there; some rows at a time. A given class has a logit that is not 0 on one
-// part alone, so the sum over the parts is that logit.
-class ClassMerger {
- public:
-  ClassMerger(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers, ShardRows classes,
-              ThreadPool* pool)
-      : chunk_(chunk), order_(order), buffers_(buffers), classes_(classes), pool_(pool) {}
-
-  absl::Status MergeTop(int part, bool reports, int64_t k, int64_t entries, ClassExchange& exchange) const {
-    for (int64_t first = 0; first < order_.rows; first += entries / k) {
-      const int64_t rows = std::min(entries / k, order_.rows - first);
-      pool_->ParallelFor(rows, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          SelectTop(SelectRowLoops(), LogitsOf(first + i), classes_.rows, classes_.first,
-                    {buffers_.ranked + i * k, static_cast<size_t>(k)});
-        }
-      });
-      LOSSD_RETURN_IF_ERROR(exchange.MergeTop(part, {buffers_.ranked, static_cast<size_t>(rows * k)}, k,
-                                              reports, [&](int64_t i, absl::Span<const RankedClass> ranked) {
-                                                StoreRanked(SliceOf(first + i), RowOf(first + i),
-                                                            LseOf(first + i), ranked);
-                                              }));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status MergeGiven(int part, int64_t count, int64_t entries, ClassExchange& exchange) const {
-    for (int64_t first = 0; first < order_.rows; first += entries / count) {
-      const RowRange rows = {0, std::min(entries / count, order_.rows - first)};
-      for (int64_t i = 0; i < rows.end; ++i) TakeGiven(first + i, buffers_.class_logits + i * count);
-      LOSSD_RETURN_IF_ERROR(exchange.SumRows(part, buffers_.class_logits, rows, count).status());
-      LOSSD_TRY(const RowRange here, exchange.CollectRows(part, buffers_.class_logits, rows, rows, count));
-      for (int64_t i = here.begin; i < here.end; ++i) {
-        StoreClasses(SliceOf(first + i), RowOf(first + i), LseOf(first + i),
-                     buffers_.class_logits + i * count);
-      }
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  const Slice& SliceOf(int64_t i) const {
-    return chunk_.slices[static_cast<size_t>(buffers_.sources[i].slice)];
-  }
-  int64_t RowOf(int64_t i) const { return buffers_.sources[i].row; }
-  double LseOf(int64_t i) const { return LogSumExp(buffers_.merged[i]); }
-  const float* LogitsOf(int64_t i) const { return buffers_.logits + i * classes_.rows; }
-  void TakeGiven(int64_t i, float* logits) const {
-    const Slice& slice = SliceOf(i);
-    for (int32_t j = 0; j < slice.class_count; ++j) {
-      const int64_t place = ClassesOf(slice, RowOf(i))[j] - classes_.first;
-      logits[j] = place >= 0 && place < classes_.rows ? LogitsOf(i)[place] : 0.0f;
-    }
-  }
-
-  const Chunk& chunk_;
-  const RowOrder& order_;
-  const HeadBuffers& buffers_;
-  const ShardRows classes_;
-  ThreadPool* const pool_;
-};
-
-}  // namespace
-
 // Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
 // place. With classes elsewhere too, that waits for what those say of the rows.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
+  if (options.distillation.used()) return Distiller(chunk, options, order, this).ComputeRows();
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
   const RowLoss row_loss(SelectRowLoops(), ContextFor(options));
   const int64_t block =
       std::max(kLeastBlockRows, kBlockBytes / (std::max<int64_t>(c, 1) * int64_t{sizeof(float)}));
   const WantedClasses wanted = WantedOf(chunk);
-  const auto request_for = [&](int64_t i) {
+  const auto request_for = [&](int64_t i, SoftRow& targets) {
     RowRequest request = RequestFor(chunk, order, i);
+    if (options.has_soft_targets()) {
+      const RowSource& source = buffers_.sources[i];
+      SoftRowOf(options.rest, chunk.slices[static_cast<size_t>(source.slice)], source.row, targets);
+      request.targets = &targets;
+    }
     request.keeps_logits = is_split_ && wanted.any();
     return request;
   };
@@ -857,8 +1001,9 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
     pool_->ParallelFor(rows, RowGrain(c), [&](int64_t begin, int64_t end) {
       std::array<RankedClass, kMostTopClasses> ranked;
       std::array<float, kMostGivenClasses> class_logits;
+      SoftRow targets;
       for (int64_t i = first + begin; i < first + end; ++i) {
-        RowRequest request = request_for(i);
+        RowRequest request = request_for(i, targets);
         request.top = ranked.data();
         request.class_logits = class_logits.data();
         if (is_split_) {
@@ -878,18 +1023,14 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   const auto all = static_cast<size_t>(order.rows);
   LOSSD_RETURN_IF_ERROR(
       exchange_->MergeStatistics(part_, {buffers_.statistics, all}, {buffers_.merged, all}));
-  const ClassMerger merger(chunk, order, buffers_, classes_, pool_);
-  const int64_t entries = ClassEntries(chunk_rows_);
-  if (wanted.top_k > 0) {
-    LOSSD_RETURN_IF_ERROR(merger.MergeTop(part_, reports_, wanted.top_k, entries, *exchange_));
-  }
-  if (wanted.class_count > 0) {
-    LOSSD_RETURN_IF_ERROR(merger.MergeGiven(part_, wanted.class_count, entries, *exchange_));
-  }
+  LOSSD_RETURN_IF_ERROR(
+      ClassMerger(chunk, buffers_, classes_, pool_)
+          .Merge(wanted, {0, order.rows}, ClassEntries(chunk_rows_), part_, reports_, *exchange_));
   pool_->ParallelFor(order.rows, RowGrain(c), [&](int64_t begin, int64_t end) {
+    SoftRow targets;
     for (int64_t i = begin; i < end; ++i) {
-      buffers_.results[i] = row_loss.Finish(request_for(i), buffers_.statistics[i], buffers_.merged[i],
-                                            buffers_.logits + i * c);
+      buffers_.results[i] = row_loss.Finish(request_for(i, targets), buffers_.statistics[i],
+                                            buffers_.merged[i], buffers_.logits + i * c);
       buffers_.gradients[i] = buffers_.results[i].gradient;
     }
   });

@@ -67,6 +67,8 @@ struct HeadBuffers {
   RowStatistics* statistics = nullptr;  // [R], of the replica's classes
   RowStatistics* merged = nullptr;      // [R], of all classes
   GradientSums* gradients = nullptr;    // [R], of the replica's classes
+  TaughtRow* taught = nullptr;          // [R], of rows with a teacher, of the replica's classes
+  TaughtRow* merged_taught = nullptr;   // [R], likewise, of all classes
   RankedClass* ranked = nullptr;        // [ClassEntries(R)], of the replica's classes, of some rows at a time
   float* class_logits = nullptr;        // [ClassEntries(R)], likewise; 0 of classes elsewhere
   float* bad_rows = nullptr;            // [2 R], of this part and of all: not 0 where dx is not finite
@@ -152,6 +154,8 @@ inline void AddToSums(const Objective& objective, const Slice& slice, int64_t ro
   sums.dropped_mass += result.gradient.dropped_mass;
   sums.sampling_variance += result.gradient.sampling_variance;
   sums.squared_gradient += result.gradient.squared_gradient;
+  sums.divergence += result.divergence;
+  sums.target_loss += result.target_loss;
   if (objective.active() && !IsAbsent(slice, row)) sums.objective.Add(result.objective);
 }
 
@@ -269,7 +273,7 @@ class CpuHead final : public HeadKernels {
   MemoryBytes memory() const override { return reservation_.bytes(); }
   std::vector<Choice> Describe() const override;
 
-  // A teacher's workspace is used for its logits. Both heads have all classes here.
+  // A teacher's workspace is used for its logits. Both heads have the same classes here.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 

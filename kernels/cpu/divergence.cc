@@ -4,28 +4,27 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 namespace lossd::kernels {
 namespace {
 
-// One softmax at the temperature: log p_v = (z_v - top) inverse - log_total.
-struct LogSoftmax {
-  double top = 0.0;
-  double inverse = 1.0;  // of the temperature
-  double log_total = 0.0;
+constexpr float kInfinite = std::numeric_limits<float>::infinity();
 
-  double operator()(float z) const { return (double{z} - top) * inverse - log_total; }
+// log p_v = (z_v - top) / T - log of the sum.
+class LogSoftmax {
+ public:
+  LogSoftmax(const SoftenedRow& row, double inverse_temperature)
+      : top_(std::isinf(row.top) ? 0.0 : double{row.top}),
+        inverse_(inverse_temperature),
+        log_sum_(std::log(row.sum)) {}
+  double operator()(float z) const { return (double{z} - top_) * inverse_ - log_sum_; }
+
+ private:
+  const double top_;
+  const double inverse_;
+  const double log_sum_;
 };
-
-LogSoftmax LogSoftmaxOf(const float* z, int64_t n, double inverse) {
-  float top = -std::numeric_limits<float>::infinity();
-  for (int64_t v = 0; v < n; ++v) top = z[v] > top ? z[v] : top;
-  LogSoftmax softmax{.top = double{top}, .inverse = inverse};
-  double total = 0.0;
-  for (int64_t v = 0; v < n; ++v) total += std::exp((double{z[v]} - softmax.top) * inverse);
-  softmax.log_total = std::log(total);
-  return softmax;
-}
 
 // What one class adds to a divergence, and q times its derivative by q.
 struct ClassTerm {
@@ -54,51 +53,107 @@ ClassTerm TermOf(double p, double log_p, double q, double log_q, double beta) {
 }
 
 template <Divergence kDivergence>
-double RowOf(const Distillation& distillation, const float* student, float softcap, int64_t n,
-             bool want_gradient, float* teacher) {
+DivergenceSums SumDivergenceOf(const Distillation& distillation, const TaughtLogits& logits,
+                               const TaughtRow& row) {
   const double inverse = 1.0 / double{distillation.temperature};
   const double beta = double{distillation.beta};
-  const LogSoftmax of_student = LogSoftmaxOf(student, n, inverse);
-  const LogSoftmax of_teacher = LogSoftmaxOf(teacher, n, inverse);
-  double value = 0.0;
-  double mean = 0.0;  // sum of the slopes
-  for (int64_t v = 0; v < n; ++v) {
-    const double log_p = of_teacher(teacher[v]);
-    const double log_q = of_student(student[v]);
+  const LogSoftmax teacher(row.teacher, inverse), student(row.student, inverse);
+  DivergenceSums sums;
+  for (int64_t v = 0; v < logits.n; ++v) {
+    const double log_p = teacher(logits.teacher[v]);
+    const double log_q = student(logits.student[v]);
     const ClassTerm term = TermOf<kDivergence>(std::exp(log_p), log_p, std::exp(log_q), log_q, beta);
-    value += term.value;
-    mean += term.slope;
+    sums.value += term.value;
+    sums.slope += term.slope;
   }
-  if (!want_gradient || !std::isfinite(value)) return value;
+  return sums;
+}
+
+template <Divergence kDivergence>
+void WriteGradientOf(const Distillation& distillation, const TaughtLogits& logits, const TaughtRow& row,
+                     float softcap, float* gradient) {
+  const double inverse = 1.0 / double{distillation.temperature};
+  const double beta = double{distillation.beta};
+  const LogSoftmax teacher(row.teacher, inverse), student(row.student, inverse);
   const double inverse_softcap = softcap > 0.0f ? 1.0 / double{softcap} : 0.0;
-  for (int64_t v = 0; v < n; ++v) {
-    const double log_p = of_teacher(teacher[v]);
-    const double log_q = of_student(student[v]);
+  for (int64_t v = 0; v < logits.n; ++v) {
+    const double log_p = teacher(logits.teacher[v]);
+    const double log_q = student(logits.student[v]);
     const double q = std::exp(log_q);
     const ClassTerm term = TermOf<kDivergence>(std::exp(log_p), log_p, q, log_q, beta);
-    const double capped = softcap > 0.0f ? double{student[v]} * inverse_softcap : 0.0;
-    teacher[v] = static_cast<float>((term.slope - q * mean) * inverse * (1.0 - capped * capped));
+    const double capped = softcap > 0.0f ? double{logits.student[v]} * inverse_softcap : 0.0;
+    gradient[v] = static_cast<float>((term.slope - q * row.sums.slope) * inverse * (1.0 - capped * capped));
   }
-  return value;
+}
+
+// Calls body(std::integral_constant) for the divergence, which is one.
+template <typename Body>
+auto WithDivergence(Divergence divergence, Body body) {
+  switch (divergence) {
+    case Divergence::kNone:
+    case Divergence::kForwardKl:
+      break;
+    case Divergence::kReverseKl:
+      return body(std::integral_constant<Divergence, Divergence::kReverseKl>());
+    case Divergence::kJensenShannon:
+      return body(std::integral_constant<Divergence, Divergence::kJensenShannon>());
+    case Divergence::kTotalVariation:
+      return body(std::integral_constant<Divergence, Divergence::kTotalVariation>());
+  }
+  return body(std::integral_constant<Divergence, Divergence::kForwardKl>());
 }
 
 }  // namespace
 
-double DivergenceOfRow(const Distillation& distillation, const float* student, float softcap, int64_t n,
-                       bool want_gradient, float* teacher) {
-  switch (distillation.divergence) {
-    case Divergence::kNone:
-      return 0.0;
-    case Divergence::kForwardKl:
-      return RowOf<Divergence::kForwardKl>(distillation, student, softcap, n, want_gradient, teacher);
-    case Divergence::kReverseKl:
-      return RowOf<Divergence::kReverseKl>(distillation, student, softcap, n, want_gradient, teacher);
-    case Divergence::kJensenShannon:
-      return RowOf<Divergence::kJensenShannon>(distillation, student, softcap, n, want_gradient, teacher);
-    case Divergence::kTotalVariation:
-      return RowOf<Divergence::kTotalVariation>(distillation, student, softcap, n, want_gradient, teacher);
+SoftenedRow Soften(const float* z, int64_t n, float temperature) {
+  const double inverse = 1.0 / double{temperature};
+  SoftenedRow row;
+  for (int64_t v = 0; v < n; ++v) row.top = z[v] > row.top ? z[v] : row.top;
+  const double from = row.top == -kInfinite ? 0.0 : double{row.top};
+  for (int64_t v = 0; v < n; ++v) row.sum += std::exp((double{z[v]} - from) * inverse);
+  return row;
+}
+
+TaughtRow MergeSoftened(absl::Span<const TaughtRow* const> parts, float temperature) {
+  TaughtRow all = *parts.front();
+  if (parts.size() == 1) return all;
+  const double inverse = 1.0 / double{temperature};
+  for (SoftenedRow TaughtRow::*const softmax : {&TaughtRow::student, &TaughtRow::teacher}) {
+    SoftenedRow merged;
+    for (const TaughtRow* part : parts) merged.top = std::max(merged.top, (part->*softmax).top);
+    for (const TaughtRow* part : parts) {
+      const SoftenedRow& own = part->*softmax;
+      // Without a top the sum is 0 or NaN.
+      const double shift = own.top == -kInfinite ? 0.0 : (double{own.top} - double{merged.top}) * inverse;
+      merged.sum += own.sum * std::exp(shift);
+    }
+    all.*softmax = merged;
   }
-  return 0.0;
+  for (const TaughtRow* part : parts) all.teacher_finite = all.teacher_finite && part->teacher_finite;
+  return all;
+}
+
+DivergenceSums AddDivergences(absl::Span<const TaughtRow* const> parts) {
+  DivergenceSums all;
+  for (const TaughtRow* part : parts) {
+    all.value += part->sums.value;
+    all.slope += part->sums.slope;
+  }
+  return all;
+}
+
+DivergenceSums SumDivergence(const Distillation& distillation, const TaughtLogits& logits,
+                             const TaughtRow& row) {
+  return WithDivergence(distillation.divergence, [&](auto divergence) {
+    return SumDivergenceOf<divergence.value>(distillation, logits, row);
+  });
+}
+
+void WriteDivergenceGradient(const Distillation& distillation, const TaughtLogits& logits,
+                             const TaughtRow& row, float softcap, float* gradient) {
+  WithDivergence(distillation.divergence, [&](auto divergence) {
+    WriteGradientOf<divergence.value>(distillation, logits, row, softcap, gradient);
+  });
 }
 
 }  // namespace lossd::kernels

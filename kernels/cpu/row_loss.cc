@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/cpu/row_loss.h"
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -37,6 +38,7 @@ RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
   all.reference = all.max == -kInfinity ? 0.0f : all.max;
   all.argmax = std::numeric_limits<int32_t>::max();
   all.other_exp = all.moment = all.centred = all.weight_sum = 0.0;
+  all.tail_exp = all.soft_dot = all.soft_weight = 0.0;
   for (const RowStatistics* part : parts) {
     all.finite = all.finite && part->finite;
     if (part->max == all.max && part->argmax >= 0) all.argmax = std::min(all.argmax, part->argmax);
@@ -53,6 +55,9 @@ RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
     all.moment += factor * (part->moment + shift * (part->other_exp + target_exp));
     all.centred += part->centred + part->weight_sum * shift;
     all.weight_sum += part->weight_sum;
+    all.tail_exp += factor * part->tail_exp;
+    if (part->soft_weight > 0.0) all.soft_dot += part->soft_dot + part->soft_weight * shift;
+    all.soft_weight += part->soft_weight;
   }
   return all;
 }
@@ -83,9 +88,10 @@ struct RowLoss::Sums {
   double total = 0.0;
   double log_total = 0.0;
   double own_factor = 1.0;  // times an exponential that is here: relative to max
-  double hard_slope = 0.0;  // g u_y (1 - alpha), or that of the objective
+  double hard_slope = 0.0;  // g u_y (1 - alpha), or that of the objective; with soft targets of other classes
   double soft_slope = 0.0;  // everything else that multiplies p
   double smoothing = 0.0;   // g alpha / V
+  double named_slope = 0.0;  // in the place of hard_slope for the classes that soft targets name
 };
 
 RowStatistics RowLoss::Summarise(const RowRequest& request, float* logits) const {
@@ -107,8 +113,66 @@ RowStatistics RowLoss::Summarise(const RowRequest& request, float* logits) const
   if (request.want_entropy || request.grad_entropy != 0.0f) {
     own.moment = loops_.exp_moment(logits, own.reference, n);
   }
-  own.other_exp = SumExponentials(request, own, logits);
+  if (request.targets != nullptr) {
+    SummariseTargets(request, logits, own);
+  } else {
+    own.other_exp = SumExponentials(request, own, logits);
+  }
   return own;
+}
+
+// Sums with the named classes apart: what is left of 1 is then as precise as the rest of the row. Leaves the
+// logits as they are.
+void RowLoss::SummariseTargets(const RowRequest& request, float* logits, RowStatistics& own) const {
+  std::array<float, kMostSoftTargets> kept;
+  MaskTargets(request, logits, kept.data());
+  const double unnamed = SumExponentials(request, own, logits);  // without the target
+  own.other_exp = own.tail_exp = unnamed;
+  bool target_named = false;
+  for (size_t i = 0; i < request.targets->entries.size(); ++i) {
+    const auto& [place, weight] = request.targets->entries[i];
+    const int64_t here = place - context_.first_class;
+    if (!IsHere(here)) continue;
+    logits[here] = kept[i];
+    const double relative = double{kept[i]} - double{own.reference};
+    if (weight > 0.0f) own.soft_dot += double{weight} * relative;
+    own.soft_weight += double{weight};
+    if (place == request.target) {
+      target_named = true;
+    } else {
+      own.other_exp += std::exp(relative);
+    }
+  }
+  if (own.has_target && !target_named) {
+    own.tail_exp += std::exp(double{own.target_logit} - double{own.reference});
+  }
+}
+
+// Takes the logits of the named classes that are here out of the row.
+void RowLoss::MaskTargets(const RowRequest& request, float* logits, float* kept) const {
+  if (request.targets == nullptr) return;
+  for (const SoftRow::Entry& entry : request.targets->entries) {
+    const int64_t here = entry.place - context_.first_class;
+    if (IsHere(here)) *kept = std::exchange(logits[here], -kInfinity);
+    ++kept;
+  }
+}
+
+// The gradient of the named classes that are here.
+void RowLoss::WriteTargets(const RowRequest& request, const RowResult& row, const Sums& sums,
+                           const float* kept, float* logits) const {
+  if (request.targets == nullptr) return;
+  const double softcap = double{context_.options.softcap};
+  for (const auto& [place, weight] : request.targets->entries) {
+    const int64_t here = place - context_.first_class;
+    const double z = double{*kept++};
+    if (!IsHere(here)) continue;
+    const double p = std::exp(z - double{sums.max}) / sums.total;
+    double gradient = (sums.named_slope + sums.soft_slope) * p - request.grad_loss * double{weight};
+    if (p > 0.0) gradient -= double{request.grad_entropy} * p * (std::log(p) + row.entropy);
+    if (softcap > 0.0) gradient *= (1.0 - z / softcap) * (1.0 + z / softcap);
+    logits[here] = static_cast<float>(double{context_.options.logit_scale} * gradient);
+  }
 }
 
 // What is wanted of single classes, while the logits are there.
@@ -144,6 +208,16 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
     row.objective = EvaluateObjective(objective, nll, request.numbers);
     slope = row.objective.slope;
     row.loss = row_weight * row.objective.loss + row.z_loss;
+  } else if (request.targets != nullptr) {
+    const SoftRow& targets = *request.targets;
+    double loss = (targets.total - targets.rest) * sums.log_total - all.soft_dot;
+    slope = targets.total;
+    if (targets.rest > 0.0) {
+      loss += targets.rest * (sums.log_total - std::log(all.tail_exp));
+      slope -= targets.rest * sums.total / all.tail_exp;
+    }
+    row.loss = row_weight * loss + row.z_loss;
+    sums.named_slope = request.grad_loss * targets.total;
   } else if (request.counts_target) {
     row.loss = row_weight * u_y * (1.0 - alpha) * nll + row.z_loss;
   }
@@ -161,12 +235,18 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   sums.soft_slope = request.grad_loss * 2.0 * lambda * row.lse + double{request.grad_lse};
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};
+  const double hard_slope = request.targets != nullptr ? sums.named_slope : sums.hard_slope;
+  row.gradient_factor =
+      std::fabs(hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
   const bool needs_entropy = request.want_entropy || request.grad_entropy != 0.0f;
   row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
                (!request.counts_target || FiniteInFloat(nll)) &&
                (!needs_entropy || FiniteInFloat(row.entropy)) && FiniteInFloat(scale * sums.hard_slope) &&
-               FiniteInFloat(scale * sums.soft_slope) && FiniteInFloat(scale * double{request.grad_entropy});
+               FiniteInFloat(scale * sums.named_slope) && FiniteInFloat(scale * sums.soft_slope) &&
+               FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
+  std::array<float, kMostSoftTargets> kept;
+  MaskTargets(request, logits, kept.data());
   const bool filtered = context_.options.gradients == Gradients::kFiltered;
   if (filtered) row.gradient.dropped_mass = Drop(request, own, sums, logits);
   if (request.grad_loss == 0.0 && request.grad_lse == 0.0f && request.grad_entropy == 0.0f) {
@@ -175,9 +255,10 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   }
   const double target_gradient = TargetGradient(request, row, sums);
   if (context_.options.gradients == Gradients::kSampled) {
-    Sample(request, own, sums, target_gradient, row, logits);
+    Sample(request, own, sums, target_gradient, kept.data(), row, logits);
   } else {
     WriteGradient(request, row, sums, sums.smoothing, logits);
+    WriteTargets(request, row, sums, kept.data(), logits);
   }
   if (own.has_target) logits[request.target - context_.first_class] = static_cast<float>(target_gradient);
   return row;
@@ -251,9 +332,18 @@ double RowLoss::Drop(const RowRequest& request, const RowStatistics& own, const 
 // With respect to the dot product of the target.
 double RowLoss::TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const {
   const double entropy_term = double{request.grad_entropy} * (row.target_logprob + row.entropy);
-  double gradient = -sums.hard_slope * (sums.other_exp / sums.total) +
-                    (sums.soft_slope - entropy_term) * (sums.target_exp / sums.total) -
+  const double p = sums.target_exp / sums.total;
+  double gradient = -sums.hard_slope * (sums.other_exp / sums.total) + (sums.soft_slope - entropy_term) * p -
                     sums.smoothing * ClassWeight(request.target);
+  if (request.targets != nullptr) {
+    double slope = sums.hard_slope, weight = 0.0;
+    for (const SoftRow::Entry& entry : request.targets->entries) {
+      if (entry.place != request.target) continue;
+      slope = sums.named_slope;
+      weight = double{entry.weight};
+    }
+    gradient = (slope + sums.soft_slope - entropy_term) * p - request.grad_loss * weight;
+  }
   const double softcap = double{context_.options.softcap};
   if (softcap > 0.0) {
     const double capped = double{sums.target_logit} / softcap;
@@ -290,32 +380,42 @@ void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, con
 // The gradient, with all but the target sampled. Without a softcap the uniform part of label smoothing is
 // added afterwards, so it is not sampled.
 void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const Sums& sums,
-                     double target_gradient, RowResult& row, float* logits) const {
+                     double target_gradient, const float* kept, RowResult& row, float* logits) const {
   const LossOptions& options = context_.options;
   const bool uniform_after = options.softcap == 0.0f && sums.smoothing != 0.0;
   WriteGradient(request, row, sums, uniform_after ? 0.0 : sums.smoothing, logits);
-  const double kappa = std::fabs(sums.hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
-  const double scale = double{options.logit_scale};
-  const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
-  const auto [before, after] = OthersOf(request, own);
-  RowSampler sampler(request.sample, threshold);
-  sampler.Sample(logits, before);
-  sampler.Sample(logits + context_.classes - after, after);
-  const double target_square = own.has_target ? target_gradient * target_gradient : 0.0;
-  row.gradient.sampling_variance = sampler.variance() / (scale * scale);
-  row.gradient.squared_gradient = (sampler.square() + target_square) / (scale * scale);
+  WriteTargets(request, row, sums, kept, logits);
+  if (own.has_target) {
+    logits[request.target - context_.first_class] = static_cast<float>(target_gradient);
+  }
+  row.gradient =
+      SampleGradient(options, row.gradient_factor, request.sample,
+                     own.has_target ? request.target - context_.first_class : -1, context_.classes, logits);
   if (!uniform_after) return;
-  loops_.gradient_from_exp(logits, class_weights(), 1.0f, static_cast<float>(scale * sums.smoothing),
+  loops_.gradient_from_exp(logits, class_weights(), 1.0f,
+                           static_cast<float>(double{options.logit_scale} * sums.smoothing),
                            context_.classes);
 }
 
 bool RowLoss::KeepsLogits(const RowRequest& request) const {
   return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f || request.keeps_logits ||
-         context_.options.distillation.used();
+         context_.options.distillation.used() || request.targets != nullptr;
 }
 
 double RowLoss::ClassWeight(int32_t target) const {
   return context_.class_weights == nullptr ? 1.0 : double{context_.class_weights[target]};
+}
+
+GradientSums SampleGradient(const LossOptions& options, double kappa, float omega, int64_t target, int64_t n,
+                            float* gradient) {
+  const double scale = double{options.logit_scale};
+  const auto threshold = static_cast<float>(double{options.sample_threshold} * std::fabs(scale) * kappa);
+  RowSampler sampler(omega, threshold);
+  sampler.Sample(gradient, target < 0 ? n : target);
+  if (target >= 0) sampler.Sample(gradient + target + 1, n - target - 1);
+  const double of_target = target < 0 ? 0.0 : double{gradient[target]};
+  return {.sampling_variance = sampler.variance() / (scale * scale),
+          .squared_gradient = (sampler.square() + of_target * of_target) / (scale * scale)};
 }
 
 void RowSampler::Sample(float* gradient, int64_t n) {
@@ -338,6 +438,14 @@ absl::Status SoleExchange::MergeStatistics(int, absl::Span<const RowStatistics> 
 absl::Status SoleExchange::MergeGradients(int, absl::Span<const GradientSums> own,
                                           absl::Span<RowResult> results) {
   for (size_t row = 0; row < results.size(); ++row) results[row].gradient = own[row];
+  return absl::OkStatus();
+}
+
+absl::Status SoleExchange::MergeTaught(int, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
+  for (size_t row = 0; row < own.size(); ++row) {
+    const TaughtRow* const of_part[] = {&own[row]};
+    merge(static_cast<int64_t>(row), of_part);
+  }
   return absl::OkStatus();
 }
 
@@ -365,6 +473,7 @@ ThreadExchange::ThreadExchange(int parts)
     : barrier_(parts),
       statistics_(static_cast<size_t>(parts)),
       gradients_(static_cast<size_t>(parts)),
+      taught_(static_cast<size_t>(parts)),
       floats_(static_cast<size_t>(parts)),
       ranked_(static_cast<size_t>(parts)) {}
 
@@ -389,6 +498,18 @@ absl::Status ThreadExchange::MergeGradients(int part, absl::Span<const GradientS
   for (size_t row = 0; row < results.size(); ++row) {
     for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = &gradients_[i][row];
     results[row].gradient = Add(of_row);
+  }
+  barrier_.arrive_and_wait();
+  return absl::OkStatus();
+}
+
+absl::Status ThreadExchange::MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
+  taught_[static_cast<size_t>(part)] = own;
+  barrier_.arrive_and_wait();
+  std::vector<const TaughtRow*> of_row(taught_.size());
+  for (size_t row = 0; row < own.size(); ++row) {
+    for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = &taught_[i][row];
+    merge(static_cast<int64_t>(row), of_row);
   }
   barrier_.arrive_and_wait();
   return absl::OkStatus();
@@ -499,6 +620,17 @@ absl::Status RankExchange::MergeGradients(int part, absl::Span<const GradientSum
                                   results[static_cast<size_t>(first + row)].gradient = Add(of_row);
                                 }
                               });
+}
+
+absl::Status RankExchange::MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
+  std::vector<const TaughtRow*> of_row(static_cast<size_t>(ranks()));
+  return ForAll<TaughtRow>(ExchangeKind::kRowStatistics, part, own.data(), static_cast<int64_t>(own.size()),
+                           [&](int64_t first, int64_t n, absl::Span<const TaughtRow* const> of_rank) {
+                             for (int64_t row = 0; row < n; ++row) {
+                               for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = of_rank[i] + row;
+                               merge(first + row, of_row);
+                             }
+                           });
 }
 
 // Each rank sends the others their rows, and adds up what comes for its own, in pieces of a room's size.

@@ -23,6 +23,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "kernels/cpu/divergence.h"
 #include "kernels/cpu/row_classes.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/decision.h"
@@ -52,6 +53,7 @@ struct RowRequest {
   float grad_lse = 0.0f;      // dL/dlse
   float grad_entropy = 0.0f;  // dL/dentropy, the objective's bonus included
   ObjectiveNumbers<double> numbers;
+  const SoftRow* targets = nullptr;  // with LossOptions::rest, else null
   bool want_gradient = false;
   bool want_entropy = false;
   bool absent = false;  // IsAbsent(); then want_gradient is false
@@ -80,6 +82,10 @@ struct RowStatistics {
   double moment = 0.0;      // sum of exp(z - reference) (z - reference), if the entropy is needed
   double centred = 0.0;     // sum of u (z - reference), with label smoothing
   double weight_sum = 0.0;  // sum of u, with label smoothing
+  // With soft targets, whose weights are q.
+  double tail_exp = 0.0;     // sum of exp(z - reference) over classes that are not named
+  double soft_dot = 0.0;     // sum of q (z - reference)
+  double soft_weight = 0.0;  // sum of q
 };
 
 // The statistics of one row over the classes of all parts. The parts are added up in their order; of one part
@@ -105,6 +111,9 @@ struct RowResult {
   double lse = 0.0;
   double entropy = 0.0;  // if wanted
   double target_logprob = 0.0;
+  double gradient_factor = 0.0;     // kappa of docs/math.md
+  double divergence = 0.0;          // of a row with a teacher, as in LossSums
+  double target_loss = 0.0;         // likewise
   GradientSums gradient;            // of the classes that are here
   ObjectiveTerm<double> objective;  // if there is one, and the row is not absent
   int32_t argmax = -1;
@@ -134,6 +143,11 @@ class RowLoss {
   };
 
   bool Transform(float* logits) const;
+  bool IsHere(int64_t place) const { return place >= 0 && place < context_.classes; }
+  void SummariseTargets(const RowRequest& request, float* logits, RowStatistics& own) const;
+  void MaskTargets(const RowRequest& request, float* logits, float* kept) const;
+  void WriteTargets(const RowRequest& request, const RowResult& row, const Sums& sums, const float* kept,
+                    float* logits) const;
   void NameClasses(const RowRequest& request, const float* logits) const;
   double SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const;
   Others OthersOf(const RowRequest& request, const RowStatistics& own) const;
@@ -142,8 +156,9 @@ class RowLoss {
   double TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const;
   void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, double smoothing,
                      float* logits) const;
+  // `kept`: what MaskTargets has taken out of the logits.
   void Sample(const RowRequest& request, const RowStatistics& own, const Sums& sums, double target_gradient,
-              RowResult& row, float* logits) const;
+              const float* kept, RowResult& row, float* logits) const;
   bool KeepsLogits(const RowRequest& request) const;
   // Of the classes that are here, [classes] or null.
   const float* class_weights() const {
@@ -154,6 +169,12 @@ class RowLoss {
   const RowLoops& loops_;
   const RowLossContext context_;
 };
+
+// Samples in place the gradient [n] of a row with respect to its dot products, but for element `target`,
+// which is -1 if it is elsewhere. omega: SampleOf() of the row and these classes; kappa: of the row.
+// Thread-safe.
+GradientSums SampleGradient(const LossOptions& options, double kappa, float omega, int64_t target, int64_t n,
+                            float* gradient);
 
 // Samples the classes of one row in their order (docs/math.md, "Sampled gradients"). Thread-compatible.
 class RowSampler {
@@ -205,6 +226,8 @@ inline RowRange Intersect(RowRange rows, RowRange of) {
   return {std::clamp(rows.begin, of.begin, of.end), std::clamp(rows.end, of.begin, of.end)};
 }
 
+using MergeTaughtRow = absl::FunctionRef<void(int64_t row, absl::Span<const TaughtRow* const> of_part)>;
+
 // The contract is at the head of this file.
 class ClassExchange {
  public:
@@ -216,6 +239,8 @@ class ClassExchange {
   // results[i].gradient: of row i over the classes of all parts.
   virtual absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
                                       absl::Span<RowResult> results) = 0;
+  // Calls merge(row, what all parts say of it) for each row of those that are distilled.
+  virtual absl::Status MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) = 0;
   // `own` [.., cols]: sums over the part's classes. Of `rows`, those that are returned become the sums over
   // all classes; every row is returned to one part.
   virtual absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) = 0;
@@ -238,6 +263,7 @@ class SoleExchange final : public ClassExchange {
                                absl::Span<RowStatistics> merged) override;
   absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
                               absl::Span<RowResult> results) override;
+  absl::Status MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) override;
   absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
   absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
   absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
@@ -256,6 +282,7 @@ class ThreadExchange final : public ClassExchange {
                                absl::Span<RowStatistics> merged) override;
   absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
                               absl::Span<RowResult> results) override;
+  absl::Status MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) override;
   absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
   absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
   absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
@@ -270,6 +297,7 @@ class ThreadExchange final : public ClassExchange {
   // What each part has brought; written before a barrier and read after it.
   std::vector<absl::Span<const RowStatistics>> statistics_;
   std::vector<absl::Span<const GradientSums>> gradients_;
+  std::vector<absl::Span<const TaughtRow>> taught_;
   std::vector<const float*> floats_;
   std::vector<absl::Span<const RankedClass>> ranked_;
 };
@@ -291,6 +319,10 @@ class TimedExchange final : public ClassExchange {
                               absl::Span<RowResult> results) override {
     const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kRowStatistics);
     return exchange_->MergeGradients(part, own, results);
+  }
+  absl::Status MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) override {
+    const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kRowStatistics);
+    return exchange_->MergeTaught(part, own, merge);
   }
   absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override {
     const auto counting = clocks_->of(first_ + part).During(ExchangeKind::kHiddenGradients);
@@ -343,6 +375,7 @@ class RankExchange final : public ClassExchange {
                                absl::Span<RowStatistics> merged) override;
   absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
                               absl::Span<RowResult> results) override;
+  absl::Status MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) override;
   absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) override;
   absl::Status AddSums(int part, const float* own, float* to, int64_t n) override;
   absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,

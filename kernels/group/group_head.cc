@@ -118,20 +118,14 @@ void GroupHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 }
 
 absl::Status GroupHead::CheckTeacher(const HeadKernels& teacher) const {
-  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), "distillation.teacher"));
-  if (places_ > 1) {
-    return errors::FieldError("distillation.teacher", "be absent for a head that is split by vocabulary",
-                              "a head", absl::StatusCode::kUnimplemented);
-  }
+  constexpr absl::string_view kField = "distillation.teacher";
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), kField));
   const auto* const group = dynamic_cast<const GroupHead*>(&teacher);
-  if (group == nullptr || group->members_ != members_ || group->places_ > 1) {
-    return errors::FieldError("distillation.teacher", "be a head of the same devices, by rows as the student",
+  if (group == nullptr || group->members_ != members_ || group->places_ != places_) {
+    return errors::FieldError(kField, "be a head that the same devices divide as they divide the student",
                               "one that is divided in another way", absl::StatusCode::kUnimplemented);
   }
-  for (int member = 0; member < members_->size(); ++member) {
-    LOSSD_RETURN_IF_ERROR(head(member).CheckTeacher(group->head(member)));
-  }
-  return absl::OkStatus();
+  return heads_.CheckTeacher(group->heads_);
 }
 
 // ---- Tensors ----

@@ -52,7 +52,7 @@ class GroupHead final : public HeadKernels {
   MemoryBytes memory() const override { return heads_.memory(); }
   std::vector<Choice> Describe() const override;
 
-  // Of heads whose devices have all classes each; every device computes with its own replica of the teacher.
+  // Every device computes with its own part of the teacher.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   // A chunk is divided among the replicas by Divide, each time from the next one on, which computes a chunk
   // of few rows alone; rows that lie on a device of a replica that divides the classes are that one's. An

@@ -206,6 +206,13 @@ absl::Status MemberHeads::ZeroMoments() const {
   return ForEach([](int, HeadKernels& head) { return head.ZeroMoments(); });
 }
 
+absl::Status MemberHeads::CheckTeacher(const MemberHeads& teacher) const {
+  for (int member = 0; member < size(); ++member) {
+    if (absl::Status taken = head(member).CheckTeacher(teacher.head(member)); !taken.ok()) return taken;
+  }
+  return absl::OkStatus();
+}
+
 void MemberHeads::Refuse(absl::Status refusal, ChunkCallbacks callbacks) {
   order_->Add(std::make_shared<GroupChunk>(std::move(refusal), std::move(callbacks)));
 }

@@ -112,6 +112,9 @@ class MemberHeads {
   std::vector<RemotePart> Remote(Split split) const;
   void PassBy(absl::Span<const int> ranks) const;
 
+  // HeadKernels::CheckTeacher of each member's head, whose teacher is the member's head of those; both have
+  // the same members.
+  absl::Status CheckTeacher(const MemberHeads& teacher) const;
   // Computes a chunk in parts, or calls back with the refusal when its turn comes. `teacher`: the heads that
   // are Chunk::teacher of the parts, each of its member; null without one.
   void Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts,

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 
@@ -32,6 +33,22 @@ std::vector<Choice> VocabularyHead::Describe(std::vector<Choice> first, const He
 
 // ---- Chunks ----
 
+absl::Status VocabularyHead::CheckTeacher(const HeadKernels& teacher) const {
+  constexpr absl::string_view kField = "distillation.teacher";
+  const auto* const other = dynamic_cast<const VocabularyHead*>(&teacher);
+  if (other == nullptr) {
+    LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), kField));
+    return errors::FieldError(kField, "be a head that is split by vocabulary, as the student",
+                              "one that is divided in another way", absl::StatusCode::kUnimplemented);
+  }
+  absl::ReaderMutexLock own(&division_), of_teacher(&other->division_);
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, other->config_, kField));
+  if (&other->heads_->members() != &heads_->members()) {
+    return errors::FieldError(kField, "be a head of the same devices", "another one");
+  }
+  return heads_->CheckTeacher(*other->heads_);
+}
+
 void VocabularyHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   absl::Status valid = ValidateChunk(config_, chunk_rows(), *chunk);
   if (valid.ok() && chunk->teacher != nullptr) valid = CheckTeacher(*chunk->teacher);
@@ -45,7 +62,9 @@ void VocabularyHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   for (const Slice& slice : chunk->slices) all.rows += slice.rows;
   std::vector<ChunkPart> parts(static_cast<size_t>(heads_->size()), all);
   for (size_t i = 0; i < parts.size(); ++i) parts[i].member = static_cast<int>(i);
-  heads_->Submit(chunk, std::move(callbacks), std::move(parts));
+  const auto* const teacher = static_cast<const VocabularyHead*>(chunk->teacher);  // CheckTeacher
+  heads_->Submit(chunk, std::move(callbacks), std::move(parts),
+                 teacher == nullptr ? nullptr : teacher->heads_.get());
 }
 
 // ---- Tensors ----
@@ -137,6 +156,7 @@ absl::Status VocabularyHead::SetShares(const std::vector<int32_t>& shares, Accep
   if (!divided.ok()) return divided.status();
   LOSSD_RETURN_IF_ERROR(accept(**divided));
   LOSSD_RETURN_IF_ERROR(CopyTensors(*this, **divided));
+  absl::MutexLock lock(&division_);
   heads_.swap((*divided)->heads_);
   config_.shares = shares;
   return absl::OkStatus();

@@ -15,6 +15,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/backend.h"
 #include "kernels/group/members.h"
 #include "kernels/validation.h"
@@ -47,6 +48,8 @@ class VocabularyHead final : public HeadKernels {
   MemoryBytes memory() const override { return heads_->memory(); }
   std::vector<Choice> Describe() const override;
 
+  // The teacher is split over the same devices with the same shares.
+  absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -79,6 +82,8 @@ class VocabularyHead final : public HeadKernels {
   absl::Status ForOwners(TensorId id, int64_t row_begin, int64_t rows, DType dtype, bool first_alone,
                          absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
 
+  // Held while the shares change, and by CheckTeacher, which any thread calls.
+  mutable absl::Mutex division_;
   HeadConfig config_;  // the shares change
   const std::string reason_;
   const Make make_;

@@ -243,32 +243,36 @@ RowDivergence DivergenceOf(const Head& head, const LossOptions& options, const R
       ComputeSoftmax(teacher, of_teacher, ApplyNorm(teacher, &rows.teacher_hidden[n * d]).y);
   RowDivergence divergence = ComputeDivergence(distillation, soft, teaching);
   const double sharpest = std::max(1.0, 1.0 / static_cast<double>(distillation.temperature));
-  result.max_abs_logit[n] = sharpest * std::max(MaxAbs(soft.z), MaxAbs(teaching.z));
+  divergence.max_abs_logit = sharpest * std::max(MaxAbs(soft.z), MaxAbs(teaching.z));
+  result.max_abs_logit[n] = divergence.max_abs_logit;
   result.divergence_slope[n] = divergence.slope;
   return divergence;
 }
 
-// Adds the divergence's part to the gradient of a row's dot products.
-void AddDivergence(const LossOptions& options, const RowDivergence& divergence, const Softmax& soft,
-                   double upstream, Gradient& ds) {
-  const double factor =
-      upstream * static_cast<double>(options.distillation.weight) * static_cast<double>(options.logit_scale);
-  for (size_t v = 0; v < divergence.gradient.size(); ++v) {
-    ds.value[v] += factor * soft.cap_slope[v] * divergence.gradient[v];
-    ds.magnitude[v] += std::fabs(factor) * soft.cap_slope[v] * divergence.magnitude[v];
-  }
+// Upstream of the row with its divergence, if it has a teacher.
+Upstream WithDivergence(const LossOptions& options, Upstream upstream, const RowDivergence& divergence) {
+  if (!options.distillation.used()) return upstream;
+  upstream.divergence = divergence;
+  upstream.by_divergence = upstream.loss * static_cast<double>(options.distillation.weight);
+  upstream.loss *= TargetWeight(options);
+  return upstream;
 }
 
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
-               double row_weight, const ObjectiveRow& objective, const RowDivergence& divergence, size_t n,
+               double row_weight, const Upstream& upstream, const RowDivergence& divergence, size_t n,
                Result& result) {
   const double target_weight = TargetWeight(options);
   const bool absent = row_weight == 0.0 || target_weight == 0.0;
-  const RowLoss row = absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, objective);
-  result.loss_sensitivity[n] = absent ? 0.0 : objective.sensitivity;
+  const RowLoss row =
+      absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets);
+  result.loss_sensitivity[n] = absent                    ? 0.0
+                               : upstream.targets.used() ? 2.0 * upstream.targets.total
+                                                         : upstream.objective.sensitivity;
   result.loss[n] = row_weight * target_weight * row.loss;
   if (row_weight != 0.0 && options.distillation.used()) {
     result.loss[n] += row_weight * static_cast<double>(options.distillation.weight) * divergence.value;
+    result.sums.divergence += row_weight * divergence.value;
+    result.sums.target_loss += row_weight * row.loss;
   }
   result.z_loss[n] = row_weight * target_weight * row.z_loss;
   result.lse[n] = soft.lse;
@@ -348,21 +352,18 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     const NormedRow row = ApplyNorm(head, &rows.hidden[n * d]);
     const Softmax soft = ComputeSoftmax(head, options, row.y);
     const RowDivergence divergence = DivergenceOf(head, options, rows, soft, n, result);
-    Upstream upstream = UpstreamOf(options, soft, target, rows, n);
-    RecordRow(options, u, soft, target, row_weight, upstream.objective, divergence, n, result);
-    const double upstream_divergence = upstream.loss;
-    upstream.loss *= TargetWeight(options);
+    const Upstream upstream = WithDivergence(options, UpstreamOf(options, soft, target, rows, n), divergence);
+    RecordRow(options, u, soft, target, row_weight, upstream, divergence, n, result);
     if (row_weight == 0.0 && upstream.lse == 0.0 && upstream.entropy == 0.0) continue;  // absent
     if (options.objective.active()) {
       const ObjectiveRow& row_objective = upstream.objective;
       result.sums.objective +=
           {1, row_objective.clipped ? 1 : 0, row_objective.ratio, row_objective.old_kl, row_objective.ref_kl};
     }
-    result.dropped_mass[n] = DroppedMass(options, soft, target);
+    result.dropped_mass[n] = DroppedMass(options, soft, target, upstream.targets);
     result.sums.dropped_mass += result.dropped_mass[n];
 
-    LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, rows, n);
-    AddDivergence(options, divergence, soft, upstream_divergence, ds.gradient);
+    const LogitGradient ds = ComputeLogitGradient(options, u, soft, target, upstream, rows, n);
     result.sample_scale[n] = ds.sample_scale;
     result.sampling_variance[n] = ds.sampling_variance;
     result.squared_gradient[n] = ds.squared_gradient;
@@ -386,6 +387,7 @@ SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& option
   const size_t d_count = static_cast<size_t>(head.config.hidden_size);
   const ClassWeights u{head, options.use_class_weights};
   SampledClasses classes;
+  Result of_rows = EmptyResult(rows.targets.size(), d_count);
   for (size_t n = 0; n < rows.targets.size(); ++n) {
     RowClasses row;
     row.size.assign(v_count, 0.0);
@@ -393,7 +395,10 @@ SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& option
     if (rows.targets[n] != kIgnoredTarget) {
       const Softmax soft = ComputeSoftmax(head, options, ApplyNorm(head, &rows.hidden[n * d_count]).y);
       const size_t target = static_cast<size_t>(rows.targets[n]);
-      row = ComputeRowClasses(options, u, soft, target, UpstreamOf(options, soft, target, rows, n), rows);
+      const RowDivergence divergence = DivergenceOf(head, options, rows, soft, n, of_rows);
+      const Upstream upstream =
+          WithDivergence(options, UpstreamOf(options, soft, target, rows, n), divergence);
+      row = ComputeRowClasses(options, u, soft, target, upstream, rows);
     }
     classes.size.insert(classes.size.end(), row.size.begin(), row.size.end());
     classes.error.insert(classes.error.end(), row.error.begin(), row.error.end());
@@ -422,8 +427,10 @@ namespace {
 // 1 - p_v without cancellation when p_v is close to 1.
 double OneMinusP(const Softmax& soft, size_t v) { return -std::expm1(soft.log_p[v]); }
 
-bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target) {
-  return options.gradients == Gradients::kFiltered && v != target &&
+bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t target,
+               const SoftTargets& targets) {
+  const bool named = targets.used() && targets.named[v] != 0;
+  return options.gradients == Gradients::kFiltered && v != target && !named &&
          std::exp(soft.log_p[v]) < static_cast<double>(options.filter_epsilon);
 }
 
@@ -432,13 +439,16 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
   const double alpha = static_cast<double>(options.label_smoothing);
   const double lambda = static_cast<double>(options.z_loss);
   const double share = alpha / static_cast<double>(soft.z.size());
-  const double p = IsDropped(options, soft, v, target) ? 0.0 : std::exp(soft.log_p[v]);
+  const SoftTargets& targets = upstream.targets;
+  const bool dropped = IsDropped(options, soft, v, target, targets);
+  const double p = dropped ? 0.0 : std::exp(soft.log_p[v]);
   const double hard = v == target ? -OneMinusP(soft, v) : p;
   const ObjectiveRow& objective = upstream.objective;
   const bool active = options.objective.active();
   const double terms[] = {
-      active ? -upstream.loss * objective.policy_slope * hard
-             : upstream.loss * u[target] * (1.0 - alpha) * hard,
+      targets.used() ? (dropped ? 0.0 : upstream.loss * targets.Slope(soft, v))
+      : active       ? -upstream.loss * objective.policy_slope * hard
+                     : upstream.loss * u[target] * (1.0 - alpha) * hard,
       active ? -upstream.loss * objective.kl_slope * hard : 0.0,
       upstream.loss * share * u_sum * p,
       upstream.loss * 2.0 * lambda * soft.lse * p,
@@ -457,7 +467,18 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
     const double more = std::fabs(upstream.loss * hard) * (objective.slope_magnitude - slopes);
     result.magnitude += std::max(0.0, std::fabs(soft.cap_slope[v]) * more);
   }
+  if (targets.used() && !dropped) {
+    const double more =
+        std::fabs(upstream.loss) * (targets.Magnitude(soft, v) - std::fabs(targets.Slope(soft, v)));
+    result.magnitude += std::fabs(soft.cap_slope[v]) * more;
+    result.uncapped += more;
+  }
   result.uniform = -soft.cap_slope[v] * upstream.loss * share * u[v];
+  if (upstream.divergence.gradient.empty()) return result;
+  const RowDivergence& divergence = upstream.divergence;
+  result.value += upstream.by_divergence * soft.cap_slope[v] * divergence.gradient[v];
+  result.magnitude += std::fabs(upstream.by_divergence) * soft.cap_slope[v] * divergence.magnitude[v];
+  result.uncapped += std::fabs(upstream.by_divergence) * divergence.magnitude[v];
   return result;
 }
 
@@ -467,11 +488,14 @@ double SampleScale(const LossOptions& options, const ClassWeights& u, double u_s
   const double alpha = static_cast<double>(options.label_smoothing);
   const double lambda = static_cast<double>(options.z_loss);
   const double share = alpha / static_cast<double>(soft.z.size());
-  const double hard = options.objective.active()
+  const double hard = upstream.targets.used() ? upstream.targets.total
+                      : options.objective.active()
                           ? -(upstream.objective.policy_slope + upstream.objective.kl_slope)
                           : u[target] * (1.0 - alpha);
   const double k = upstream.loss * (hard + share * u_sum + 2.0 * lambda * soft.lse);
-  return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy);
+  const double of_divergence =
+      options.distillation.used() ? upstream.by_divergence / double{options.distillation.temperature} : 0.0;
+  return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy) + std::fabs(of_divergence);
 }
 
 // Puts what counts in the place of each sampled gradient.
@@ -546,7 +570,7 @@ ObjectiveRow ObjectiveOf(const LossOptions& options, const Softmax& soft, size_t
 }
 
 RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
-                       const ObjectiveRow& objective) {
+                       const ObjectiveRow& objective, const SoftTargets& targets) {
   const size_t v_count = soft.z.size();
   const double alpha = static_cast<double>(options.label_smoothing);
   double smooth = 0.0;
@@ -554,6 +578,7 @@ RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const 
     smooth -= u[v] * soft.log_p[v] / static_cast<double>(v_count);
   }
   const double z_loss = static_cast<double>(options.z_loss) * soft.lse * soft.lse;
+  if (targets.used()) return {.loss = targets.Loss(soft) + z_loss, .z_loss = z_loss};
   if (options.objective.active()) {
     const double bonus = double{options.objective.entropy_bonus};
     return {.loss = objective.loss - (bonus == 0.0 ? 0.0 : bonus * soft.entropy) + z_loss, .z_loss = z_loss};
@@ -567,13 +592,14 @@ Upstream UpstreamOf(const LossOptions& options, const Softmax& soft, size_t targ
   const double loss = rows.grad_scale * At(rows.row_weights, n, 1.0) * At(rows.grad_loss, n, 1.0);
   return {loss, At(rows.grad_lse, n, 0.0),
           At(rows.grad_entropy, n, 0.0) - double{options.objective.entropy_bonus} * loss,
-          ObjectiveOf(options, soft, target, rows, n)};
+          ObjectiveOf(options, soft, target, rows, n), SoftTargetsOf(options, soft, rows, n)};
 }
 
-double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target) {
+double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target,
+                   const SoftTargets& targets) {
   double mass = 0.0;
   for (size_t v = 0; v < soft.log_p.size(); ++v) {
-    if (IsDropped(options, soft, v, target)) mass += std::exp(soft.log_p[v]);
+    if (IsDropped(options, soft, v, target, targets)) mass += std::exp(soft.log_p[v]);
   }
   return mass;
 }
@@ -588,10 +614,12 @@ RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, 
   row.error = row.variance = row.size;
   row.sample_scale = SampleScale(options, u, u_sum, soft, target, upstream);
   const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
-  const double logit_error = rows.logit_error * (1.0 + MaxAbs(soft.z));
+  // The logits of both heads over the temperature have errors.
+  const double largest = std::max(MaxAbs(soft.z), upstream.divergence.max_abs_logit);
+  const double logit_error = rows.logit_error * (1.0 + largest);
   for (size_t v = 0; v < v_count; ++v) {
     ClassGradient d = ComputeClassGradient(options, u, u_sum, soft, target, upstream, v);
-    if (options.softcap > 0.0f || v == target || rows.sample_uniform) {
+    if (options.softcap > 0.0f || v == target || rows.sample_uniform || options.distillation.used()) {
       d.value += d.uniform;
       d.magnitude += std::fabs(d.uniform);
       d.uncapped += std::fabs(d.uniform);

@@ -98,6 +98,10 @@ struct Rows {
   // The error of logits over 1 + max |z| of the row, which decides what is undecided of sampled gradients.
   double logit_error = 0.0;
   std::vector<double> teacher_hidden;  // [N, D of the teacher], with options.distillation
+  // [N, target_count], with options.rest, as in kernels::Slice.
+  std::vector<int32_t> target_classes;
+  std::vector<double> target_weights;
+  int64_t target_count = 0;
 };
 
 // A gradient and, element by element, the sum of the absolute values of the terms it is made of: rounding
@@ -187,7 +191,8 @@ struct RowDivergence {
   double value = 0.0;
   std::vector<double> gradient;
   std::vector<double> magnitude;
-  double slope = 0.0;  // Result::divergence_slope
+  double slope = 0.0;          // Result::divergence_slope
+  double max_abs_logit = 0.0;  // Result::max_abs_logit
 };
 RowDivergence ComputeDivergence(const Distillation& distillation, const Softmax& student,
                                 const Softmax& teacher);
@@ -218,14 +223,30 @@ ObjectiveRow ComputeObjective(const Objective& objective, double l, double stopp
 ObjectiveRow ObjectiveOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
                          size_t n);
 
+// The soft targets of one row; docs/math.md has the formulas.
+struct SoftTargets {
+  std::vector<double> weight;  // [V]: q; empty: the row has no soft targets
+  std::vector<uint8_t> named;  // [V]: the row names the class
+  double total = 0.0;          // s + r
+  double rest = 0.0;           // r
+  double tail = 1.0;           // T, the probability of all classes that are not named
+
+  bool used() const { return !weight.empty(); }
+  double Loss(const Softmax& soft) const;
+  // The derivative of the loss by z_v, and the sum of the absolute terms that it is made of.
+  double Slope(const Softmax& soft, size_t v) const;
+  double Magnitude(const Softmax& soft, size_t v) const;
+};
+SoftTargets SoftTargetsOf(const LossOptions& options, const Softmax& soft, const Rows& rows, size_t n);
+
 // The loss of one row before its weight, and the part of it that is the z-loss.
 struct RowLoss {
   double loss = 0.0;
   double z_loss = 0.0;
 };
-// `objective`: of the row, ObjectiveOf().
+// `objective`: of the row, ObjectiveOf(); likewise `targets`, SoftTargetsOf().
 RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
-                       const ObjectiveRow& objective);
+                       const ObjectiveRow& objective, const SoftTargets& targets);
 
 // What a row's loss is multiplied with on its way into the gradients.
 struct Upstream {
@@ -233,6 +254,11 @@ struct Upstream {
   double lse;
   double entropy;  // the objective's bonus included
   ObjectiveRow objective;
+  // Of a row with a teacher, whose `loss` then has the factor target_weight: the divergence, and `loss` with
+  // the factor `weight` of the divergence instead.
+  RowDivergence divergence = {};
+  double by_divergence = 0.0;
+  SoftTargets targets;
 };
 Upstream UpstreamOf(const LossOptions& options, const Softmax& soft, size_t target, const Rows& rows,
                     size_t n);
@@ -244,7 +270,8 @@ double At(const std::vector<double>& values, size_t i, double missing);
 Gradient Zeros(size_t n);
 
 // What filtered gradients leave out.
-double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target);
+double DroppedMass(const LossOptions& options, const Softmax& soft, size_t target,
+                   const SoftTargets& targets);
 
 // A class's part of dL/ds in pieces, without the logit scale.
 struct ClassGradient {

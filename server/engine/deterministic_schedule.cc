@@ -434,6 +434,12 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.advantages = DeclaredAt(declared_.numbers.advantages, index);
   slice.old_logprobs = DeclaredAt(declared_.numbers.old_logprobs, index);
   slice.ref_logprobs = DeclaredAt(declared_.numbers.ref_logprobs, index);
+  if (stream.spec().options.has_soft_targets()) {
+    // Their targets alone, with as much weight: gradients of the others are stored in the same unit.
+    slice.target_count = 1;
+    slice.target_classes = slice.targets;
+    slice.target_weights = DeclaredAt(declared_.digest.sums, index);
+  }
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
   NameSamples(stream, gap, slice);
   return slice;

@@ -109,10 +109,30 @@ MicrobatchRecord::Segment MicrobatchRecord::Remove(std::map<int64_t, Segment>::i
 
 // ---- MicrobatchRecord: declared rows ----
 
+SoftDigest DigestOf(const SoftTargets& soft, absl::Span<const int32_t> targets) {
+  SoftDigest digest;
+  if (soft.count == 0) return digest;
+  const auto each = static_cast<size_t>(soft.count);
+  for (size_t row = 0; row < targets.size(); ++row) {
+    const int32_t* const classes = soft.classes.data() + row * each;
+    const float* const weights = soft.weights.data() + row * each;
+    uint64_t hash = XXH3_64bits(classes, each * sizeof(int32_t));
+    hash = XXH3_64bits_withSeed(weights, each * sizeof(float), hash);
+    double sum = 0.0;
+    for (size_t i = 0; i < each && targets[row] != kernels::kIgnoredTarget; ++i) sum += double{weights[i]};
+    constexpr uint64_t kWhole = (uint64_t{1} << 24) - 1;  // a float holds it
+    digest.low.push_back(static_cast<float>(hash & kWhole));
+    digest.high.push_back(static_cast<float>(hash >> 24 & kWhole));
+    digest.sums.push_back(static_cast<float>(sum));
+  }
+  return digest;
+}
+
 std::array<absl::Span<const float>, MicrobatchRecord::kFloats> MicrobatchRecord::FloatsOf(
     const RowContents& contents) {
-  return {contents.row_weights, contents.grad_loss,    contents.grad_lse,    contents.grad_entropy,
-          contents.advantages,  contents.old_logprobs, contents.ref_logprobs};
+  return {contents.row_weights, contents.grad_loss,    contents.grad_lse,     contents.grad_entropy,
+          contents.advantages,  contents.old_logprobs, contents.ref_logprobs, contents.soft_low,
+          contents.soft_high,   contents.soft_sums};
 }
 
 std::optional<int64_t> MicrobatchRecord::FirstDiffering(RowRange rows, const RowContents& contents) const {
@@ -215,9 +235,10 @@ RowValues MicrobatchRecord::Contents(RowRange rows) const {
   const auto size = static_cast<size_t>(rows.size());
   RowValues values{.targets = std::vector<int32_t>(size, kernels::kIgnoredTarget)};
   const std::array<std::vector<float>*, kFloats> floats = {
-      &values.row_weights,         &values.grad_loss,          &values.grad_lse,
-      &values.grad_entropy,        &values.numbers.advantages, &values.numbers.old_logprobs,
-      &values.numbers.ref_logprobs};
+      &values.row_weights,          &values.grad_loss,          &values.grad_lse,
+      &values.grad_entropy,         &values.numbers.advantages, &values.numbers.old_logprobs,
+      &values.numbers.ref_logprobs, &values.digest.low,         &values.digest.high,
+      &values.digest.sums};
   ForEachRun(*this, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {
     const size_t offset = static_cast<size_t>(row - rows.begin);
     std::copy_n(segment.targets.data() + first, count, values.targets.data() + offset);

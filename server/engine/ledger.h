@@ -42,6 +42,7 @@ struct MicrobatchTerms {
   bool want_grad_hidden = false;
   bool want_row_entropy = false;
   bool want_top_classes = false;
+  int32_t target_count = 0;  // of soft targets
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
 };
 
@@ -55,7 +56,18 @@ struct RowContents {
   absl::Span<const float> advantages;    // may be empty: 0, as may the two below (ObjectiveRows)
   absl::Span<const float> old_logprobs;
   absl::Span<const float> ref_logprobs;
+  // What the ledger keeps of soft targets (SoftDigest); may be empty: there are none.
+  absl::Span<const float> soft_low, soft_high, soft_sums;
 };
+
+// What tells the soft targets of rows from others: 48 bits of a hash of each row's classes and weights, 24 in
+// each of two whole numbers, and the sum of the row's weights, 0 of ignored rows. [rows] each, or empty
+// without soft targets.
+struct SoftDigest {
+  std::vector<float> low, high, sums;
+};
+// targets: as in RowContents.
+SoftDigest DigestOf(const SoftTargets& soft, absl::Span<const int32_t> targets);
 
 // The same, with memory of its own.
 struct RowValues {
@@ -63,6 +75,8 @@ struct RowValues {
   std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
   ObjectiveRows numbers;
   std::vector<int32_t> classes;  // StreamSpec::classes, of which the ledger knows nothing
+  SoftTargets soft;              // likewise
+  SoftDigest digest;
 };
 
 // What the ledger knows of the rows of one microbatch.
@@ -126,8 +140,8 @@ class MicrobatchRecord {
   static constexpr int64_t kSegmentBytes = 288;
 
   // The kinds of floats in RowContents, in its order.
-  static constexpr size_t kFloats = 7;
-  static constexpr std::array<float, kFloats> kIfAbsent = {1.0f, 1.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+  static constexpr size_t kFloats = 10;
+  static constexpr std::array<float, kFloats> kIfAbsent = {1.0f, 1.0f};  // else 0
   static std::array<absl::Span<const float>, kFloats> FloatsOf(const RowContents& contents);
 
   // A contiguous run of declared rows.

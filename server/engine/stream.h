@@ -72,6 +72,13 @@ struct ObjectiveRows {
   std::vector<float> ref_logprobs;
 };
 
+// Soft targets (kernels/soft_targets.h), `count` for each row.
+struct SoftTargets {
+  int32_t count = 0;             // 0: there are none
+  std::vector<int32_t> classes;  // [rows, count]
+  std::vector<float> weights;    // [rows, count]
+};
+
 // Opens a stream. Field names equal those of lossd.v1.OpenMicrobatch, and errors name them so.
 struct StreamSpec {
   std::string head;
@@ -98,6 +105,7 @@ struct StreamSpec {
   RowWants want_rows;
   std::vector<int32_t> targets;    // [rows.size()], raw: a class or ignore_index
   std::vector<float> row_weights;  // empty or [rows.size()]
+  SoftTargets soft;                // target_count, target_classes and target_weights; with options.rest
   ObjectiveRows numbers;           // fields of lossd.v1.OpenMicrobatch: there if options.objective needs them
   // Classes of which log-probabilities are wanted: [want_rows.class_count], the same for all rows, or
   // [rows.size(), want_rows.class_count].

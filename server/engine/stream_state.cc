@@ -234,6 +234,43 @@ absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const Slic
   return absl::OkStatus();
 }
 
+// Soft targets come with options.rest, and only with it.
+absl::Status CheckSoftTargets(const StreamSpec& spec, int64_t vocab_size) {
+  const SoftTargets& soft = spec.soft;
+  const std::pair<absl::string_view, size_t> sizes[] = {
+      {"open.target_count", static_cast<size_t>(soft.count)},
+      {"open.target_classes", soft.classes.size()},
+      {"open.target_weights", soft.weights.size()}};
+  if (!spec.options.has_soft_targets()) {
+    for (const auto& [field, size] : sizes) {
+      if (size == 0) continue;
+      return InvalidField(field, "goes with open.options.rest only", absl::StrCat(size));
+    }
+    return absl::OkStatus();
+  }
+  if (spec.want_rows.class_count > 0 || spec.want_rows.top_k > 0) {
+    return InvalidField(spec.want_rows.class_count > 0 ? "open.class_count" : "open.top_k",
+                        "must be 0 with open.options.rest",
+                        absl::StrCat(std::max(spec.want_rows.class_count, spec.want_rows.top_k)));
+  }
+  const int64_t most = std::min<int64_t>(vocab_size, kernels::kMostSoftTargets);
+  if (soft.count < 1 || soft.count > most) {
+    return InvalidField("open.target_count",
+                        absl::StrCat("must be in [1, ", most, "] with open.options.rest"),
+                        absl::StrCat(soft.count));
+  }
+  const auto entries = static_cast<size_t>(spec.rows.size()) * static_cast<size_t>(soft.count);
+  for (const auto& [field, size] : absl::MakeSpan(sizes).subspan(1)) {
+    if (size == entries) continue;
+    return InvalidField(field,
+                        absl::StrCat("must have target_count entries, ", soft.count, ", for each of the ",
+                                     spec.rows.size(), " rows"),
+                        absl::StrCat(size));
+  }
+  return kernels::CheckSoftTargets("open.", spec.options.rest, vocab_size, soft.count, soft.classes,
+                                   soft.weights, spec.targets, spec.ignore_index);
+}
+
 // Results of single classes are far larger than the others; a slice of a stream that wants them has fewer
 // rows, so that its answer stays a message of the usual size.
 int64_t MostRowsWithClasses(const RowWants& wants) {
@@ -272,11 +309,13 @@ absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::He
   LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
   LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
   LOSSD_RETURN_IF_ERROR(CheckClasses(spec, config.vocab_size, limits));
+  LOSSD_RETURN_IF_ERROR(CheckSoftTargets(spec, config.vocab_size));
 
   limits.max_rows = std::min(limits.max_rows, MostRowsWithClasses(spec.want_rows));
   StreamRows rows(std::move(spec), state, limits, std::move(teacher));
   rows.hidden_size_ = config.hidden_size;
   LOSSD_RETURN_IF_ERROR(rows.MapTargets(config.vocab_size));
+  rows.digest_ = DigestOf(rows.spec_.soft, rows.spec_.targets);
   LOSSD_RETURN_IF_ERROR(rows.ResolveNormalizer());
   return rows;
 }
@@ -330,7 +369,8 @@ absl::Status StreamRows::ResolveNormalizer() {
             .grad_output = spec_.grad_output,
             .want_grad_hidden = limits_.has_grid() && spec_.want_grad_hidden,
             .want_row_entropy = limits_.has_grid() && spec_.want_rows.entropy,
-            .want_top_classes = limits_.has_grid() && spec_.want_rows.top_k > 0};
+            .want_top_classes = limits_.has_grid() && spec_.want_rows.top_k > 0,
+            .target_count = spec_.soft.count};
   return absl::OkStatus();
 }
 
@@ -360,6 +400,12 @@ void StreamRows::PutValues(RowRange rows, kernels::Slice& slice) const {
   slice.advantages = At(spec_.numbers.advantages, rows);
   slice.old_logprobs = At(spec_.numbers.old_logprobs, rows);
   slice.ref_logprobs = At(spec_.numbers.ref_logprobs, rows);
+  slice.target_count = spec_.soft.count;
+  if (slice.target_count > 0) {
+    const int64_t first_entry = (rows.begin - spec_.rows.begin) * slice.target_count;
+    slice.target_classes = spec_.soft.classes.data() + first_entry;
+    slice.target_weights = spec_.soft.weights.data() + first_entry;
+  }
   slice.class_count = spec_.want_rows.class_count;
   slice.shared_classes = spec_.shared_classes();
   const int64_t first = slice.shared_classes ? 0 : rows.begin - spec_.rows.begin;
@@ -383,10 +429,12 @@ int64_t StreamRows::HostBytes() const {
   constexpr int64_t kOverhead = 1024;  // of the stream itself
   const size_t floats = spec_.row_weights.size() + gradients_.loss.size() + gradients_.lse.size() +
                         gradients_.entropy.size() + spec_.numbers.advantages.size() +
-                        spec_.numbers.old_logprobs.size() + spec_.numbers.ref_logprobs.size();
+                        spec_.numbers.old_logprobs.size() + spec_.numbers.ref_logprobs.size() +
+                        spec_.soft.weights.size() + 3 * digest_.sums.size();
   constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
   return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float) +
-                                          spec_.classes.size() * sizeof(int32_t));
+                                          spec_.classes.size() * sizeof(int32_t) +
+                                          spec_.soft.classes.size() * sizeof(int32_t));
 }
 
 RowValues StreamRows::TakeValues() {
@@ -396,13 +444,16 @@ RowValues StreamRows::TakeValues() {
           .grad_lse = std::move(gradients_.lse),
           .grad_entropy = std::move(gradients_.entropy),
           .numbers = std::move(spec_.numbers),
-          .classes = std::move(spec_.classes)};
+          .classes = std::move(spec_.classes),
+          .soft = std::move(spec_.soft),
+          .digest = std::move(digest_)};
 }
 
 DeferredMicrobatches::Part StreamRows::TakePart() {
   return {.retained = std::move(retained_.front()),
           .targets = std::move(spec_.targets),
           .row_weights = std::move(spec_.row_weights),
+          .soft = std::move(spec_.soft),
           .identity = spec_.identity,
           .run = spec_.run};
 }
@@ -462,6 +513,14 @@ void AppendPart(const DeferredMicrobatches::Part& part, int64_t begin, int64_t e
   } else if (!stream.row_weights.empty()) {
     stream.row_weights.resize(static_cast<size_t>(end - stream.rows.begin), 1.0f);
   }
+  // All parts have as many of them (MicrobatchTerms::target_count).
+  const int64_t count = part.soft.count;
+  stream.soft.count = part.soft.count;
+  const auto append = [&](const auto& from, auto& to) {
+    to.insert(to.end(), from.begin() + (begin - first) * count, from.begin() + (end - first) * count);
+  };
+  append(part.soft.classes, stream.soft.classes);
+  append(part.soft.weights, stream.soft.weights);
 }
 
 }  // namespace

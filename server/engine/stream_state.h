@@ -55,6 +55,7 @@ class DeferredMicrobatches {
     RetainedRows retained;
     std::vector<int32_t> targets;    // [rows], classes or kernels::kIgnoredTarget
     std::vector<float> row_weights;  // empty or [rows]
+    SoftTargets soft;                // empty, or of the rows
     // Who retained it: StreamSpec::identity and run.
     std::string identity;
     std::string run;
@@ -124,7 +125,7 @@ class StreamRows {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
   }
   // Points the slice to what came with the rows: targets, weights, upstream gradients, what the objective
-  // takes, and the classes of which log-probabilities are wanted.
+  // takes, soft targets, and the classes of which log-probabilities are wanted.
   void PutValues(RowRange rows, kernels::Slice& slice) const;
   // All the ledger knows of the rows: sent again, they must have the same. SetRetained comes before.
   RowContents contents() const {
@@ -135,7 +136,10 @@ class StreamRows {
             .grad_entropy = gradients_.entropy,
             .advantages = spec_.numbers.advantages,
             .old_logprobs = spec_.numbers.old_logprobs,
-            .ref_logprobs = spec_.numbers.ref_logprobs};
+            .ref_logprobs = spec_.numbers.ref_logprobs,
+            .soft_low = digest_.low,
+            .soft_high = digest_.high,
+            .soft_sums = digest_.sums};
   }
 
   // The place of some rows of one slice in retained memory, in bytes; -1: none.
@@ -182,6 +186,7 @@ class StreamRows {
   bool is_backward_ = false;
   std::vector<RetainedRows> retained_;  // by first row
   RowGradients gradients_;
+  SoftDigest digest_;
 };
 
 // Bytes of some rows as a slice brings them: with the hidden states of a teacher.

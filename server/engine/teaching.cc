@@ -76,8 +76,10 @@ absl::StatusOr<TeacherOf> CheckDistillation(HeadSession& student, std::shared_pt
   }
   const HeadVersions& versions = teacher->step().versions();
   spec->options.distillation.teacher = versions.creation();
-  spec->options.gradients = kernels::Gradients::kExact;
-  spec->gradients_of_head = false;
+  if (spec->gradients_of_head && student.config().gradients == kernels::Gradients::kFiltered) {
+    spec->options.gradients = kernels::Gradients::kExact;
+    spec->gradients_of_head = false;
+  }
   TeacherOf result;
   result.hidden_size = teacher->config().hidden_size;
   result.weights_version = versions.weights();

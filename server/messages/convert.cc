@@ -43,6 +43,7 @@ absl::StatusOr<int64_t> ToSize(uint64_t value, absl::string_view field) {
 
 // The kinds of both have the same values.
 static_assert(static_cast<int>(kernels::kLastObjective) == v1::ObjectiveKind_MAX);
+static_assert(static_cast<int>(kernels::kLastRest) == v1::Rest_MAX);
 
 absl::StatusOr<kernels::Objective> ToObjective(const v1::Objective& objective) {
   if (!v1::ObjectiveKind_IsValid(objective.kind())) {
@@ -95,11 +96,14 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   result.label_smoothing = options.label_smoothing();
   result.z_loss = options.z_loss();
   result.use_class_weights = options.use_class_weights();
+  if (!v1::Rest_IsValid(options.rest())) {
+    return FieldError("open.options.rest", "be a Rest that the server knows",
+                      static_cast<int>(options.rest()));
+  }
+  result.rest = static_cast<kernels::Rest>(options.rest());
   LOSSD_TRY(result.objective, ToObjective(options.objective()));
   if (options.has_distillation()) {
     LOSSD_TRY(result.distillation, ToDistillation(options.distillation()));
-    // Gradients with a teacher are exact, which GRADIENTS_AUTO leaves to the server.
-    if (result.gradients == kernels::Gradients::kAuto) result.gradients = kernels::Gradients::kExact;
   }
   if (absl::Status status = kernels::Validate(result); !status.ok()) {
     return errors::Within("open.options.", std::move(status));
@@ -342,13 +346,12 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
                     open.want_row_logprob(), open.want_row_argmax()};
   LOSSD_TRY(const int32_t class_count, ToCount("open.class_count", open.class_count()));
   LOSSD_TRY(const int32_t top_k, ToCount("open.top_k", open.top_k()));
-  if (open.options().has_distillation() && (class_count > 0 || top_k > 0)) {
-    return FieldError(class_count > 0 ? "open.class_count" : "open.top_k", "be 0 with distillation",
-                      class_count > 0 ? class_count : top_k);
-  }
   spec.want_rows.class_count = class_count;
   spec.want_rows.top_k = top_k;
   spec.classes.assign(open.classes().begin(), open.classes().end());
+  LOSSD_TRY(spec.soft.count, ToCount("open.target_count", open.target_count()));
+  spec.soft.classes.assign(open.target_classes().begin(), open.target_classes().end());
+  spec.soft.weights.assign(open.target_weights().begin(), open.target_weights().end());
   absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
   counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
   counts.Update(CheckCount("open.advantages", open.advantages_size(), spec.rows.size(), /*optional=*/true));
@@ -540,6 +543,8 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   message.set_dropped_mass(summary.sums.dropped_mass);
   message.set_sampling_variance(summary.sums.sampling_variance);
   message.set_squared_gradient(summary.sums.squared_gradient);
+  message.set_divergence_sum(summary.sums.divergence);
+  message.set_target_loss_sum(summary.sums.target_loss);
   if (summary.sums.objective.rows > 0) {
     const kernels::ObjectiveSums& sums = summary.sums.objective;
     v1::ObjectiveSums& objective = *message.mutable_objective();

@@ -170,6 +170,7 @@ v1::LossOptions ToProto(const kernels::LossOptions& options) {
   sent.set_kl_coef(objective.kl_coef);
   sent.set_entropy_bonus(objective.entropy_bonus);
   *out.mutable_distillation() = ToProto(options.distillation);
+  out.set_rest(ValueOf(options.rest));
   return out;
 }
 
@@ -179,6 +180,7 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
   LOSSD_TRY(const auto kind, EnumOf("objective.kind", objective.kind(), kernels::kLastObjective));
   LOSSD_TRY(const auto kl, EnumOf("objective.kl", objective.kl(), kernels::KlEstimator::kK3));
   LOSSD_TRY(const auto distillation, FromProto(options.distillation()));
+  LOSSD_TRY(const auto rest, EnumOf("rest", options.rest(), kernels::kLastRest));
   return kernels::LossOptions{.logit_scale = options.logit_scale(),
                               .softcap = options.softcap(),
                               .label_smoothing = options.label_smoothing(),
@@ -195,7 +197,8 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
                                             .kl = kl,
                                             .kl_coef = objective.kl_coef(),
                                             .entropy_bonus = objective.entropy_bonus()},
-                              .distillation = distillation};
+                              .distillation = distillation,
+                              .rest = rest};
 }
 
 void SetBytes(const kernels::MemoryBytes& bytes, google::protobuf::RepeatedField<int64_t>* out) {
@@ -300,6 +303,8 @@ v1::SliceSums ToProto(const kernels::LossSums& sums) {
   out.set_ratio(sums.objective.ratio);
   out.set_old_kl(sums.objective.old_kl);
   out.set_ref_kl(sums.objective.ref_kl);
+  out.set_divergence(sums.divergence);
+  out.set_target_loss(sums.target_loss);
   return out;
 }
 
@@ -313,7 +318,9 @@ kernels::LossSums FromProto(const v1::SliceSums& sums) {
       .squared_gradient = sums.squared_gradient(),
       .valid_rows = sums.valid_rows(),
       .correct_rows = sums.correct_rows(),
-      .objective = {sums.objective_rows(), sums.clipped_rows(), sums.ratio(), sums.old_kl(), sums.ref_kl()}};
+      .objective = {sums.objective_rows(), sums.clipped_rows(), sums.ratio(), sums.old_kl(), sums.ref_kl()},
+      .divergence = sums.divergence(),
+      .target_loss = sums.target_loss()};
 }
 
 v1::FileLine ToProto(const head::ManifestShard& shard) {
@@ -479,6 +486,11 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   message.set_class_count(slice.class_count);
   message.set_shared_classes(slice.shared_classes);
   message.set_top_k(slice.top_k);
+  if (slice.target_count > 0) {
+    Put(slice.target_classes, slice.rows * slice.target_count, message.mutable_target_classes());
+    Put(slice.target_weights, slice.rows * slice.target_count, message.mutable_target_weights());
+  }
+  message.set_target_count(slice.target_count);
   return message;
 }
 
@@ -560,6 +572,14 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const S
   }
   status.Update(Get("classes", message.classes(), ClassesIn(rows, slice.shared_classes, slice.class_count),
                     slice.classes));
+  slice.target_count = message.target_count();
+  if (slice.target_count < 0 || slice.target_count > kernels::kMostSoftTargets) {
+    status.Update(absl::InternalError("it has more soft targets of a row than there may be"));
+  }
+  status.Update(
+      Get("target_classes", message.target_classes(), rows * slice.target_count, slice.target_classes));
+  status.Update(
+      Get("target_weights", message.target_weights(), rows * slice.target_count, slice.target_weights));
   if (!status.ok()) return status;
   if (rows == 0) slice.targets = reinterpret_cast<const int32_t*>(message.targets().data());
   slice.grad_scale = message.grad_scale();

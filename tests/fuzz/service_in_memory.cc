@@ -270,11 +270,20 @@ int64_t ServiceInMemory::StepRows(const std::string& head) {
   return snapshot.ok() ? snapshot->step_rows : -1;
 }
 
+int64_t ServiceInMemory::TeacherWidth(const v1::OpenMicrobatch& open) {
+  if (!open.options().has_distillation()) return 0;
+  const absl::StatusOr<engine::HeadSnapshot> snapshot =
+      engine_->Describe(open.options().distillation().teacher());
+  return snapshot.ok() ? snapshot->config.hidden_size : 0;
+}
+
 void ServiceInMemory::CheckRefusal(const absl::Status& status) const {
   constexpr absl::StatusCode kCodes[] = {
-      absl::StatusCode::kInvalidArgument,    absl::StatusCode::kNotFound,   absl::StatusCode::kAlreadyExists,
-      absl::StatusCode::kFailedPrecondition, absl::StatusCode::kAborted,    absl::StatusCode::kOutOfRange,
-      absl::StatusCode::kResourceExhausted,  absl::StatusCode::kUnavailable};
+      absl::StatusCode::kInvalidArgument,   absl::StatusCode::kNotFound,
+      absl::StatusCode::kAlreadyExists,     absl::StatusCode::kFailedPrecondition,
+      absl::StatusCode::kAborted,           absl::StatusCode::kOutOfRange,
+      absl::StatusCode::kResourceExhausted, absl::StatusCode::kUnavailable,
+      absl::StatusCode::kUnimplemented};
   FUZZ_CHECK(std::find(std::begin(kCodes), std::end(kCodes), status.code()) != std::end(kCodes),
              status.ToString());
   FUZZ_CHECK(
@@ -414,7 +423,8 @@ absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* o
       (*stream)->Cancel(range.status());
       break;
     }
-    const int64_t row_bytes = (*stream)->hidden_size() * static_cast<int64_t>(kernels::SizeOf(dtype));
+    const int64_t width = (*stream)->hidden_size() + TeacherWidth(open);
+    const int64_t row_bytes = width * static_cast<int64_t>(kernels::SizeOf(dtype));
     const int64_t bytes = range->size() > kMostFilledBytes ? -1 : range->size() * row_bytes;
     if (!slice.has_in_region()) {
       SendSlice(**stream, SliceOf(*range, Values(slice.payload(), bytes, dtype)));

@@ -42,6 +42,8 @@ class ServiceInMemory {
   std::string Books();
   std::string Tensors(const std::string& name, const kernels::HeadConfig& config);
   int64_t StepRows(const std::string& head);
+  // The hidden size of the teacher that a call names; 0 without one.
+  int64_t TeacherWidth(const v1::OpenMicrobatch& open);
   void CheckRefusal(const absl::Status& status) const;
   void CheckSummary(const engine::StreamSummary& summary, const std::string& head, int64_t rows_before,
                     bool accumulates);

@@ -91,7 +91,10 @@ class BackendConformance : public ::testing::TestWithParam<ConformanceCase> {
 // Likewise, where chunks ask for filtered, sampled and auto gradients.
 class GradientsConformance : public BackendConformance {};
 
-// Where rows have a teacher; conformance_distilled.cc.
+inline constexpr Divergence kDivergences[] = {Divergence::kForwardKl, Divergence::kReverseKl,
+                                              Divergence::kJensenShannon, Divergence::kTotalVariation};
+
+// Where rows have a teacher; conformance_distilled.cc, and with sampled gradients conformance_sampled.cc.
 class DistillationConformance : public BackendConformance {
  protected:
   // A student as Plain makes it, with a frozen teacher of this hidden size.

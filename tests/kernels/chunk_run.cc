@@ -55,9 +55,10 @@ void SpoilInputs(ChunkBuffers& buffers) {
   for (SliceData& data : buffers.inputs) {
     std::fill(data.targets.begin(), data.targets.end(), std::numeric_limits<int32_t>::max());
     std::fill(data.classes.begin(), data.classes.end(), std::numeric_limits<int32_t>::max());
+    std::fill(data.target_classes.begin(), data.target_classes.end(), std::numeric_limits<int32_t>::max());
     std::fill(data.accumulate.begin(), data.accumulate.end(), uint8_t{1});
     for (auto* values : {&data.row_weights, &data.grad_loss, &data.grad_lse, &data.grad_entropy,
-                         &data.advantages, &data.old_logprobs, &data.ref_logprobs}) {
+                         &data.advantages, &data.old_logprobs, &data.ref_logprobs, &data.target_weights}) {
       std::fill(values->begin(), values->end(), kNan);
     }
   }
@@ -118,6 +119,9 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     slice.advantages = DataOrNull(data.advantages);
     slice.old_logprobs = DataOrNull(data.old_logprobs);
     slice.ref_logprobs = DataOrNull(data.ref_logprobs);
+    slice.target_classes = DataOrNull(data.target_classes);
+    slice.target_weights = DataOrNull(data.target_weights);
+    slice.target_count = data.target_count;
     slice.sample_seed = data.sample_seed;
     slice.first_row = data.first_row;
     slice.stands_in = data.stands_in;

@@ -264,6 +264,12 @@ void ExpectSumsMatch(const Tolerance& tolerance, const Problem& problem, const S
   if (with_entropy) {
     EXPECT_NEAR(got.entropy, want.sums.entropy, entropy_tolerance);
   }
+  const Distillation& distillation = problem.options.distillation;
+  if (distillation.weight > 0.0f) {
+    EXPECT_NEAR(got.divergence, want.sums.divergence, loss_tolerance / double{distillation.weight});
+  }
+  const double least = double{distillation.target_weight};
+  EXPECT_NEAR(got.target_loss, want.sums.target_loss, least > 0.0 ? loss_tolerance / least : 0.0);
   ExpectDroppedMassMatches(tolerance, problem, slice, want, got.dropped_mass);
   EXPECT_EQ(got.valid_rows, want.sums.valid_rows);
   ExpectObjectiveSumsMatch(tolerance, slice, want, got.objective);
@@ -348,7 +354,10 @@ reference::Rows ReferenceRows(const SliceData& slice) {
           /*class_parts=*/1,
           /*class_shares=*/{},
           /*logit_error=*/0.0,
-          ToDouble(slice.teacher_hidden)};
+          ToDouble(slice.teacher_hidden),
+          slice.target_classes,
+          ToDouble(slice.target_weights),
+          slice.target_count};
 }
 
 Problem WithObjective(Problem problem, const Objective& objective, Rng& rng) {

@@ -685,6 +685,9 @@ SliceData RowsOf(const SliceData& slice, int64_t hidden_size, int64_t begin, int
   copy(slice.advantages, part.advantages, 1);
   copy(slice.old_logprobs, part.old_logprobs, 1);
   copy(slice.ref_logprobs, part.ref_logprobs, 1);
+  part.target_count = slice.target_count;
+  copy(slice.target_classes, part.target_classes, slice.target_count);
+  copy(slice.target_weights, part.target_weights, slice.target_count);
   // Gradients have other bits where single classes are wanted.
   part.class_count = slice.class_count;
   part.shared_classes = slice.shared_classes;

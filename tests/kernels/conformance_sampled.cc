@@ -370,6 +370,40 @@ void ExpectFullPushDown(const Problem& problem, const Mean& mean, const referenc
   EXPECT_NEAR(product / norm, 1.0, 4.0 * deviation + tolerance);
 }
 
+// Over kSeeds runs of a problem whose head has a bias: the means of all gradients are the exact
+// ones, and as close to these as is predicted.
+void ExpectExactOnAverage(Backend& backend, Problem problem, Rng& rng) {
+  SCOPED_TRACE(Describe(problem));
+  const auto head = MakeHead(backend, problem);
+  ASSERT_NE(head, nullptr);
+  const auto teacher = problem.teacher.empty() ? nullptr : MakeHead(backend, problem.teacher.front());
+  Mean hidden, weight, bias;
+  ChunkRun run;
+  for (int i = 0; i < kSeeds; ++i) {
+    for (SliceData& slice : problem.slices) slice.sample_seed = rng();
+    ASSERT_TRUE(head->ZeroGradients().ok());
+    run = RunChunk(*head, problem, {.teacher = teacher.get()});
+    ASSERT_TRUE(run.done.ok()) << run.done;
+    ExpectGradients(run, Gradients::kSampled);
+    hidden.Add(run.slices[0].grad_hidden);
+    weight.Add(ReadGradient(*head, Param::kWeight));
+    bias.Add(ReadGradient(*head, Param::kBias));
+  }
+  reference::ParamGradients sampled = reference::ZeroGradients(problem.config);
+  const auto spread = ComputeReference(AsComputed(problem, run), &sampled);
+  problem.options.gradients = Gradients::kExact;
+  reference::ParamGradients exact = reference::ZeroGradients(problem.config);
+  const auto want = ComputeReference(problem, &exact);
+  const DType compute = head->compute_dtype();
+  const double tolerance =
+      ToleranceFor(compute).Gradient(MaxAbsLogit(want)) + UnitRoundoff(problem.hidden_dtype);
+  // What the classes of a row add up to is more certain than if they were taken independently.
+  ExpectMeanNear(hidden, want[0].grad_hidden, spread[0].grad_hidden.variance, tolerance, 0.4);
+  ExpectMeanNear(weight, exact.weight, sampled.weight.variance, tolerance, 0.7);
+  ExpectMeanNear(bias, exact.bias, sampled.bias.variance, tolerance, 0.7);
+  ExpectFullPushDown(problem, weight, exact.weight, sampled.weight.variance, tolerance);
+}
+
 }  // namespace
 
 TEST_P(GradientsConformance, SampledGradientsAreExactOnAverage) {
@@ -385,35 +419,7 @@ TEST_P(GradientsConformance, SampledGradientsAreExactOnAverage) {
       spec.options.z_loss = 1e-3f;
       spec.grad_loss = spec.grad_lse = spec.grad_entropy = true;
     }
-    Problem problem = MakeProblem(spec, rng());
-    SCOPED_TRACE(Describe(problem));
-    const auto head = MakeHead(backend(), problem);
-    ASSERT_NE(head, nullptr);
-    Mean hidden, weight, bias;
-    ChunkRun run;
-    for (int i = 0; i < kSeeds; ++i) {
-      for (SliceData& slice : problem.slices) slice.sample_seed = rng()();
-      ASSERT_TRUE(head->ZeroGradients().ok());
-      run = RunChunk(*head, problem);
-      ASSERT_TRUE(run.done.ok()) << run.done;
-      ExpectGradients(run, Gradients::kSampled);
-      hidden.Add(run.slices[0].grad_hidden);
-      weight.Add(ReadGradient(*head, Param::kWeight));
-      bias.Add(ReadGradient(*head, Param::kBias));
-    }
-    reference::ParamGradients sampled = reference::ZeroGradients(problem.config);
-    const auto spread = ComputeReference(AsComputed(problem, run), &sampled);
-    problem.options.gradients = Gradients::kExact;
-    reference::ParamGradients exact = reference::ZeroGradients(problem.config);
-    const auto want = ComputeReference(problem, &exact);
-    const DType compute = head->compute_dtype();
-    const double tolerance =
-        ToleranceFor(compute).Gradient(MaxAbsLogit(want)) + UnitRoundoff(problem.hidden_dtype);
-    // What the classes of a row add up to is more certain than if they were taken independently.
-    ExpectMeanNear(hidden, want[0].grad_hidden, spread[0].grad_hidden.variance, tolerance, 0.4);
-    ExpectMeanNear(weight, exact.weight, sampled.weight.variance, tolerance, 0.7);
-    ExpectMeanNear(bias, exact.bias, sampled.bias.variance, tolerance, 0.7);
-    ExpectFullPushDown(problem, weight, exact.weight, sampled.weight.variance, tolerance);
+    ExpectExactOnAverage(backend(), MakeProblem(spec, rng()), rng());
   }
 }
 
@@ -471,6 +477,82 @@ TEST_P(GradientsConformance, SampledAlikeInWhateverChunk) {
     max_abs_logit = std::max(max_abs_logit, MaxAbsLogit(want));
   }
   ExpectGradientsMatch(*head, gradients, max_abs_logit);
+}
+
+// ---- Rows with a teacher ----
+
+TEST_P(DistillationConformance, SampledWithEachDivergence) {
+  if (!Distils()) return;
+  for (const Divergence divergence : kDivergences) {
+    for (const float threshold : {1e-30f, 0.02f, 1.0f}) {
+      RunAndCompare(
+          backend(),
+          {MakeProblem(Sampled(Distilled({17, 20}, 37, 101, 30, {.divergence = divergence}), threshold),
+                       rng())});
+    }
+    for (const float temperature : {0.5f, 3.0f}) {
+      const Distillation mixture = {
+          .divergence = divergence, .temperature = temperature, .weight = 0.7f, .target_weight = 0.3f};
+      RunAndCompare(backend(), {MakeProblem(Sampled(Distilled({40}, 24, 210, 56, mixture), 0.01f), rng())});
+    }
+  }
+}
+
+TEST_P(DistillationConformance, SampledShapesThatNoTileDivides) {
+  if (!Distils()) return;
+  for (const auto& [rows, hidden, vocab] : kOddShapes) {
+    const ProblemSpec spec =
+        Distilled({rows}, hidden, vocab, hidden + 3, {.divergence = Divergence::kForwardKl});
+    RunAndCompare(backend(), {MakeProblem(Sampled(spec, 0x1p-8f), rng())});
+  }
+}
+
+TEST_P(DistillationConformance, SampledWithOptionsOfTheLossWithTargets) {
+  if (!Distils()) return;
+  const ProblemSpec plain =
+      Sampled(Distilled({17, 20}, 37, 101, 30,
+                        {.divergence = Divergence::kForwardKl, .weight = 0.5f, .target_weight = 0.5f}),
+              0.02f);
+  for (ProblemSpec spec : EachOptionAlone(plain)) {
+    if (spec.grad_lse || spec.grad_entropy) continue;
+    spec.accumulate_mask = true;
+    Run(spec);
+  }
+  ProblemSpec capped = plain;
+  capped.options.softcap = 6.0f;
+  capped.options.label_smoothing = 0.1f;
+  capped.options.distillation.teacher_softcap = 9.0f;
+  Run(capped);
+}
+
+// With a limit that no threshold keeps, and with one that all do.
+TEST_P(DistillationConformance, SampledWhereThePredictedErrorIsSmall) {
+  if (!Distils()) return;
+  for (const Divergence divergence : {Divergence::kForwardKl, Divergence::kReverseKl}) {
+    for (const float limit : {0.0f, 100.0f}) {
+      ProblemSpec spec = Sampled(Distilled({30}, 24, 210, 56, {.divergence = divergence}), 0.02f);
+      spec.options.gradients = Gradients::kAuto;
+      spec.options.max_gradient_error = limit;
+      const Problem problem = MakeProblem(spec, rng());
+      RunAndCompare(backend(), {problem});
+      const auto head = MakeHead(backend(), problem);
+      const auto teacher = MakeHead(backend(), problem.teacher.front());
+      ExpectGradients(RunChunk(*head, problem, {.teacher = teacher.get()}),
+                      limit == 0.0f ? Gradients::kExact : Gradients::kSampled);
+    }
+  }
+}
+
+TEST_P(DistillationConformance, SampledGradientsAreExactOnAverage) {
+  if (!Distils()) return;
+  for (const Divergence divergence : kDivergences) {
+    ProblemSpec spec = Distilled({60, 40}, 24, 700, 32, {.divergence = divergence, .temperature = 1.5f});
+    spec.config.has_bias = true;
+    spec.options.gradients = Gradients::kSampled;
+    spec.options.sample_threshold = 0.02f;
+    spec.logit_deviation = 2.0f;
+    ExpectExactOnAverage(backend(), MakeProblem(spec, rng()), rng());
+  }
 }
 
 }  // namespace lossd::kernels::testing

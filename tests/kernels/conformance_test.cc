@@ -58,7 +58,8 @@ std::vector<ConformanceCase> VocabularyCases() {
                      .hidden = hidden,
                      .devices = members,
                      .split = Split::kVocabulary,
-                     .shares = std::move(shares)});
+                     .shares = std::move(shares),
+                     .distils = true});
   };
   add("VocabularyOf", 1, DType::kFloat32, {});
   add("VocabularyOf", 2, DType::kFloat32, {});
@@ -84,7 +85,8 @@ std::vector<ConformanceCase> GridCases() {
                      .devices = members,
                      .split = Split::kVocabulary,
                      .shares = std::move(shares),
-                     .replicas = replicas});
+                     .replicas = replicas,
+                     .distils = true});
   };
   add(2, 2, 0, DType::kFloat32, {});
   add(2, 2, 0, DType::kBFloat16, {5, 2});

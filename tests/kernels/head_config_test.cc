@@ -134,6 +134,15 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
   ExpectRefused({.softcap = std::numeric_limits<float>::denorm_min()}, "softcap");
   EXPECT_TRUE(Validate(LossOptions{.softcap = std::numeric_limits<float>::min()}).ok());
   ExpectRefused({.z_loss = -1.0f}, "z_loss must be finite and >= 0, got -1");
+  ExpectRefused({.rest = static_cast<Rest>(4)}, "rest must be none, renormalized or one_class, got 4");
+  ExpectRefused({.label_smoothing = 0.1f, .rest = Rest::kNone},
+                "label_smoothing must be 0 with soft targets, got 0.1");
+  ExpectRefused({.use_class_weights = true, .rest = Rest::kOneClass},
+                "use_class_weights must be false with soft targets, got true");
+  ExpectRefused({.objective = {.kind = ObjectiveKind::kDft}, .rest = Rest::kNone},
+                "objective must be absent with soft targets, got dft");
+  ExpectRefused({.distillation = {.divergence = Divergence::kReverseKl}, .rest = Rest::kNone},
+                "distillation must be absent with soft targets, got reverse_kl");
   ExpectRefused({.label_smoothing = 0.1f, .objective = {.kind = ObjectiveKind::kDft}},
                 "label_smoothing must be 0 with an objective, got 0.1");
   ExpectRefused({.use_class_weights = true, .objective = {.kind = ObjectiveKind::kDft}},
@@ -163,8 +172,8 @@ TEST(LossOptionsTest, RefusesValuesOutOfRangeByName) {
                 "distillation.teacher_logit_scale must be finite and not 0, got 0");
   ExpectRefused({.distillation = {.divergence = kForward, .teacher_softcap = -4.0f}},
                 "distillation.teacher_softcap must be 0 (none), or finite and >= 1.1754944e-38, got -4");
-  ExpectRefused({.gradients = Gradients::kAuto, .distillation = {.divergence = kForward}},
-                "gradients must be exact with distillation, got auto");
+  ExpectRefused({.gradients = Gradients::kFiltered, .distillation = {.divergence = kForward}},
+                "gradients must be exact, sampled or auto with distillation, got filtered");
   EXPECT_TRUE(Validate(LossOptions{.distillation = {.beta = 7.0f}}).ok()) << "without a divergence";
 }
 
@@ -194,6 +203,9 @@ TEST(LossOptionsTest, SaysWhatCannotBeFiltered) {
   EXPECT_THAT(WhyExact(filtered, true), HasSubstr("entropy"));
   const LossOptions capped{.softcap = 30.0f, .label_smoothing = 0.1f, .gradients = Gradients::kFiltered};
   EXPECT_THAT(WhyExact(capped, false), HasSubstr("smoothing"));
+  EXPECT_EQ(WhyExact({.gradients = Gradients::kFiltered, .rest = Rest::kNone}, false), "");
+  EXPECT_THAT(WhyExact({.gradients = Gradients::kFiltered, .rest = Rest::kOneClass}, false),
+              HasSubstr("rest of a row's targets"));
 }
 
 TEST(LossOptionsTest, SlopesGrowWithClassWeightsAndTheZLoss) {

@@ -129,6 +129,32 @@ const std::vector<float>& Problem::Values(Param param) const {
   }
 }
 
+namespace {
+
+// Weights as of a softmax, whose sum is in (0, 1) but for what some rows have all of.
+void DrawTargets(const ProblemSpec& spec, int64_t rows, Rng& rng, SliceData& slice) {
+  const int64_t vocab = spec.config.vocab_size;
+  slice.target_count = static_cast<int32_t>(std::min<int64_t>(spec.target_count, vocab));
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<float> weights;
+    float sum = 0.0f;
+    for (int32_t i = 0; i < slice.target_count; ++i) {
+      const bool filler = i > 0 && Chance(rng, 0.1);
+      const bool again = i > 0 && !filler && Chance(rng, 0.2);
+      const auto fresh = static_cast<int32_t>(UniformInt(rng, 0, vocab - 1));
+      const int32_t before = i > 0 ? slice.target_classes.back() : kNoClass;
+      slice.target_classes.push_back(filler ? kNoClass : again && before != kNoClass ? before : fresh);
+      weights.push_back(filler || (i > 0 && Chance(rng, 0.1)) ? 0.0f : std::exp(Uniform(rng, -4.0f, 2.0f)));
+      sum += weights.back();
+    }
+    const bool whole = spec.options.rest != Rest::kOneClass && Chance(rng, 0.2);
+    const float share = whole ? 1.0f : Uniform(rng, 0.05f, 0.95f);
+    for (const float weight : weights) slice.target_weights.push_back(weight * share / sum);
+  }
+}
+
+}  // namespace
+
 SliceData MakeSlice(const ProblemSpec& spec, int64_t rows, Rng& rng) {
   SliceData slice;
   slice.hidden = Normal(rng, rows * spec.config.hidden_size, 0.1f, 1.0f, spec.hidden_dtype);
@@ -154,6 +180,7 @@ SliceData MakeSlice(const ProblemSpec& spec, int64_t rows, Rng& rng) {
     const auto fresh = static_cast<int32_t>(UniformInt(rng, 0, spec.config.vocab_size - 1));
     slice.classes.push_back(again ? slice.classes.back() : fresh);
   }
+  if (spec.options.has_soft_targets()) DrawTargets(spec, rows, rng, slice);
   if (spec.accumulate_mask) {
     for (int64_t i = 0; i < rows; ++i) slice.accumulate.push_back(Chance(rng, 0.6) ? 1 : 0);
   }
@@ -264,6 +291,7 @@ std::string Describe(const Problem& problem) {
                     objective.clip_high, " dual ", objective.dual_clip, " ", Name(objective.kl), " ",
                     objective.kl_coef, " entropy bonus ", objective.entropy_bonus);
   }
+  if (options.has_soft_targets()) absl::StrAppend(&text, " rest ", Name(options.rest));
   if (options.distillation.used()) {
     const Distillation& distillation = options.distillation;
     absl::StrAppend(&text, " ", Name(distillation.divergence), " beta ", distillation.beta, " temperature ",
@@ -278,7 +306,7 @@ std::string Describe(const Problem& problem) {
                   " grad_loss ", !first.grad_loss.empty(), " grad_lse ", !first.grad_lse.empty(),
                   " grad_entropy ", !first.grad_entropy.empty(), " grad_scale ", first.grad_scale,
                   " classes ", first.class_count, first.shared_classes ? " shared" : "", " top_k ",
-                  first.top_k);
+                  first.top_k, " soft targets ", first.target_count);
   return text;
 }
 

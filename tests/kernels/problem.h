@@ -52,6 +52,9 @@ struct SliceData {
   int32_t class_count = 0;
   bool shared_classes = false;
   int32_t top_k = 0;
+  std::vector<int32_t> target_classes;  // [rows, target_count], with LossOptions::rest
+  std::vector<float> target_weights;
+  int32_t target_count = 0;
 
   int64_t rows() const { return static_cast<int64_t>(targets.size()); }
 };
@@ -90,6 +93,9 @@ struct ProblemSpec {
   int32_t class_count = 0;  // drawn, some of them twice
   bool shared_classes = false;
   int32_t top_k = 0;  // or V if that is less
+  // With options.rest: K, or V if that is less. Drawn; some classes are named twice, some entries are
+  // fillers, some weights 0.
+  int32_t target_count = 0;
   bool auto_samples_uniform = false;
   int class_parts = 1;
   std::vector<ProblemSpec> teacher;  // one, with options.distillation; its slices do not matter

@@ -170,6 +170,7 @@ LossTerms TermsOf(const HeadSizes& sizes, const HeadTensors& tensors, const Chun
           .first_class = sizes.first_class,
           .elsewhere = sizes.all_classes - sizes.vocab,
           .bias_in_targets = sizes.is_split(),
+          .soft = options.has_soft_targets(),
           .objective = options.objective};
 }
 
@@ -369,25 +370,23 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
 
 // ---- a teacher's part of a chunk ----
 
+// Parts of a head have the same rows.
 int64_t CudaHead::Lesson::MostRows(const CudaHead& head) {
   const HeadSizes& sizes = head.sizes_;
   const int64_t bytes = sizes.chunk_rows * sizes.planned_vocab() * sizes.element;  // ClaimGradients
-  return bytes / (sizes.padded_vocab * static_cast<int64_t>(sizeof(float))) / 8 * 8;
+  return bytes / (sizes.planned_vocab() * static_cast<int64_t>(sizeof(float))) / 8 * 8;
 }
 
 absl::Status CudaHead::CheckTeacher(const HeadKernels& teacher) const {
-  constexpr absl::string_view kField = "distillation.teacher";
-  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), kField));
+  const auto classes = [](const HeadSizes& sizes) { return ShardRows{sizes.first_class, sizes.vocab}; };
   const auto* const other = dynamic_cast<const CudaHead*>(&teacher);
-  if (other == nullptr || other->device_ != device_) {
-    return errors::FieldError(kField, "be a head of the same device", "another one");
-  }
+  const bool same_device = other != nullptr && other->device_ == device_;
+  LOSSD_RETURN_IF_ERROR(ValidateTeacherPart({config_, classes(sizes_)},
+                                            {teacher.config(), classes(same_device ? other->sizes_ : sizes_)},
+                                            same_device));
   const auto not_yet = [&](absl::string_view rule, const absl::AlphaNum& value) {
-    return errors::FieldError(kField, rule, value, absl::StatusCode::kUnimplemented);
+    return errors::FieldError("distillation.teacher", rule, value, absl::StatusCode::kUnimplemented);
   };
-  if (sizes_.is_split() || other->sizes_.is_split()) {
-    return not_yet("be absent where the student or the teacher is split by vocabulary", "a head");
-  }
   if (config_.logits != Logits::kStored || other->config_.logits != Logits::kStored) {
     return not_yet("be absent where the student or the teacher recomputes its logits", "a head");
   }
@@ -434,9 +433,9 @@ CudaHead::Lesson::Lesson(CudaHead* teacher, const Chunk& chunk)
   rows_.terms.softcap = distillation.teacher_softcap;
   rows_.logits = teacher->workspace_.paths.At<float>(Region::kLogits);
   rows_.block_rows = MostRows(*teacher);
-  // A lesson has no results, so their places in its slot are free.
-  const RowOutputBlock& out = slot_->device_out;
-  rows_.rows = {out.loss, out.lse, out.entropy};
+  // A lesson has no results, so their place in its slot is free.
+  Carver results(slot_->memory.outputs);
+  rows_.rows = DivergenceRows::Carve(results, sizes.chunk_rows);
 }
 
 absl::Status CudaHead::Lesson::Enqueue() const {
@@ -466,10 +465,18 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.omega = slot.device_in.omega;
   job.variance = out.variance;
   job.square = out.square;
+  job.divergence = out.divergence;
   job.sample_threshold = out.sample_threshold;
   job.decision = out.decision;
   job.classes = slot.classes;
   cuda::PlaceClasses(job.layout, slot.host_in, slot.classes);
+  if (job.terms.soft) {
+    PlaceSoftTargets(job.layout, chunk->options.rest, slot.host_in, slot.classes);
+    job.in.soft = {job.layout.target_count,    slot.classes.target_classes(), slot.classes.target_weights(),
+                   slot.classes.target_logits, slot.device_in.target_total,   slot.device_in.target_rest,
+                   slot.classes.named};
+    if (job.in.target_dots == nullptr) job.in.target_dots = slot.classes.target_dots;
+  }
   job.hidden = slot.memory.hidden;
   job.loss_branch = &slot.loss_branch;
   job.weight_branch = &slot.weight_branch;

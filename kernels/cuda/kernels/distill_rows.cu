@@ -4,16 +4,22 @@
 //
 //   dD/ds_v = (dz_v/ds_v) / T (f_v - q_v sum f),   f = q times the derivative by q
 //
-// without the logit scale. docs/math.md has f of each divergence.
+// without the logit scale. docs/math.md has f of each divergence. A KL divergence takes no pass of its own:
+// with u_v = y_v - max y, u'_v = y'_v - max y' and C = sum_v exp(u'_v) (u'_v - u_v), which is summed up with
+// the softmaxes,
 //
-// Plan: one block a row, which goes over both rows of logits four times: for the two maxima, for the two sums
-// of exponentials, for the divergence and the sum of f, and for the gradient. The first time they come from
-// the memory that the products have just written, later from L2. Sums are combined in a fixed order.
+//   KL(p || q) = C / sum_v exp(u'_v) - log sum_v exp(u'_v) + log sum_v exp(u_v),   sum f = -1
 //
-// Bytes: rows * V * 8 read and, with the gradient, rows * V * 4 written; then rows * V * (4 + 2 * 2) by the
-// kernel that adds them up in bf16. Operations: 6 exponentials an element.
+// and KL(q || p), whose sum f is the divergence itself, with p and q changed over.
+//
+// Plan: one block a row, which goes over both rows of logits once for the softmaxes, once more for a
+// divergence that is none of the two KL, and once for the gradient. Sums are combined in a fixed order.
+//
+// Bytes a pass: rows * V * 8 read; with the last rows * V * 4 written, or, where the loss with targets does
+// not count, the gradient itself in the compute dtype. Operations: 2 exponentials an element and pass.
 #include <type_traits>
 
+#include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/distill_rows.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -23,30 +29,206 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
+constexpr int kMergeThreads = 256;
+constexpr int kLane = 4;  // elements that a thread takes at once
 
-struct Add {
-  __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
-};
-// The larger one; NaN is passed over, and shows in the sums.
-struct Larger {
-  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+// ---- a row ----
+
+template <Divergence kDivergence>
+constexpr bool kIsKl = kDivergence == Divergence::kForwardKl || kDivergence == Divergence::kReverseKl;
+
+// The logits of both heads, `kLane` classes at a time: calls body(column, student, teacher) with those from
+// `column` on. Rows are padded to whole vectors.
+template <typename Body>
+__device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t row, int columns,
+                                              Body body) {
+  const auto* const student =
+      reinterpret_cast<const float4*>(static_cast<const float*>(p.student.data) + row * p.student.ld);
+  const auto* const teacher =
+      reinterpret_cast<const float4*>(static_cast<const float*>(p.teacher.data) + row * p.teacher.ld);
+  for (int v = static_cast<int>(threadIdx.x); v * kLane < columns; v += kThreads) {
+    const float4 s = student[v], t = teacher[v];
+    body(v * kLane, {s.x, s.y, s.z, s.w}, {t.x, t.y, t.z, t.w});
+  }
+}
+
+struct Lane {
+  float x[kLane];
 };
 
-// Both components over all threads of the block, the same in each.
-template <typename Op>
-__device__ __forceinline__ float2 Reduce(float2 x, float2* scratch, Op op) {
+// One softmax of a row.
+struct LogSoftmax {
+  float top;
+  float inverse;  // of the temperature
+  float log_sum;
+
+  __device__ __forceinline__ LogSoftmax(float top_of_row, float sum, float inverse_temperature)
+      : top(top_of_row), inverse(inverse_temperature), log_sum(logf(sum)) {}
+  __device__ __forceinline__ float operator()(float z) const { return (z - top) * inverse - log_sum; }
+};
+
+// ---- softmaxes ----
+
+// Which softmax a KL divergence is an expectation over (own), and which is the other. Without kCross the two
+// are only two softmaxes, own that of the teacher.
+template <Divergence kDivergence>
+struct Sides {
+  static constexpr bool kCross = kIsKl<kDivergence>;
+  static constexpr bool kOwnIsStudent = kDivergence == Divergence::kReverseKl;
+};
+
+// Both softmaxes of a row while they are being summed up: sums of exp((z - top) / T), and, over the classes
+// of the own one, cross = sum of exp((own - own_top) / T) ((own - own_top) - (other - other_top)) / T.
+// Relative to the tops, it is exact where the two agree about the most probable class.
+struct Running {
+  float own_top;
+  float own_sum;
+  float other_top;
+  float other_sum;
+  float cross;
+};
+
+__device__ __forceinline__ Running NothingYet() {
+  return {NegativeInfinity(), 0.0f, NegativeInfinity(), 0.0f, 0.0f};
+}
+
+// Makes the sums relative to tops that are at least as large. A sum is 0 only where there is no class yet.
+template <bool kCross>
+__device__ __forceinline__ void Rebase(Running& r, float own_top, float other_top, float inverse) {
+  if (r.own_top != own_top) {
+    const float shift = (r.own_top - own_top) * inverse;
+    const float factor = expf(shift);
+    if (kCross) r.cross = factor == 0.0f ? 0.0f : factor * (r.cross + r.own_sum * shift);
+    r.own_sum *= factor;
+    r.own_top = own_top;
+  }
+  if (r.other_top != other_top) {
+    const float shift = (r.other_top - other_top) * inverse;
+    if (kCross && r.own_sum != 0.0f) r.cross -= r.own_sum * shift;
+    r.other_sum *= expf(shift);
+    r.other_top = other_top;
+  }
+}
+
+// One class. Masked ones add nothing to their softmax; NaN shows in the sums.
+template <bool kCross>
+__device__ __forceinline__ void Take(Running& r, float own, float other, float inverse) {
+  if (own > r.own_top || other > r.other_top) {
+    Rebase<kCross>(r, own > r.own_top ? own : r.own_top, other > r.other_top ? other : r.other_top, inverse);
+  }
+  const bool masked = other == NegativeInfinity();
+  if (!masked) r.other_sum += expf((other - r.other_top) * inverse);
+  if (own == NegativeInfinity()) return;
+  const float e = expf((own - r.own_top) * inverse);
+  r.own_sum += e;
+  if (!kCross || e == 0.0f) return;
+  r.cross += masked ? -NegativeInfinity() : e * ((own - r.own_top) - (other - r.other_top)) * inverse;
+}
+
+template <bool kCross>
+__device__ __forceinline__ Running Both(Running a, Running b, float inverse) {
+  const float own_top = fmaxf(a.own_top, b.own_top), other_top = fmaxf(a.other_top, b.other_top);
+  Rebase<kCross>(a, own_top, other_top, inverse);
+  Rebase<kCross>(b, own_top, other_top, inverse);
+  return {own_top, a.own_sum + b.own_sum, other_top, a.other_sum + b.other_sum, a.cross + b.cross};
+}
+
+// Over all threads of the block; complete in the first warp.
+template <bool kCross>
+__device__ __forceinline__ Running Reduce(Running r, Running* scratch, float inverse) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) {
-    x.x = op(x.x, __shfl_xor_sync(0xffffffffu, x.x, offset));
-    x.y = op(x.y, __shfl_xor_sync(0xffffffffu, x.y, offset));
+    const Running other = {
+        __shfl_xor_sync(0xffffffffu, r.own_top, offset), __shfl_xor_sync(0xffffffffu, r.own_sum, offset),
+        __shfl_xor_sync(0xffffffffu, r.other_top, offset), __shfl_xor_sync(0xffffffffu, r.other_sum, offset),
+        __shfl_xor_sync(0xffffffffu, r.cross, offset)};
+    r = Both<kCross>(r, other, inverse);
   }
-  __syncthreads();  // the scratch memory has been read
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = r;
+  __syncthreads();
+  Running all = scratch[0];
+  for (int i = 1; i < kWarps; ++i) all = Both<kCross>(all, scratch[i], inverse);
+  return all;
+}
+
+template <bool kOwnIsStudent>
+__device__ __forceinline__ TaughtRecord RecordOf(const Running& r) {
+  return kOwnIsStudent ? TaughtRecord{r.own_top, r.own_sum, r.other_top, r.other_sum, r.cross, 0.0f}
+                       : TaughtRecord{r.other_top, r.other_sum, r.own_top, r.own_sum, r.cross, 0.0f};
+}
+
+template <bool kOwnIsStudent>
+__device__ __forceinline__ Running RunningOf(const TaughtRecord& r) {
+  return kOwnIsStudent ? Running{r.student_top, r.student_sum, r.teacher_top, r.teacher_sum, r.value}
+                       : Running{r.teacher_top, r.teacher_sum, r.student_top, r.student_sum, r.value};
+}
+
+template <Divergence kDivergence>
+__global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__ DivergenceParams p) {
+  using Of = Sides<kDivergence>;
+  __shared__ Running scratch[kWarps];
+  const int64_t row = blockIdx.x;
+  const int classes = static_cast<int>(p.student.classes);
+  const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
+  const float inverse = 1.0f / p.distillation.temperature;
+  Running sums = NothingYet();
+  ForEachVector(p, row, classes, [&](int column, const Lane& s, const Lane& t) {
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      if (column + i >= classes) continue;
+      const float z = student_map(s.x[i], column + i).z;
+      const float taught = teacher_map(t.x[i], column + i).z;
+      Take<Of::kCross>(sums, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z, inverse);
+    }
+  });
+  sums = Reduce<Of::kCross>(sums, scratch, inverse);
+  if (threadIdx.x != 0) return;
+  p.rows.records[row] = RecordOf<Of::kOwnIsStudent>(sums);
+  p.rows.target_weights[row] = p.in.weights[row] * p.distillation.target_weight;
+  p.rows.target_coefs[row] = p.in.coef_loss[row] * p.distillation.target_weight;
+}
+
+// One thread a row.
+template <Divergence kDivergence>
+__global__ void MergeSoftenedKernel(const __grid_constant__ MergeTaughtParams p) {
+  using Of = Sides<kDivergence>;
+  const int64_t row = blockIdx.x * int64_t{kMergeThreads} + threadIdx.x;
+  if (row >= p.rows) return;
+  const float inverse = 1.0f / p.distillation.temperature;
+  Running sums = NothingYet();
+  for (int part = 0; part < p.parts; ++part) {
+    sums = Both<Of::kCross>(sums, RunningOf<Of::kOwnIsStudent>(p.all[part * p.rows + row]), inverse);
+  }
+  p.records[row] = RecordOf<Of::kOwnIsStudent>(sums);
+}
+
+__global__ void AddDivergencesKernel(const __grid_constant__ MergeTaughtParams p) {
+  const int64_t row = blockIdx.x * int64_t{kMergeThreads} + threadIdx.x;
+  if (row >= p.rows) return;
+  float value = 0.0f, slope = 0.0f;
+  for (int part = 0; part < p.parts; ++part) {
+    value += p.all[part * p.rows + row].value;
+    slope += p.all[part * p.rows + row].slope;
+  }
+  p.records[row].value = value;
+  p.records[row].slope = slope;
+}
+
+// ---- sums and gradients ----
+
+// Both components over all threads of the block, the same in each.
+__device__ __forceinline__ float2 Add(float2 x, float2* scratch) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    x.x += __shfl_xor_sync(0xffffffffu, x.x, offset);
+    x.y += __shfl_xor_sync(0xffffffffu, x.y, offset);
+  }
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;
   __syncthreads();
   float2 all = scratch[0];
   for (int i = 1; i < kWarps; ++i) {
-    all.x = op(all.x, scratch[i].x);
-    all.y = op(all.y, scratch[i].y);
+    all.x += scratch[i].x;
+    all.y += scratch[i].y;
   }
   return all;
 }
@@ -77,53 +259,86 @@ __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float lo
 }
 
 template <Divergence kDivergence>
-__global__ __launch_bounds__(kThreads) void DivergenceKernel(const __grid_constant__ DivergenceParams p) {
+__global__ __launch_bounds__(kThreads) void SumDivergenceKernel(const __grid_constant__ DivergenceParams p) {
   __shared__ float2 scratch[kWarps];
   const int64_t row = blockIdx.x;
-  const float* const student = static_cast<const float*>(p.student.data) + row * p.student.ld;
-  float* const teacher = static_cast<float*>(p.teacher.data) + row * p.teacher.ld;
   const int classes = static_cast<int>(p.student.classes);
   const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
   const float inverse = 1.0f / p.distillation.temperature;
-  const float beta = p.distillation.beta;
+  const TaughtRecord record = p.rows.records[row];
+  const LogSoftmax student(record.student_top, record.student_sum, inverse);
+  const LogSoftmax teacher(record.teacher_top, record.teacher_sum, inverse);
+  float2 total = make_float2(0.0f, 0.0f);
+  ForEachVector(p, row, classes, [&](int column, const Lane& s, const Lane& t) {
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      if (column + i >= classes) continue;
+      const float log_q = student(student_map(s.x[i], column + i).z);
+      const float log_p = teacher(teacher_map(t.x[i], column + i).z);
+      const float2 term = TermOf<kDivergence>(expf(log_p), log_p, expf(log_q), log_q, p.distillation.beta);
+      total.x += term.x;
+      total.y += term.y;
+    }
+  });
+  total = Add(total, scratch);
+  if (threadIdx.x != 0) return;
+  p.rows.records[row].value = total.x;
+  p.rows.records[row].slope = total.y;
+}
 
-  float2 top = make_float2(NegativeInfinity(), NegativeInfinity());
-  for (int v = threadIdx.x; v < classes; v += kThreads) {
-    top.x = fmaxf(top.x, student_map(student[v], v).z);
-    top.y = fmaxf(top.y, teacher_map(teacher[v], v).z);
+// A row whose record is of all classes: its divergence, and the gradient of a class.
+template <Divergence kDivergence>
+struct RowDivergence {
+  LogSoftmax student;
+  LogSoftmax teacher;
+  float value;
+  float slope;  // sum of f
+
+  __device__ __forceinline__ RowDivergence(const TaughtRecord& r, float inverse)
+      : student(r.student_top, r.student_sum, inverse),
+        teacher(r.teacher_top, r.teacher_sum, inverse),
+        value(r.value),
+        slope(r.slope) {
+    if constexpr (kDivergence == Divergence::kForwardKl) {
+      value = r.value / r.teacher_sum - teacher.log_sum + student.log_sum;
+      slope = -1.0f;
+    } else if constexpr (kDivergence == Divergence::kReverseKl) {
+      value = r.value / r.student_sum - student.log_sum + teacher.log_sum;
+      slope = value;
+    }
   }
-  top = Reduce(top, scratch, Larger());
-  float2 sum = make_float2(0.0f, 0.0f);
-  for (int v = threadIdx.x; v < classes; v += kThreads) {
-    sum.x += expf((student_map(student[v], v).z - top.x) * inverse);
-    sum.y += expf((teacher_map(teacher[v], v).z - top.y) * inverse);
-  }
-  sum = Reduce(sum, scratch, Add());
-  const float2 log_sum = make_float2(logf(sum.x), logf(sum.y));
-  float2 total = make_float2(0.0f, 0.0f);  // D, sum of f
-  for (int v = threadIdx.x; v < classes; v += kThreads) {
-    const float log_q = (student_map(student[v], v).z - top.x) * inverse - log_sum.x;
-    const float log_p = (teacher_map(teacher[v], v).z - top.y) * inverse - log_sum.y;
-    const float2 term = TermOf<kDivergence>(expf(log_p), log_p, expf(log_q), log_q, beta);
-    total.x += term.x;
-    total.y += term.y;
-  }
-  total = Reduce(total, scratch, Add());
-  if (threadIdx.x == 0) {
-    p.rows.divergence[row] = total.x;
-    p.rows.target_weights[row] = p.in.weights[row] * p.distillation.target_weight;
-    p.rows.target_coefs[row] = p.in.coef_loss[row] * p.distillation.target_weight;
-  }
-  if (!p.want_gradient || !isfinite(total.x)) return;
-  for (int v = threadIdx.x; v < classes; v += kThreads) {
-    const Logit logit = student_map(student[v], v);
-    const float log_q = (logit.z - top.x) * inverse - log_sum.x;
-    const float log_p = (teacher_map(teacher[v], v).z - top.y) * inverse - log_sum.y;
+  // dD/ds without the logit scale.
+  __device__ __forceinline__ float Gradient(const Logit& logit, float taught, float beta) const {
+    const float log_q = student(logit.z);
+    const float log_p = teacher(taught);
     const float q = expf(log_q);
     const float2 term = TermOf<kDivergence>(expf(log_p), log_p, q, log_q, beta);
-    teacher[v] = (term.y - q * total.y) * inverse * logit.slope;
+    return (term.y - q * slope) * student.inverse * logit.slope;
   }
+};
+
+template <Divergence kDivergence>
+__global__ __launch_bounds__(kThreads) void DivergenceGradientKernel(
+    const __grid_constant__ DivergenceParams p) {
+  const int64_t row = blockIdx.x;
+  const RowDivergence<kDivergence> divergence(p.rows.records[row], 1.0f / p.distillation.temperature);
+  if (!isfinite(divergence.value)) return;
+  const int classes = static_cast<int>(p.student.classes);
+  const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
+  auto* const to = reinterpret_cast<float4*>(static_cast<float*>(p.teacher.data) + row * p.teacher.ld);
+  ForEachVector(p, row, classes, [&](int column, const Lane& s, const Lane& t) {
+    float out[kLane] = {};
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      if (column + i >= classes) continue;
+      out[i] = divergence.Gradient(student_map(s.x[i], column + i), teacher_map(t.x[i], column + i).z,
+                                   p.distillation.beta);
+    }
+    to[column / kLane] = make_float4(out[0], out[1], out[2], out[3]);
+  });
 }
+
+// ---- the end of a row ----
 
 template <typename T>
 __device__ __forceinline__ T Rounded(float x) {
@@ -131,69 +346,186 @@ __device__ __forceinline__ T Rounded(float x) {
   return static_cast<T>(x);
 }
 
-template <Divergence kDivergence>
-cudaError_t Launch(const DivergenceParams& params, cudaStream_t stream) {
-  DivergenceKernel<kDivergence><<<static_cast<unsigned>(params.in.rows), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+// Some elements of a gradient, which begin where vectors of them may.
+template <typename T>
+struct alignas(kLane * sizeof(T)) GradientLane {
+  T x[kLane];
+};
+
+template <typename T>
+__device__ __forceinline__ void ZeroRow(const LogitMatrix& gradient, int64_t row) {
+  auto* const to = reinterpret_cast<GradientLane<T>*>(static_cast<T*>(gradient.data) + row * gradient.ld);
+  GradientLane<T> zeros;
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) zeros.x[i] = static_cast<T>(0.0f);
+  for (int v = static_cast<int>(threadIdx.x); v * kLane < static_cast<int>(gradient.ld); v += kThreads)
+    to[v] = zeros;
 }
 
-// T: the compute dtype.
-template <typename T>
-__global__ __launch_bounds__(kThreads) void MixDivergenceKernel(
-    const __grid_constant__ MixDivergenceParams p) {
+// The results of a row, by one thread; whether they are finite.
+template <Divergence kDivergence>
+__device__ __forceinline__ bool FinishRow(const DivergenceParams& p, int64_t row, float divergence) {
+  const Distillation& distillation = p.distillation;
+  const bool alone = distillation.target_weight == 0.0f;
+  const float weight = p.in.weights[row];
+  const float coef = p.in.coef_loss[row] * distillation.weight;
+  p.divergence[row] = divergence;
+  RowInputs with_target = p.in;
+  with_target.coef_loss = p.rows.target_coefs;
+  p.rows.factors[row] =
+      GradientFactor(p.student_terms, with_target, row, p.out.lse[row], p.out.target_logprob[row]) +
+      fabsf(coef) / distillation.temperature;
+  const float with_targets = alone ? 0.0f : p.out.loss[row];
+  const float loss = with_targets + weight * distillation.weight * divergence;
+  const bool valid = isfinite(loss) && isfinite(divergence) && isfinite(p.out.lse[row]);
+  p.out.loss[row] = valid ? loss : NAN;
+  if (alone) {
+    p.out.z_loss_part[row] = 0.0f;
+    if (!p.wants_logprob && !isfinite(p.out.target_logprob[row])) p.out.target_logprob[row] = 0.0f;
+  }
+  return valid;
+}
+
+// T: the compute dtype. Absent rows have no divergence and no gradient.
+template <Divergence kDivergence, typename T>
+__global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
+    const __grid_constant__ DivergenceParams p) {
   __shared__ bool valid;
   const int64_t row = blockIdx.x;
-  const float weight = p.in.weights[row];
-  if (weight == 0.0f) return;  // absent: no divergence, no gradient
   const bool alone = p.distillation.target_weight == 0.0f;
-  if (threadIdx.x == 0) {
-    const float with_target = alone ? 0.0f : p.out.loss[row];
-    const float loss = with_target + weight * p.distillation.weight * p.rows.divergence[row];
-    valid = isfinite(loss) && isfinite(p.rows.divergence[row]) && isfinite(p.out.lse[row]);
-    p.out.loss[row] = valid ? loss : NAN;
-    if (alone) {
-      p.out.z_loss_part[row] = 0.0f;
-      if (!p.wants_logprob && !isfinite(p.out.target_logprob[row])) p.out.target_logprob[row] = 0.0f;
-    }
+  const bool wants_gradient = p.gradient.data != nullptr;
+  const bool present = row < p.in.rows && p.in.weights[row] != 0.0f;
+  if (!present) {
+    if (row < p.in.rows && threadIdx.x == 0) p.divergence[row] = p.rows.factors[row] = 0.0f;
+    if (alone && wants_gradient) ZeroRow<T>(p.gradient, row);
+    return;
   }
+  const RowDivergence<kDivergence> divergence(p.rows.records[row], 1.0f / p.distillation.temperature);
+  if (threadIdx.x == 0) valid = FinishRow<kDivergence>(p, row, divergence.value);
   __syncthreads();
-  if (p.gradient.data == nullptr) return;
-  T* const gradient = static_cast<T*>(p.gradient.data) + row * p.gradient.ld;
-  const float* const teacher = static_cast<const float*>(p.teacher.data) + row * p.teacher.ld;
+  if (!wants_gradient) return;
+  if (!valid) {
+    ZeroRow<T>(p.gradient, row);
+    return;
+  }
+  const int classes = static_cast<int>(p.student.classes);
+  const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
   const float factor = p.in.coef_loss[row] * p.distillation.weight;
-  const int classes = static_cast<int>(p.teacher.classes);
-  for (int v = threadIdx.x; v < classes; v += kThreads) {
-    const float with_target = alone ? 0.0f : static_cast<float>(gradient[v]);
-    gradient[v] = Rounded<T>(valid ? with_target + factor * teacher[v] : 0.0f);
+  auto* const to = reinterpret_cast<GradientLane<T>*>(static_cast<T*>(p.gradient.data) + row * p.gradient.ld);
+  // The row loss kernel has overwritten the student's logits if it wrote a gradient.
+  const int columns = alone ? static_cast<int>(p.gradient.ld) : classes;
+  if (alone) {
+    ForEachVector(p, row, columns, [&](int column, const Lane& s, const Lane& t) {
+      GradientLane<T> out;
+#pragma unroll
+      for (int i = 0; i < kLane; ++i) {
+        const float own =
+            column + i >= classes
+                ? 0.0f
+                : factor * divergence.Gradient(student_map(s.x[i], column + i),
+                                               teacher_map(t.x[i], column + i).z, p.distillation.beta);
+        out.x[i] = Rounded<T>(own);
+      }
+      to[column / kLane] = out;
+    });
+    return;
+  }
+  const auto* const own =
+      reinterpret_cast<const float4*>(static_cast<const float*>(p.teacher.data) + row * p.teacher.ld);
+  for (int v = static_cast<int>(threadIdx.x); v * kLane < columns; v += kThreads) {
+    const float4 taught = own[v];
+    const float more[kLane] = {taught.x, taught.y, taught.z, taught.w};
+    GradientLane<T> out = to[v];
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      if (v * kLane + i < classes) {
+        out.x[i] = Rounded<T>(static_cast<float>(out.x[i]) + factor * more[i]);
+      }
+    }
+    to[v] = out;
   }
 }
 
-}  // namespace
+// ---- launches ----
 
-cudaError_t LaunchDivergence(const DivergenceParams& params, cudaStream_t stream) {
-  if (params.in.rows == 0) return cudaSuccess;
-  switch (params.distillation.divergence) {
+// Calls launch(std::integral_constant) for the divergence.
+template <typename LaunchFn>
+cudaError_t WithDivergence(Divergence divergence, LaunchFn launch) {
+  switch (divergence) {
     case Divergence::kNone:
       break;
     case Divergence::kForwardKl:
-      return Launch<Divergence::kForwardKl>(params, stream);
+      return launch(std::integral_constant<Divergence, Divergence::kForwardKl>());
     case Divergence::kReverseKl:
-      return Launch<Divergence::kReverseKl>(params, stream);
+      return launch(std::integral_constant<Divergence, Divergence::kReverseKl>());
     case Divergence::kJensenShannon:
-      return Launch<Divergence::kJensenShannon>(params, stream);
+      return launch(std::integral_constant<Divergence, Divergence::kJensenShannon>());
     case Divergence::kTotalVariation:
-      return Launch<Divergence::kTotalVariation>(params, stream);
+      return launch(std::integral_constant<Divergence, Divergence::kTotalVariation>());
   }
   return cudaErrorInvalidValue;
 }
 
-cudaError_t LaunchMixDivergence(const MixDivergenceParams& params, cudaStream_t stream) {
+unsigned MergeBlocks(int64_t rows) {
+  return static_cast<unsigned>((rows + kMergeThreads - 1) / kMergeThreads);
+}
+
+}  // namespace
+
+cudaError_t LaunchSoften(const DivergenceParams& params, cudaStream_t stream) {
   if (params.in.rows == 0) return cudaSuccess;
-  return WithElement(params.gradient.dtype, [&](auto element) {
-    using T = typename decltype(element)::Type;
-    MixDivergenceKernel<T><<<static_cast<unsigned>(params.in.rows), kThreads, 0, stream>>>(params);
+  return WithDivergence(params.distillation.divergence, [&](auto divergence) {
+    SoftenKernel<decltype(divergence)::value>
+        <<<static_cast<unsigned>(params.in.rows), kThreads, 0, stream>>>(params);
     return cudaGetLastError();
   });
 }
 
+cudaError_t LaunchSumDivergence(const DivergenceParams& params, cudaStream_t stream) {
+  if (params.in.rows == 0) return cudaSuccess;
+  return WithDivergence(params.distillation.divergence, [&](auto divergence) {
+    SumDivergenceKernel<decltype(divergence)::value>
+        <<<static_cast<unsigned>(params.in.rows), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchDivergenceGradient(const DivergenceParams& params, cudaStream_t stream) {
+  if (params.in.rows == 0) return cudaSuccess;
+  return WithDivergence(params.distillation.divergence, [&](auto divergence) {
+    DivergenceGradientKernel<decltype(divergence)::value>
+        <<<static_cast<unsigned>(params.in.rows), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t stream) {
+  if (params.in.padded_rows == 0) return cudaSuccess;
+  return WithDivergence(params.distillation.divergence, [&](auto divergence) {
+    return WithElement(params.gradient.dtype, [&](auto element) {
+      using T = typename decltype(element)::Type;
+      FinishDivergenceKernel<decltype(divergence)::value, T>
+          <<<static_cast<unsigned>(params.in.padded_rows), kThreads, 0, stream>>>(params);
+      return cudaGetLastError();
+    });
+  });
+}
+
+cudaError_t LaunchMergeSoftened(const MergeTaughtParams& params, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  return WithDivergence(params.distillation.divergence, [&](auto divergence) {
+    MergeSoftenedKernel<decltype(divergence)::value>
+        <<<MergeBlocks(params.rows), kMergeThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t LaunchAddDivergences(const MergeTaughtParams& params, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  AddDivergencesKernel<<<MergeBlocks(params.rows), kMergeThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
 }  // namespace lossd::kernels::cuda
+
+LOSSD_KERNEL_FILE(DistillRows)

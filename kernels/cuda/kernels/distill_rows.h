@@ -1,8 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels that compare rows with a teacher (docs/math.md, "Distillation"): fp32 logits of
-// the same rows of student and teacher in, the divergence of each row out, with its gradient in the place of
-// the teacher's logits; and the kernel that adds it to what the row loss kernel has made of the student's
-// logits.
+// the same rows and classes of student and teacher in; the divergence of each row out, and its gradient.
+//
+// The classes of a row may lie on several devices. Each has a record of the classes here, and between the
+// kernels the records of all devices are added up. In this order:
+//
+//   LaunchSoften, LaunchMergeSoftened       either softmax, of a KL divergence the divergence too
+//   LaunchSumDivergence, LaunchAddDivergences   the sums of the other divergences (NeedsSums)
+//   LaunchDivergenceGradient                if the loss with targets counts (MixesTargets)
+//   the row loss kernels, which overwrite the logits if they write a gradient
+//   LaunchFinishDivergence                  the row's loss and its gradient
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_DISTILL_ROWS_H_
@@ -10,27 +17,57 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
+#include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/distillation.h"
 
 namespace lossd::kernels::cuda {
 
-// What is kept of rows between the two kernels, [rows] each.
+// What the classes of one device, or of all, say of a row.
+struct TaughtRecord {
+  float student_top;  // the largest z; -infinity if all are
+  float student_sum;  // of exp((z - top) / T)
+  float teacher_top;
+  float teacher_sum;
+  float value;  // of the divergence; of a KL divergence before it is finished: distill_rows.cu
+  float slope;  // the sum of f
+};
+static_assert(sizeof(TaughtRecord) <= sizeof(RowRecord), "records of rows have room for these");
+
+// What is kept of rows between the kernels, [rows] each.
 struct DivergenceRows {
-  float* divergence = nullptr;  // before its weight
+  TaughtRecord* records = nullptr;
   // RowInputs::weights and coef_loss times the weight of the loss with targets: what the row loss kernel
   // takes.
   float* target_weights = nullptr;
   float* target_coefs = nullptr;
+  float* factors = nullptr;  // kappa of docs/math.md, over the gradient unit
 
+  static DivergenceRows Carve(Carver& carver, int64_t rows) {
+    DivergenceRows of;
+    of.records = carver.Take<TaughtRecord>(rows);
+    of.target_weights = carver.Take<float>(rows);
+    of.target_coefs = carver.Take<float>(rows);
+    of.factors = carver.Take<float>(rows);
+    return of;
+  }
   DivergenceRows From(int64_t begin) const {
-    return {divergence + begin, target_weights + begin, target_coefs + begin};
+    return {records + begin, target_weights + begin, target_coefs + begin, factors + begin};
   }
 };
 
-// The first kernel. `student` and `teacher`: W x of each, fp32; scale, bias and softcap are in the terms, of
-// which nothing else is used. With want_gradient the teacher's logits of a row become dD/ds of the student
-// without its logit scale, where D is finite.
+// Whether a divergence has sums that need both softmaxes, LaunchSumDivergence; whether the loss with targets
+// is a part of the loss.
+inline bool NeedsSums(const Distillation& distillation) {
+  return distillation.divergence == Divergence::kJensenShannon ||
+         distillation.divergence == Divergence::kTotalVariation;
+}
+inline bool MixesTargets(const Distillation& distillation) { return distillation.target_weight != 0.0f; }
+
+// `student` and `teacher`: W x of each, fp32; scale, bias and softcap are in the terms, and of the student
+// what the loss with targets needs.
 struct DivergenceParams {
   LogitMatrix student;
   LogitMatrix teacher;
@@ -38,25 +75,36 @@ struct DivergenceParams {
   LossTerms teacher_terms;
   Distillation distillation;
   RowInputs in;
-  DivergenceRows rows;
-  bool want_gradient = false;
-};
-cudaError_t LaunchDivergence(const DivergenceParams& params, cudaStream_t stream);
-
-// The second. Adds to the losses and, where gradient.data is not null, to the gradient that LaunchRowLoss has
-// written with target_weights and target_coefs; a row whose loss is not finite then has a gradient of 0.
-struct MixDivergenceParams {
-  LogitMatrix gradient;  // in the compute dtype
-  LogitMatrix teacher;   // as the first kernel left it
-  Distillation distillation;
-  RowInputs in;  // as the first kernel had it
   RowResults out;
   DivergenceRows rows;
+  float* divergence = nullptr;  // [rows], out, before its weight
+  LogitMatrix gradient;         // in the compute dtype; data null: none is wanted
   // Some row's log p of the target is a result. Else, where the loss with targets does not count, one that is
   // infinite becomes 0, and is no reason to refuse the row.
   bool wants_logprob = true;
 };
-cudaError_t LaunchMixDivergence(const MixDivergenceParams& params, cudaStream_t stream);
+// Records of the classes here; and target_weights, target_coefs.
+cudaError_t LaunchSoften(const DivergenceParams& params, cudaStream_t stream);
+// Adds the value and the slope of the classes here to the records, which are of all classes.
+cudaError_t LaunchSumDivergence(const DivergenceParams& params, cudaStream_t stream);
+// The teacher's logits of a row become dD/ds of the student without its logit scale, where D is finite.
+cudaError_t LaunchDivergenceGradient(const DivergenceParams& params, cudaStream_t stream);
+// Adds to the losses and, where gradient.data is not null, to the gradient that the row loss kernel has
+// written with target_weights and target_coefs. Without MixesTargets that has written none, and the logits of
+// both heads are as they were. A row whose loss is not finite then has a gradient of 0. Also factors.
+cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t stream);
+
+// From the records `all` [parts, rows] of as many devices, added up in their order: those of all classes, and
+// their value and slope alone.
+struct MergeTaughtParams {
+  Distillation distillation;
+  const TaughtRecord* all = nullptr;
+  int parts = 1;
+  int64_t rows = 0;
+  TaughtRecord* records = nullptr;  // [rows], out
+};
+cudaError_t LaunchMergeSoftened(const MergeTaughtParams& params, cudaStream_t stream);
+cudaError_t LaunchAddDivergences(const MergeTaughtParams& params, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda
 

@@ -31,11 +31,12 @@ struct LossTerms {
   int64_t first_class = 0;       // in the vocabulary
   int64_t elsewhere = 0;         // classes on other devices
   bool bias_in_targets = false;  // RowInputs::target_dots have the bias of the target already
+  bool soft = false;             // rows have soft targets (RowInputs::soft)
   Objective objective;  // in the place of the cross-entropy; then smoothing is 0 and class_weights null
   // Whether the kernels need the general form of the formulas (row_loss.cu).
   bool IsGeneral() const {
     return bias != nullptr || class_weights != nullptr || softcap > 0.0f || smoothing > 0.0f ||
-           NeedsEntropy() || scale < 0.0f;
+           NeedsEntropy() || scale < 0.0f || soft;
   }
   // Whether entropies of rows have to be computed, as a result or for a gradient.
   bool NeedsEntropy() const { return want_entropy || any_coef_entropy || objective.entropy_bonus != 0.0f; }
@@ -45,6 +46,44 @@ struct LossTerms {
     if (bias != nullptr) terms.bias += first;
     if (class_weights != nullptr) terms.class_weights += first;
     return terms;
+  }
+};
+
+// What takes the place of the dot product of a class that is left out of the sums over a row
+// (LossTerms::soft): the bits of a NaN that no computation gives.
+inline constexpr uint32_t kMaskedDot = 0xffe1a55du;
+
+// What the named classes of a row with soft targets say, the target left out; as Stats of row_loss_math.cuh.
+struct NamedRow {
+  float max;
+  float sum;
+  float spread;
+  int32_t arg;
+  float dot_reference;  // what the exponents of `dot` are relative to, in units of log 2
+  float dot;            // sum of q (z f - dot_reference), the target among them
+  int32_t has_target;   // the target is named
+  float target_weight;  // q of the target
+};
+
+// Soft targets of rows (kernels/soft_targets.h), of which each class is named once.
+struct SoftRowInputs {
+  int count = 0;                     // K
+  const int32_t* classes = nullptr;  // [rows, count]: of the vocabulary; -1: none
+  const float* weights = nullptr;    // [rows, count]: q
+  float* logits = nullptr;           // [rows, count]: z, once LaunchTakeTargets has read it; else 0
+  const float* total = nullptr;      // [rows]: s + r
+  const float* rest = nullptr;       // [rows]: r
+  const NamedRow* named = nullptr;   // [rows], once LaunchNameRows has written it
+
+  SoftRowInputs From(int64_t begin) const {
+    if (count == 0) return {};
+    return {count,
+            classes + begin * count,
+            weights + begin * count,
+            logits + begin * count,
+            total + begin,
+            rest + begin,
+            named + begin};
   }
 };
 
@@ -63,6 +102,7 @@ struct RowInputs {
   const float* advantages = nullptr;
   const float* old_logprobs = nullptr;
   const float* ref_logprobs = nullptr;
+  SoftRowInputs soft;  // with LossTerms::soft
 
   // The rows [begin, begin + padded_count), of which those below `rows` exist.
   RowInputs Block(int64_t begin, int64_t padded_count) const {
@@ -77,7 +117,8 @@ struct RowInputs {
             .coef_entropy = coef_entropy + begin,
             .advantages = advantages == nullptr ? nullptr : advantages + begin,
             .old_logprobs = old_logprobs == nullptr ? nullptr : old_logprobs + begin,
-            .ref_logprobs = ref_logprobs == nullptr ? nullptr : ref_logprobs + begin};
+            .ref_logprobs = ref_logprobs == nullptr ? nullptr : ref_logprobs + begin,
+            .soft = soft.From(begin)};
   }
 };
 

@@ -66,7 +66,7 @@ __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constan
   if (all.arg != INT32_MAX) all.arg += first_class;
   float stored_target = first_class > 0 ? running[row].stored_target : 0.0f;
   if (target.column >= 0 && target.column < p.logits.classes) {
-    stored_target = map(part.row[target.column], target.column).z;
+    stored_target = map(part.row[target.column], target.column).z;  // LaunchTakeTargets leaves it there
   }
   if (first_class > 0) all = Join(ToStats(running[row]), all, map.f);
   running[row] = {all.max, all.sum, all.spread, all.weighted, all.arg, stored_target};
@@ -82,7 +82,9 @@ __global__ void FinishRunningKernel(const __grid_constant__ LossTerms terms,
   const LogitMap<T, true> map(terms);
   Target target = MakeTargetOf<T>(terms, in, map, row, 0);
   target.stored_z = running[row].stored_target;
-  const RowResult result = Finish<true>(terms, in, row, target, ToStats(running[row]), map.f);
+  const Stats others = ToStats(running[row]);
+  const RowResult result = terms.soft ? FinishSoft(terms, in, row, target, others, map.f)
+                                      : Finish<true>(terms, in, row, target, others, map.f);
   WriteRow(out, row, result);
   rules[row] = MakeRule<true>(terms, in, row, target, result);
   if (!with_uniform) rules[row].uniform = 0.0f;

@@ -78,13 +78,15 @@ struct LogitMap {
   float softcap;
   float inverse_cap;
   const float* bias;
+  bool masks;  // kMaskedDot is a class that is left out
 
   __device__ __forceinline__ explicit LogitMap(const LossTerms& terms)
       : f(kGeneral ? kLog2E : terms.scale * kLog2E),
         scale(terms.scale),
         softcap(terms.softcap),
         inverse_cap(terms.softcap > 0.0f ? 1.0f / terms.softcap : 0.0f),
-        bias(terms.bias) {}
+        bias(terms.bias),
+        masks(terms.soft) {}
 
   __device__ __forceinline__ Logit operator()(float dot, int column) const {
     if constexpr (!kGeneral) return {dot, 1.0f};
@@ -94,6 +96,7 @@ struct LogitMap {
   // `sum`: the dot product and the bias.
   __device__ __forceinline__ Logit OfSum(float dot, float sum) const {
     if constexpr (!kGeneral) return {dot, 1.0f};
+    if (masks && __float_as_uint(dot) == kMaskedDot) return {NegativeInfinity(), 0.0f};
     const float s = scale * sum;
     if (softcap == 0.0f) return {s, 1.0f};
     const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
@@ -200,6 +203,42 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   return r;
 }
 
+// Row `row` with soft targets, from the statistics of all classes that it does not name, the target left out
+// (soft_rows.cu).
+__device__ __forceinline__ RowResult FinishSoft(const LossTerms& terms, const RowInputs& in, int64_t row,
+                                                const Target& target, const Stats& unnamed, float f) {
+  const NamedRow named = in.soft.named[row];
+  Stats tail = unnamed;
+  Stats all = {named.max, named.sum, named.spread, 0.0f, named.arg};
+  const float max = fmaxf(fmaxf(tail.max, named.max), target.logit.z);
+  const float others_max = fmaxf(tail.max, named.max);
+  int32_t arg = INT32_MAX;
+  if (tail.max == others_max) arg = tail.arg;
+  if (named.max == others_max) arg = min(arg, named.arg);
+  Rebase(tail, max, f);
+  Rebase(all, max, f);
+  all.sum += tail.sum;
+  all.spread += tail.spread;
+  RowResult r = FinishSums<true>(terms, in, row, target, all, f);
+  const float e_target = Exp2(fmaf(target.logit.z, f, -r.reference));
+  const float outside = tail.sum + (named.has_target != 0 ? 0.0f : e_target);
+  const float total = in.soft.total[row], rest = in.soft.rest[row];
+  const float weights = total - rest;
+  const float dot = named.dot + weights * (named.dot_reference - r.reference);
+  float hard = kLn2 * (weights * r.log2_sum - dot);
+  r.slope = total;
+  if (rest > 0.0f) {
+    hard += rest * kLn2 * (r.log2_sum - log2f(outside));
+    r.slope -= rest / (outside * r.inverse_sum);
+  }
+  r.loss = in.weights[row] * hard + r.z_loss_part;
+  r.argmax = target.place;
+  const float stored = target.stored_z;
+  if (others_max > stored || (others_max == stored && arg < r.argmax)) r.argmax = arg;
+  r.argmax += static_cast<int32_t>(terms.first_class);
+  return r;
+}
+
 template <bool kGeneral>
 __device__ __forceinline__ RowResult Finish(const LossTerms& terms, const RowInputs& in, int64_t row,
                                             const Target& target, const Stats& others, float f) {
@@ -237,7 +276,7 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
   rule.reference = r.reference;
   rule.log2_sum = r.log2_sum;
   rule.row_entropy = r.entropy;
-  float target_grad = -c * hard * r.p_others + r.p_target * soft;
+  float target_grad = (terms.soft ? c * hard * r.p_target : -c * hard * r.p_others) + r.p_target * soft;
   if constexpr (kGeneral) {
     if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);
   }
@@ -253,8 +292,9 @@ __device__ __forceinline__ float GradientFactor(const LossTerms& terms, const Ro
                                                 float lse, float target_logprob) {
   const float c = in.coef_loss[row];
   const int place = in.all_targets != nullptr ? in.all_targets[row] : in.targets[row];
-  const float hard = terms.objective.active() ? ObjectiveOf(terms, in, row, -target_logprob).slope
-                                              : ClassWeight(terms, place) * (1.0f - terms.smoothing);
+  const float hard = terms.soft                 ? in.soft.total[row]
+                     : terms.objective.active() ? ObjectiveOf(terms, in, row, -target_logprob).slope
+                                                : ClassWeight(terms, place) * (1.0f - terms.smoothing);
   const float share = terms.smoothing / static_cast<float>(terms.vocab + terms.elsewhere);
   const float softmax =
       c * (hard + share * terms.class_weight_sum + 2.0f * terms.z_loss * lse) + in.coef_lse[row];

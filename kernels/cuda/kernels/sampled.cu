@@ -45,7 +45,8 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
   RowScale s;
   s.target = p.in.targets[row];
   s.target_group = s.target < 0 ? -1 : s.target / kGroup;
-  s.kappa = GradientFactor(p.terms, p.in, row, p.lse[row], p.target_logprob[row]);
+  s.kappa = p.kappas != nullptr ? p.kappas[row]
+                                : GradientFactor(p.terms, p.in, row, p.lse[row], p.target_logprob[row]);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
   s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target

@@ -51,6 +51,7 @@ struct SampleRowsParams {
   RowInputs in;
   const float* lse = nullptr;              // [rows]
   const float* target_logprob = nullptr;   // [rows]
+  const float* kappas = nullptr;           // [rows], of rows with a teacher; null: from the four above
   const float* omega = nullptr;            // [rows]
   const int32_t* with_gradient = nullptr;  // [rows]; the others have no entries
   float threshold = 0.0f;                  // tau

@@ -119,6 +119,7 @@ struct ChunkJob {
   const int32_t* accumulate = nullptr;     // [rows], 0: keep this row out of the accumulators
   const int32_t* with_gradient = nullptr;  // [rows], as in RowInputBlock
   float* dropped_mass = nullptr;           // [rows], out, of a chunk whose plan is filtered
+  float* divergence = nullptr;             // [rows], out, of a chunk with a teacher
   // Of a chunk whose plan is sampled.
   const float* omega = nullptr;       // [rows]
   float* variance = nullptr;          // [rows], out, over the gradient unit squared

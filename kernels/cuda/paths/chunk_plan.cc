@@ -22,7 +22,7 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
   if (chunk.terms.vocab + chunk.terms.elsewhere == 1 && options.label_smoothing > 0.0f)
     return "one class has no gradient";
   // Of a head that is split, what is kept is listed as samples are.
-  return options.gradients == Gradients::kFiltered && !limits.split
+  return options.gradients == Gradients::kFiltered && !limits.split && !options.has_soft_targets()
              ? WhyNotFilteredOnDevice(limits.filter, limits.device)
              : WhyNotSampledOnDevice(limits.filter, limits.device);
 }
@@ -30,6 +30,7 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
 absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, const PlanLimits& limits) {
   const bool stored = limits.logits == Logits::kStored;
   if (chunk.distilled) return "the logits are compared with a teacher's";
+  if (chunk.terms.soft) return "the classes that rows name are taken out of the logits";
   if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
   if (chunk.selects_top) return "the most probable classes are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
@@ -69,10 +70,10 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
   ChunkPlan plan;
   plan.why_exact = WhyChunkIsExact(options, chunk, limits);
   plan.gradients = GradientsOf(options, plan.why_exact);
-  plan.filters_elements = limits.split && plan.filtered();
+  plan.filters_elements = (limits.split || options.has_soft_targets()) && plan.filtered();
   const bool apart = plan.gradients == Gradients::kSampled ||
                      (plan.filters_elements && limits.logits == Logits::kRecomputed);
-  plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f;
+  plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f && !chunk.distilled;
   plan.why_not_fused = WhyChunkIsNotFused(chunk, plan.filtered(), limits);
   plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
   return plan;
@@ -119,6 +120,18 @@ RowFactors FactorsOf(const Objective& objective, const Slice& slice, int64_t row
           GradEntropyOf(objective, slice, row)};
 }
 
+// About the largest derivative of the row's loss, without its z-loss, with respect to a logit.
+double SlopeOf(const LossOptions& options, const Slice& slice, int64_t row) {
+  if (options.objective.active()) return LargestSlope(options.objective, NumbersOf(slice, row));
+  if (!options.has_soft_targets()) return 0.0;
+  if (options.rest == Rest::kRenormalized) return 1.0;
+  double sum = 0.0;
+  for (int64_t i = row * slice.target_count; i < (row + 1) * slice.target_count; ++i) {
+    sum += static_cast<double>(slice.target_weights[i]);
+  }
+  return options.rest == Rest::kOneClass ? std::max(sum, 1.0) : sum;
+}
+
 // The power of two that brings the largest factor of the chunk to about 1 (for fp16: kHalfHeadroom).
 float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   const Objective& objective = chunk.options.objective;
@@ -128,7 +141,7 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
     for (int64_t r = 0; r < slice.rows; ++r) {
       if (slice.targets[r] == kIgnoredTarget) continue;
       const RowFactors f = FactorsOf(objective, slice, r);
-      const double row_slope = objective.active() ? LargestSlope(objective, NumbersOf(slice, r)) : 0.0;
+      const double row_slope = SlopeOf(chunk.options, slice, r);
       const double size = std::fabs(f.loss) * (slope + row_slope) + std::fabs(f.lse) + std::fabs(f.entropy);
       if (std::isfinite(size)) largest = std::max(largest, size);
     }
@@ -185,9 +198,20 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-void AddToSums(const Objective& objective, Slice& slice, int64_t row, int64_t compact,
+// Of a row with a teacher.
+void AddDivergence(const Distillation& distillation, Slice& slice, int64_t row, double divergence,
+                   double loss) {
+  const double weighted = static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)) * divergence;
+  slice.sums.divergence += weighted;
+  if (distillation.target_weight == 0.0f) return;
+  slice.sums.target_loss += (loss - static_cast<double>(distillation.weight) * weighted) /
+                            static_cast<double>(distillation.target_weight);
+}
+
+void AddToSums(const LossOptions& options, Slice& slice, int64_t row, int64_t compact,
                const ChunkLayout& layout, const RowInputBlock& inputs, const RowOutputBlock& outputs) {
   LossSums& sums = slice.sums;
+  const Objective& objective = options.objective;
   if (objective.active() && !IsAbsent(slice, row)) {
     sums.objective.Add(EvaluateObjective(objective, -static_cast<double>(outputs.target_logprob[compact]),
                                          NumbersOf(slice, row)));
@@ -200,6 +224,10 @@ void AddToSums(const Objective& objective, Slice& slice, int64_t row, int64_t co
     sums.squared_gradient += unit * unit * static_cast<double>(outputs.square[compact]);
   }
   sums.loss += static_cast<double>(outputs.loss[compact]);
+  if (options.distillation.used() && !IsAbsent(slice, row)) {
+    AddDivergence(options.distillation, slice, row, static_cast<double>(outputs.divergence[compact]),
+                  static_cast<double>(outputs.loss[compact]));
+  }
   sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
   if (slice.out.entropy != nullptr && std::isfinite(outputs.entropy[compact])) {
     sums.entropy += static_cast<double>(outputs.entropy[compact]);
@@ -235,6 +263,8 @@ RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
   block.advantages = carver.Take<float>(capacity);
   block.old_logprobs = carver.Take<float>(capacity);
   block.ref_logprobs = carver.Take<float>(capacity);
+  block.target_total = carver.Take<float>(capacity);
+  block.target_rest = carver.Take<float>(capacity);
   block.omega = carver.Take<float>(capacity);
   block.slice_begin = carver.Take<int32_t>(capacity + 1);
   return block;
@@ -251,6 +281,7 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.dropped_mass = carver.Take<float>(capacity);
   block.variance = carver.Take<float>(capacity);
   block.square = carver.Take<float>(capacity);
+  block.divergence = carver.Take<float>(capacity);
   block.sample_threshold = carver.Take<float>(1);
   block.first_bad = carver.Take<int32_t>(capacity);
   block.lost = carver.Take<int32_t>(1);
@@ -261,8 +292,14 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
 RowClassBlock RowClassBlock::Carve(Carver& carver, int64_t capacity) {
   RowClassBlock block;
   block.classes = carver.Take<int32_t>(capacity * kMostGivenClasses);
-  block.top_logits = carver.Take<float>(capacity * kMostTopClasses);
-  block.top_places = carver.Take<int32_t>(capacity * kMostTopClasses);
+  static_assert(kMostSoftTargets <= kMostGivenClasses && kMostSoftTargets <= 2 * kMostTopClasses);
+  block.top_logits = carver.Take<float>(capacity * 2 * kMostTopClasses);
+  if (block.top_logits != nullptr) {
+    block.top_places = reinterpret_cast<int32_t*>(block.top_logits + capacity * kMostTopClasses);
+  }
+  block.target_logits = carver.Take<float>(capacity * kMostSoftTargets);
+  block.named = carver.Take<NamedRow>(capacity);
+  block.target_dots = carver.Take<float>(capacity);
   return block;
 }
 
@@ -325,6 +362,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       layout.want_entropy |= slice.out.entropy != nullptr;
       layout.class_count = std::max(layout.class_count, slice.class_count);
       layout.top_k = std::max(layout.top_k, slice.top_k);
+      layout.target_count = std::max(layout.target_count, slice.target_count);
     }
     layout.slices.push_back(place);
   }
@@ -344,6 +382,31 @@ void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const 
       int32_t* const to = classes.classes + compact * layout.class_count;
       std::fill_n(to, layout.class_count, 0);
       if (slice.class_count > 0) std::copy_n(ClassesOf(slice, r), slice.class_count, to);
+    }
+  }
+}
+
+// Each class once; what is left of a row names none.
+void PlaceSoftTargets(const ChunkLayout& layout, Rest rest, const RowInputBlock& inputs,
+                      const RowClassBlock& classes) {
+  if (layout.target_count == 0) return;
+  SoftRow soft;
+  for (const SliceLayout& place : layout.slices) {
+    const Slice& slice = *place.slice;
+    for (int64_t r = 0; r < slice.rows; ++r) {
+      const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
+      if (compact < 0) continue;
+      SoftRowOf(rest, slice, r, soft);
+      int32_t* const to = classes.target_classes() + compact * layout.target_count;
+      float* const weights = classes.target_weights() + compact * layout.target_count;
+      std::fill_n(to, layout.target_count, kNoClass);
+      std::fill_n(weights, layout.target_count, 0.0f);
+      for (size_t i = 0; i < soft.entries.size(); ++i) {
+        to[i] = soft.entries[i].place;
+        weights[i] = soft.entries[i].weight;
+      }
+      inputs.target_total[compact] = static_cast<float>(soft.total);
+      inputs.target_rest[compact] = static_cast<float>(soft.rest);
     }
   }
 }
@@ -390,7 +453,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
       if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
       UnpackClasses(slice, r, compact, layout, outputs, classes);
-      if (compact >= 0) AddToSums(chunk.options.objective, slice, r, compact, layout, inputs, outputs);
+      if (compact >= 0) AddToSums(chunk.options, slice, r, compact, layout, inputs, outputs);
     }
     if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
       const int64_t compact = outputs.first_bad[place.device_index];

@@ -94,6 +94,8 @@ struct RowInputBlock {
   float* advantages = nullptr;    // of the objective, likewise below; 0 where it needs none
   float* old_logprobs = nullptr;
   float* ref_logprobs = nullptr;
+  float* target_total = nullptr;  // SoftRow::total and rest; only of a chunk with soft targets
+  float* target_rest = nullptr;
   float* omega = nullptr;          // SampleOf(); only of a chunk that may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of a slice that has any
 
@@ -111,6 +113,7 @@ struct RowOutputBlock {
   float* dropped_mass = nullptr;      // only of a chunk that may be filtered
   float* variance = nullptr;          // over unit squared; only of a chunk that may be sampled
   float* square = nullptr;            // over unit squared; only of a chunk that may be sampled
+  float* divergence = nullptr;        // before its weight; only of a chunk with a teacher
   float* sample_threshold = nullptr;  // [1]
   int32_t* first_bad = nullptr;       // [slices with rows]: compact row or -1
   int32_t* lost = nullptr;       // [1]: not 0 if the chunk has left something in the accumulators that fails
@@ -128,6 +131,14 @@ struct RowClassBlock {
   // [rows, ChunkLayout::top_k], room for kMostTopClasses a row.
   float* top_logits = nullptr;
   int32_t* top_places = nullptr;
+
+  // In the same places, of a chunk with soft targets, which has neither of the others: [rows,
+  // ChunkLayout::target_count] each, room for kMostSoftTargets a row.
+  int32_t* target_classes() const { return classes; }
+  float* target_weights() const { return top_logits; }
+  float* target_logits = nullptr;  // likewise: SoftRowInputs::logits
+  NamedRow* named = nullptr;       // [rows], of such a chunk
+  float* target_dots = nullptr;    // [rows], where no path claims Region::kTargetDots
 
   static RowClassBlock Carve(Carver& carver, int64_t capacity);
   float* class_logits() const { return reinterpret_cast<float*>(classes); }
@@ -162,7 +173,8 @@ struct ChunkLayout {
   // What the slices want at most (kernels/backend.h); rows of all slices have room for as much.
   int32_t class_count = 0;
   int32_t top_k = 0;
-  float unit = 1.0f;  // power of two taken out of coef_*
+  int32_t target_count = 0;  // soft targets of a row
+  float unit = 1.0f;         // power of two taken out of coef_*
   // Set by the head; what is not exact has a decision. kFiltered: with dropped masses; else with variances.
   Gradients planned = Gradients::kExact;
 };
@@ -182,6 +194,10 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
 
 // Writes the classes whose logits are wanted, if layout.class_count is not 0.
 void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const RowClassBlock& classes);
+
+// Writes the soft targets of the rows, if layout.target_count is not 0. `inputs` as LayOutChunk left it.
+void PlaceSoftTargets(const ChunkLayout& layout, Rest rest, const RowInputBlock& inputs,
+                      const RowClassBlock& classes);
 
 // Hands the device's results to the chunk, the decision about its filter, and to the slices: row outputs,
 // sums, first_nonfinite_row. Hidden gradients are not its business.

@@ -483,6 +483,30 @@ void SplitRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
   claims.Claim(Region::kSplitRows, bytes);
 }
 
+StoredRows StoredRows::Of(const HeadSizes& sizes, const PathMemory& memory) {
+  if (sizes.is_split()) {
+    return {memory.At<RunningRow>(Region::kRunningRows), memory.At<GradientRule>(Region::kRules)};
+  }
+  Carver carver(memory[Region::kFilter]);
+  StoredRows rows;
+  rows.running = carver.Take<RunningRow>(sizes.chunk_rows);
+  rows.rules = carver.Take<GradientRule>(sizes.chunk_rows);
+  return rows;
+}
+
+void StoredRows::Claim(const HeadSizes& sizes, PathClaims& claims) {
+  const int64_t rows = sizes.chunk_rows;
+  if (sizes.is_split()) {
+    claims.Claim(Region::kRules, rows * static_cast<int64_t>(sizeof(GradientRule)));
+    claims.Claim(Region::kRunningRows, rows * static_cast<int64_t>(sizeof(RunningRow)));
+    return;
+  }
+  Carver carver(nullptr);
+  carver.Take<RunningRow>(rows);
+  carver.Take<GradientRule>(rows);
+  claims.Claim(Region::kFilter, carver.used());
+}
+
 TopScratch TopScratch::Carve(const HeadSizes& sizes, uint8_t* base, int64_t* bytes) {
   Carver carver(base);
   TopScratch scratch;
@@ -518,10 +542,7 @@ void ClaimStaging(const HeadConfig& config, const HeadSizes& sizes, PathClaims& 
 void ClaimStored(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   ClaimGradients(config, sizes, claims);
   ClaimStaging(config, sizes, claims);
-  if (sizes.is_split()) {
-    claims.Claim(Region::kRules, sizes.chunk_rows * static_cast<int64_t>(sizeof(GradientRule)));
-    claims.Claim(Region::kRunningRows, sizes.chunk_rows * static_cast<int64_t>(sizeof(RunningRow)));
-  }
+  StoredRows::Claim(sizes, claims);
   if (config.compute_dtype != DType::kFloat32 || sizes.is_split()) {
     claims.Claim(Region::kTargetDots, sizes.chunk_rows * static_cast<int64_t>(sizeof(float)));
   }

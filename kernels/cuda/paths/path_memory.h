@@ -328,6 +328,17 @@ struct SplitRows {
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 
+// Where the rows of a head that stores its logits have statistics and rules, [chunk_rows] each, while a block
+// of them is summed up and becomes a gradient in two steps. Without a split, where only rows with soft
+// targets take these steps, they lie in Region::kFilter, which is free until the loss is there.
+struct StoredRows {
+  RunningRow* running = nullptr;
+  GradientRule* rules = nullptr;
+
+  static StoredRows Of(const HeadSizes& sizes, const PathMemory& memory);
+  static void Claim(const HeadSizes& sizes, PathClaims& claims);
+};
+
 // ---- single classes of rows ----
 
 // Entries that parts exchange at a time; at least the most that a row has.

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/kernels/rows.h"
+#include "kernels/cuda/kernels/soft_rows.h"
 #include "kernels/cuda/kernels/split_rows.h"
 #include "kernels/cuda/paths/path_memory.h"
 
@@ -36,6 +37,20 @@ absl::Status RowMerger::Merge(const LossTerms& terms, const RowInputs& in, Runni
   LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(rows_.own, rows_.all,
                                                         in.rows * static_cast<int64_t>(sizeof(RowRecord))));
   return ToStatus(LaunchMergeRows(terms, in, rows_.all, context_.sizes.parts, rows, stream), "merge kernel");
+}
+
+absl::Status RowMerger::Merge(const DivergenceParams& p,
+                              cudaError_t (*launch)(const MergeTaughtParams& params,
+                                                    cudaStream_t stream)) const {
+  if (!context_.sizes.is_split()) return absl::OkStatus();
+  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(
+      p.rows.records, rows_.all, p.in.rows * static_cast<int64_t>(sizeof(TaughtRecord))));
+  const MergeTaughtParams merge = {.distillation = p.distillation,
+                                   .all = reinterpret_cast<const TaughtRecord*>(rows_.all),
+                                   .parts = context_.sizes.parts,
+                                   .rows = p.in.rows,
+                                   .records = p.rows.records};
+  return ToStatus(launch(merge, context_.device->compute()), "merge kernel");
 }
 
 GradientMerger::GradientMerger(const PathContext& context)
@@ -85,6 +100,7 @@ absl::Status GradientMerger::MergeErrors(const ChunkJob& job) const {
 }
 
 absl::Status GradientMerger::MergeDroppedMass(const ChunkJob& job) const {
+  if (!context_.sizes.is_split()) return absl::OkStatus();
   LOSSD_RETURN_IF_ERROR(GatherSums(job.rows()));
   return ToStatus(LaunchAddParts(rows_.all_sums, context_.sizes.parts, job.rows(), job.dropped_mass,
                                  context_.device->compute()),
@@ -92,10 +108,13 @@ absl::Status GradientMerger::MergeDroppedMass(const ChunkJob& job) const {
 }
 
 absl::Status GradientMerger::DecideListed(const ChunkJob& job, const SampleCounters* counters) const {
-  LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(&counters->highest, rows_.levels,
-                                                        static_cast<int64_t>(sizeof(counters->highest))));
-  const DecideListedParams p = {.levels = rows_.levels,
-                                .parts = context_.sizes.parts,
+  const bool split = context_.sizes.is_split();
+  if (split) {
+    LOSSD_RETURN_IF_ERROR(context_.link->exchange->Gather(&counters->highest, rows_.levels,
+                                                          static_cast<int64_t>(sizeof(counters->highest))));
+  }
+  const DecideListedParams p = {.levels = split ? rows_.levels : &counters->highest,
+                                .parts = split ? context_.sizes.parts : 1,
                                 .decision = job.decision,
                                 .dropped_mass = job.dropped_mass,
                                 .rows = job.rows()};
@@ -147,6 +166,46 @@ absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const Sel
     LOSSD_RETURN_IF_CUDA_ERROR(LaunchMergeTop(merge, stream), "merge kernel");
   }
   return absl::OkStatus();
+}
+
+absl::Status SoftSteps::Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const {
+  if (!job.terms.soft) return absl::OkStatus();
+  const bool needs_dots = context_.memory[Region::kTargetDots] == nullptr;
+  return ToStatus(LaunchTakeTargets(block, job.terms, rows.in, context_.config.compute_dtype,
+                                    needs_dots ? job.classes.target_dots + rows.begin : nullptr,
+                                    context_.device->compute()),
+                  "soft target kernel");
+}
+
+absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
+  if (!job.terms.soft || rows.in.rows == 0) return absl::OkStatus();
+  if (context_.sizes.is_split()) {
+    LOSSD_RETURN_IF_ERROR(Exchange(rows.in.soft.logits, rows.in.rows * rows.in.soft.count));
+  }
+  return ToStatus(
+      LaunchNameRows(job.terms, rows.in, job.classes.named + rows.begin, context_.device->compute()),
+      "soft target kernel");
+}
+
+// Each class lies on one device, and the others have 0 for it.
+absl::Status SoftSteps::Exchange(float* logits, int64_t entries) const {
+  float* const scratch = TopScratch::Carve(context_.sizes, context_.memory[Region::kTopClasses]).own;
+  const cudaStream_t stream = context_.device->compute();
+  for (int64_t first = 0; first < entries; first += kTopScratchEntries) {
+    const int64_t n = std::min(kTopScratchEntries, entries - first);
+    const int64_t bytes = n * static_cast<int64_t>(sizeof(float));
+    LOSSD_RETURN_IF_ERROR(Copy(scratch, logits + first, bytes, stream));
+    LOSSD_RETURN_IF_ERROR(context_.link->exchange->Sum(ExchangeKind::kRowStatistics, scratch, n));
+    LOSSD_RETURN_IF_ERROR(Copy(logits + first, scratch, bytes, stream));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SoftSteps::Write(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                              const GradientRule* rules) const {
+  if (!job.terms.soft) return absl::OkStatus();
+  return ToStatus(LaunchWriteTargets(block, job.terms, rows.in, rows.out, rules, context_.device->compute()),
+                  "soft target kernel");
 }
 
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters) {

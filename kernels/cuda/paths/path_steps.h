@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of a chunk that several paths have in common. Between the kernels that know the classes on this
 // device and those that need all classes: sums of rows (RowMerger), and what is said of gradients that are
-// not exact (GradientMerger), and the most probable classes (TopSelector); for a head that is not split by
-// vocabulary there is nothing to exchange. Of
-// gradients from a list of elements of ds: which chunks try it (FilterBackoff), what filtered gradients do
-// with candidates (CandidateFilter), the weight gradient from the list (AddEntries) with the uniform part of
-// label smoothing beside it (AddUniform), and how a chunk goes on by the device's decision
-// (BranchByDecision).
+// not exact (GradientMerger), the most probable classes (TopSelector) and named ones (SoftSteps); for a head
+// that is not split by vocabulary there is nothing to exchange. Of gradients from a list of elements of ds:
+// which chunks try it (FilterBackoff), what filtered gradients do with candidates (CandidateFilter), the
+// weight gradient from the list (AddEntries) with the uniform part of label smoothing beside it (AddUniform),
+// and how a chunk goes on by the device's decision (BranchByDecision).
 //
 // Each function but those of FilterBackoff enqueues on the device's compute stream. Driven by the backend's
 // thread.
@@ -22,7 +21,9 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/device/device_branch.h"
 #include "kernels/cuda/device/gemm.h"
+#include "kernels/cuda/kernels/distill_rows.h"
 #include "kernels/cuda/kernels/filtered/filtered.h"
+#include "kernels/cuda/kernels/recomputed_rows.h"
 #include "kernels/cuda/kernels/row_classes.h"
 #include "kernels/cuda/kernels/sampled.h"
 #include "kernels/cuda/kernels/split_rows.h"
@@ -44,6 +45,9 @@ class RowMerger {
   // Sums of rows become those over the classes of all parts.
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows) const;
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, RunningRow* rows) const;
+  // Records of rows with a teacher become those of all parts, as `launch` adds them up.
+  absl::Status Merge(const DivergenceParams& p,
+                     cudaError_t (*launch)(const MergeTaughtParams& params, cudaStream_t stream)) const;
   // Where merged sums of fused rows are relative to something else than what is stored.
   void UseIn(hopper::FusedRows& rows) const;
 
@@ -67,8 +71,10 @@ class GradientMerger {
   // job.variance and job.square become those of all classes.
   absl::Status MergeErrors(const ChunkJob& job) const;
 
-  // Where the mass of the chunk's rows goes that the classes here drop. Only of a head that is split.
-  float* dropped_mass() const { return rows_.own_sums; }
+  // Where the mass of the chunk's rows goes that the classes here drop.
+  float* dropped_mass(const ChunkJob& job) const {
+    return context_.sizes.is_split() ? rows_.own_sums : job.dropped_mass;
+  }
   // job.dropped_mass becomes that of all classes.
   absl::Status MergeDroppedMass(const ChunkJob& job) const;
   // The decision about a chunk whose lists on all devices have to hold what is left: exact unless they do.
@@ -108,6 +114,28 @@ class TopSelector {
 
   const PathContext& context_;
   const TopScratch scratch_;
+};
+
+// ---- rows with soft targets ----
+
+// What rows with soft targets need beside the steps of others (kernels/soft_rows.h); nothing of a chunk
+// without them. For each block of rows: Take before the statistics of each block of classes, Name after the
+// last, before LaunchFinishRunning, and Write after the gradient of each.
+class SoftSteps {
+ public:
+  explicit SoftSteps(const PathContext& context) : context_(context) {}
+
+  absl::Status Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
+  // Of a head that is split, with the classes of all devices.
+  absl::Status Name(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status Write(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                     const GradientRule* rules) const;
+
+ private:
+  // `logits` [entries] become the sums over all devices.
+  absl::Status Exchange(float* logits, int64_t entries) const;
+
+  const PathContext& context_;
 };
 
 // ---- sampled gradients ----

@@ -31,7 +31,8 @@ RecomputedPath::RecomputedPath(const PathContext& context)
       shapes_{context.sizes.padded_hidden, context.config.compute_dtype, /*scratch=*/false},
       shape_(RecomputedShapeOf(context.config, context.sizes, context.device->limits().multiprocessors)),
       merger_(context),
-      top_(context) {
+      top_(context),
+      soft_(context) {
   Carver rows(context.memory[Region::kFusedRows]);
   fused_rows_ = hopper::FusedRows::Carve(rows, context.sizes.chunk_rows);
   merger_.UseIn(fused_rows_);
@@ -130,10 +131,12 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
     LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, first, block.logits));
     const bool last = first + classes >= context_.sizes.padded_vocab;
     if (selects) LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, block.logits, first, last));
+    LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
     return ToStatus(LaunchFoldBlock(block, job.terms, rows.in, running, stream), "statistics kernel");
   };
   LOSSD_RETURN_IF_ERROR(ForEachClassBlock(fold));
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
+  LOSSD_RETURN_IF_ERROR(soft_.Name(job, rows));
   return ToStatus(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out, running,
                                       Rules(rows), /*with_uniform=*/true, stream),
                   "row results kernel");
@@ -146,9 +149,11 @@ absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& 
   GradientRule* const rules = Rules(rows);
   const bool filters = job.plan.filters_elements;
   const bool with_uniform = filters || !job.plan.uniform_apart;  // exact gradients may need it
+  LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
                              "statistics kernel");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
+  LOSSD_RETURN_IF_ERROR(soft_.Name(job, rows));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
                                                  running, rules, with_uniform, stream),
                              "row results kernel");
@@ -160,9 +165,13 @@ absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& 
                                 .with_uniform = !job.plan.uniform_apart,
                                 .with_gradient = job.with_gradient + rows.begin,
                                 .dropped_mass = dropped_mass};
-    return ToStatus(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream), "filter kernel");
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream),
+                               "filter kernel");
+  } else {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchGradientBlock(block, job.terms, rows.in, rules, stream),
+                               "gradient kernel");
   }
-  return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, rules, stream), "gradient kernel");
+  return soft_.Write(job, rows, block, rules);
 }
 
 absl::Status RecomputedPath::SplitExponentials(const ChunkJob& job, const RowBlock& rows,
@@ -268,7 +277,9 @@ absl::Status RecomputedPath::ClassBlockGradient(const ChunkJob& job, const RowBl
                     "logit pass");
   }
   LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, block.first_class, block.logits));
-  return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, Rules(rows), stream), "gradient kernel");
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchGradientBlock(block, job.terms, rows.in, Rules(rows), stream),
+                             "gradient kernel");
+  return soft_.Write(job, rows, block, Rules(rows));
 }
 
 absl::Status RecomputedPath::AddHiddenGradient(const ChunkJob& job, const RowBlock& rows,

@@ -81,6 +81,7 @@ class RecomputedPath final : public ChunkPath {
   const RecomputedShape shape_;
   const RowMerger merger_;
   const TopSelector top_;
+  const SoftSteps soft_;
   hopper::FusedRows fused_rows_;  // without partials
   RecomputedBlocks blocks_;       // of the chunk that Prepare has begun
 };

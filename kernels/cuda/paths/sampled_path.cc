@@ -89,6 +89,7 @@ SampleRowsParams SampledStoredPath::SampleOf(const ChunkJob& job) const {
           .in = job.in,
           .lse = job.out.lse,
           .target_logprob = job.out.target_logprob,
+          .kappas = job.teacher != nullptr ? job.teacher->rows.factors : nullptr,
           .omega = job.omega,
           .with_gradient = job.with_gradient,
           .threshold = ThresholdOf(job),
@@ -346,7 +347,7 @@ absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
   }
   LOSSD_RETURN_IF_ERROR(merger_.MergeErrors(job));
   LOSSD_RETURN_IF_ERROR(DecideSampled(context_, job, buffers_.counters));
-  if (context_.sizes.is_split()) return absl::OkStatus();  // the rules are there
+  if (context_.sizes.is_split() || job.terms.soft) return absl::OkStatus();  // the rules are there
   return BranchByDecision(
       context_, job, *job.loss_branch, [&] { return exact_.Statistics(job, /*selects=*/false); },
       [] { return absl::OkStatus(); });
@@ -373,9 +374,9 @@ absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob&
   const LogitMatrix gradient = InPlaceOf(logits, compute);
   LOSSD_RETURN_IF_ERROR(exact_.ClassBlockLogits(job, rows, 0, logits));
   LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, logits));
-  if (context_.sizes.is_split()) {
+  if (context_.sizes.is_split() || job.terms.soft) {
     LOSSD_RETURN_IF_ERROR(
-        exact_.SplitElements(job, rows, {logits, gradient, 0}, merger_.dropped_mass() + rows.begin));
+        exact_.SplitElements(job, rows, {logits, gradient, 0}, merger_.dropped_mass(job) + rows.begin));
     return gradient;
   }
   const RowLossParams loss = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};

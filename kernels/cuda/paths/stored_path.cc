@@ -214,7 +214,8 @@ StoredPath::StoredPath(const PathContext& context)
       gradients_(context),
       merger_(context),
       gradient_merger_(context),
-      top_(context) {}
+      top_(context),
+      soft_(context) {}
 
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
@@ -241,13 +242,17 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
     LogitMatrix gradient = all;
     gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
     if (!job.wants_gradient()) gradient.data = nullptr;
-    if (context_.sizes.is_split()) return SplitRowLoss(job, rows, logits, gradient);
     if (job.teacher != nullptr) return DistilledRowLoss(job, rows, logits, gradient);
-    const RowLossParams p = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
-    return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()),
-                    "row loss kernel");
+    return TargetRowLoss(job, job.terms, rows, logits, gradient);
   };
   return staged_.ForEachBlock(job, KeptOf(job), step);
+}
+
+absl::Status StoredPath::TargetRowLoss(const ChunkJob& job, const LossTerms& terms, const RowBlock& rows,
+                                       const LogitMatrix& logits, const LogitMatrix& gradient) const {
+  if (context_.sizes.is_split() || job.terms.soft) return SplitRowLoss(job, rows, logits, gradient);
+  const RowLossParams p = {logits, gradient, terms, rows.in, rows.out, !job.plan.uniform_apart};
+  return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()), "row loss kernel");
 }
 
 absl::Status StoredPath::DistilledRowLoss(const ChunkJob& job, const RowBlock& rows,
@@ -260,57 +265,73 @@ absl::Status StoredPath::DistilledRowLoss(const ChunkJob& job, const RowBlock& r
   return absl::OkStatus();
 }
 
-// The divergence before the row loss kernel, which overwrites the logits.
 absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                     const LogitMatrix& gradient) const {
   Device& device = *context_.device;
+  const cudaStream_t stream = device.compute();
   const TeacherRows& teacher = *job.teacher;
-  const Distillation& distillation = job.options().distillation;
-  const DivergenceRows kept = teacher.rows.From(rows.begin);
-  const LogitMatrix taught = {teacher.logits, DType::kFloat32, teacher.padded_vocab, teacher.terms.vocab};
-  const auto* const hidden = static_cast<const uint8_t*>(teacher.hidden);
+  const bool mixes = MixesTargets(job.options().distillation);
+  DivergenceParams p = {
+      .student = logits,
+      .teacher = {teacher.logits, DType::kFloat32, teacher.padded_vocab, teacher.terms.vocab},
+      .student_terms = job.terms,
+      .teacher_terms = teacher.terms,
+      .distillation = job.options().distillation,
+      .in = rows.in,
+      .out = rows.out,
+      .rows = teacher.rows.From(rows.begin),
+      .divergence = job.divergence + rows.begin,
+      .gradient = gradient,
+      .wants_logprob = teacher.wants_logprob};
   if (rows.in.rows > 0) {
+    const auto* const hidden = static_cast<const uint8_t*>(teacher.hidden);
     LOSSD_RETURN_IF_ERROR(
         device.gemms().Run(teacher.shapes.Logits(rows.in.padded_rows, teacher.padded_vocab),
                            {.a = teacher.weight,
                             .b = hidden + rows.begin * teacher.shapes.padded_hidden * teacher.element,
                             .c = teacher.logits},
-                           device.gemm_workspace(), device.compute()));
-    const DivergenceParams p = {.student = logits,
-                                .teacher = taught,
-                                .student_terms = job.terms,
-                                .teacher_terms = teacher.terms,
-                                .distillation = distillation,
-                                .in = rows.in,
-                                .rows = kept,
-                                .want_gradient = gradient.data != nullptr};
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchDivergence(p, device.compute()), "divergence kernel");
+                           device.gemm_workspace(), stream));
+    LOSSD_RETURN_IF_ERROR(SumDivergences(p));
+    if (mixes && gradient.data != nullptr) {
+      LOSSD_RETURN_IF_CUDA_ERROR(LaunchDivergenceGradient(p, stream), "divergence kernel");
+    }
   }
-  RowInputs with_target = rows.in;
-  with_target.weights = kept.target_weights;
-  with_target.coef_loss = kept.target_coefs;
-  const RowLossParams p = {logits, gradient, job.terms, with_target, rows.out, !job.plan.uniform_apart};
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchRowLoss(p, device.limits(), device.compute()), "row loss kernel");
-  const MixDivergenceParams mix = {.gradient = gradient,
-                                   .teacher = taught,
-                                   .distillation = distillation,
-                                   .in = rows.in,
-                                   .out = rows.out,
-                                   .rows = kept,
-                                   .wants_logprob = teacher.wants_logprob};
-  return ToStatus(LaunchMixDivergence(mix, device.compute()), "mixing kernel");
+  RowBlock with_target = rows;
+  with_target.in.weights = p.rows.target_weights;
+  with_target.in.coef_loss = p.rows.target_coefs;
+  // Without a gradient of this loss the logits are needed afterwards, which only the general kernel leaves.
+  LogitMatrix of_targets = gradient;
+  LossTerms terms = job.terms;
+  if (!mixes) {
+    of_targets.data = nullptr;
+    terms.want_entropy = true;
+  }
+  LOSSD_RETURN_IF_ERROR(TargetRowLoss(job, terms, with_target, logits, of_targets));
+  return ToStatus(LaunchFinishDivergence(p, stream), "divergence kernel");
 }
 
-// Statistics of the logits, those of all devices, and the gradient from the same logits.
+// Between the kernels of a head that is split the devices exchange their records.
+absl::Status StoredPath::SumDivergences(const DivergenceParams& p) const {
+  const cudaStream_t stream = context_.device->compute();
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSoften(p, stream), "softmax kernel");
+  LOSSD_RETURN_IF_ERROR(merger_.Merge(p, LaunchMergeSoftened));
+  if (!NeedsSums(p.distillation)) return absl::OkStatus();
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchSumDivergence(p, stream), "divergence kernel");
+  return merger_.Merge(p, LaunchAddDivergences);
+}
+
+// Statistics of the logits, those of all devices, and the gradient from the same logits. Also for rows with
+// soft targets.
 absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                       const LogitMatrix& gradient) const {
   const cudaStream_t stream = context_.device->compute();
-  auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
-  auto* const rules = context_.memory.At<GradientRule>(Region::kRules);
+  const auto [running, rules] = StoredRows::Of(context_.sizes, context_.memory);
   const ClassBlock block = {logits, gradient, 0};
+  LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
                              "statistics kernel");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
+  LOSSD_RETURN_IF_ERROR(soft_.Name(job, rows));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
                                                  running, rules, !job.plan.uniform_apart, stream),
                              "row results kernel");
@@ -322,14 +343,18 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
         Zero(rules + rows.in.rows, padding * static_cast<int64_t>(sizeof(GradientRule)), stream));
   }
   if (job.plan.filters_elements) {
-    float* const dropped = gradient_merger_.dropped_mass() + rows.begin;
+    float* const dropped = gradient_merger_.dropped_mass(job) + rows.begin;
     const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
                                 .with_uniform = !job.plan.uniform_apart,
                                 .with_gradient = job.with_gradient + rows.begin,
                                 .dropped_mass = dropped};
-    return ToStatus(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream), "filter kernel");
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream),
+                               "filter kernel");
+  } else {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchGradientBlock(block, job.terms, rows.in, rules, stream),
+                               "gradient kernel");
   }
-  return ToStatus(LaunchGradientBlock(block, job.terms, rows.in, rules, stream), "gradient kernel");
+  return soft_.Write(job, rows, block, rules);
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {

@@ -158,6 +158,11 @@ class StoredPath final : public ChunkPath {
                                 const LogitMatrix& gradient) const;
   absl::Status DistilPart(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                           const LogitMatrix& gradient) const;
+  // Their records, over all classes.
+  absl::Status SumDivergences(const DivergenceParams& p) const;
+  // The loss with targets of a block of rows.
+  absl::Status TargetRowLoss(const ChunkJob& job, const LossTerms& terms, const RowBlock& rows,
+                             const LogitMatrix& logits, const LogitMatrix& gradient) const;
   // Of a block of rows of which other devices have classes too, filtered if the plan is.
   absl::Status SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                             const LogitMatrix& gradient) const;
@@ -169,6 +174,7 @@ class StoredPath final : public ChunkPath {
   const RowMerger merger_;
   const GradientMerger gradient_merger_;
   const TopSelector top_;
+  const SoftSteps soft_;
 };
 
 // Exact gradients on Hopper from one pass that computes logits and loss together (docs/kernels/hopper.md): it

@@ -301,6 +301,45 @@ TEST_F(LossctlServerTest, ObjectivesTakeNumbersOfRowsFromFiles) {
               HasSubstr("open.options.objective.dual_clip"));
 }
 
+TEST_F(LossctlServerTest, DistilsFromATeacher) {
+  Run("create head --hidden 6 --vocab 20");
+  Run("create teacher --hidden 9 --vocab 20 --frozen");
+  const std::string random = "loss head --random 50 --dtype fp32 ";
+  EXPECT_THAT(Run(random + "--teacher teacher --target-weight 0.5"),
+              ContainsRegex("\ndivergence +[0-9.e-]+, loss with targets [0-9.]+\n"));
+  for (const std::string divergence : {"forward-kl", "reverse-kl", "jensen-shannon", "total-variation"}) {
+    const auto json = nlohmann::json::parse(
+        Run("--json " + random + "--teacher teacher --temperature 2 --beta 0.25 --divergence-weight 3 " +
+            "--target-weight 0.5 --teacher-softcap 30 --teacher-logit-scale 0.5 --divergence " + divergence));
+    EXPECT_NEAR(json["loss_sum"].get<double>(),
+                3 * json["divergence_sum"].get<double>() + 0.5 * json["target_loss_sum"].get<double>(), 1e-3);
+  }
+  EXPECT_THAT(Run(random + "--teacher teacher --gradients sampled --sample-threshold 0.5 --grad-out dx.npy"),
+              HasSubstr("\ndivergence"));
+  EXPECT_THAT(Run(random + "--teacher nobody", 4), HasSubstr("nobody"));
+  EXPECT_THAT(Run(random + "--teacher teacher --teacher-hidden dx.npy", 4), HasSubstr("--teacher-hidden"));
+  const std::string files =
+      "loss head --hidden dx.npy --targets rows.safetensors:row_argmax --teacher teacher ";
+  Run(random + "--rows-out rows.safetensors");
+  EXPECT_THAT(Run(files, 4), HasSubstr("--teacher-hidden"));
+  EXPECT_THAT(Run(files + "--teacher-hidden dx.npy", 4), HasSubstr("9 of the teacher"));
+}
+
+// The most probable classes of one call are the soft targets of the next: their loss is the entropy, nearly.
+TEST_F(LossctlServerTest, SoftTargetsComeFromFiles) {
+  Run("create head --hidden 6 --vocab 20");
+  const std::string rows = "loss head --random 50 --seed 3 --dtype fp32 ";
+  Run(rows + "--top-k 20 --rows-out rows.safetensors");
+  const std::string files =
+      "--target-classes rows.safetensors:top_classes --target-weights rows.safetensors:top_classes ";
+  EXPECT_THAT(Run(rows + "--rest renormalized " + files), ContainsRegex("\nloss +[0-9.]+"));
+  EXPECT_THAT(Run(rows + "--rest one-class " + files, 4), HasSubstr("open.target_weights"));
+  EXPECT_THAT(Run(rows + "--rest none --target-classes rows.safetensors:row_argmax --target-weights "
+                         "rows.safetensors:top_classes",
+                  4),
+              HasSubstr("both must have [N, K]"));
+}
+
 TEST_F(LossctlServerTest, AHeadWithReplicasSaysHowItLies) {
   Start("--cpu_devices=4");
   Run("create head --hidden 6 --vocab 20 --replicas 2 --shares 3,1");

@@ -125,6 +125,7 @@ v1::LossOptions Options(const json& options) {
   if (fields.contains("gradients")) {
     fields["gradients"] = EnumNamed<v1::Gradients>("GRADIENTS_", fields["gradients"]);
   }
+  if (fields.contains("rest")) fields["rest"] = EnumNamed<v1::Rest>("REST_", fields["rest"]);
   v1::LossOptions message;
   Parse(fields, &message);
   return message;
@@ -211,7 +212,7 @@ Call::Call(const json& call) {
         call,
         {"head", "step", "id", "accumulate", "hidden_size", "dtype", "targets", "row_weights", "options",
          "reduction", "normalizer", "grad_output", "retain", "grad_hidden", "row_results"},
-        {"classes", "top_k"});
+        {"classes", "top_k", "target_classes", "target_weights"});
   }
   rows_ = call[backward ? "grad_loss" : "targets"].size();
   const uint64_t bytes = rows_ * call["hidden_size"].get<uint64_t>() * ElementSize(DTypeNamed(call["dtype"]));
@@ -262,6 +263,19 @@ void Call::MakeForward(const json& call) {
     }
   }
   microbatch.classes = classes;
+  std::vector<int32_t> target_classes;
+  std::vector<float> target_weights;
+  if (call.contains("target_classes")) {
+    for (const std::vector<int32_t> row : call["target_classes"]) {
+      microbatch.target_count = static_cast<uint32_t>(row.size());
+      target_classes.insert(target_classes.end(), row.begin(), row.end());
+    }
+    for (const std::vector<float> row : call["target_weights"]) {
+      target_weights.insert(target_weights.end(), row.begin(), row.end());
+    }
+  }
+  microbatch.target_classes = target_classes;
+  microbatch.target_weights = target_weights;
   outputs.top_k = call.value("top_k", 0u);
   const auto several = [this](auto* values, uint64_t each) {
     values->assign(rows_ * each, 77);

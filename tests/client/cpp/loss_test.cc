@@ -611,6 +611,18 @@ TEST(LossPlanTest, WrongCallsAreNamed) {
   bad = good;
   bad.row_weights = weights;
   EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("row_weights has 3 entries for 4 rows"));
+  ComputeOptions soft;
+  soft.loss.set_rest(v1::REST_NONE);
+  EXPECT_THAT(message(good, {}, soft), ::testing::HasSubstr("microbatch.target_count is 0"));
+  bad = good;
+  bad.target_count = 2;
+  EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("goes with options.loss.rest only"));
+  EXPECT_THAT(message(bad, {}, soft),
+              ::testing::HasSubstr("target_classes has 0 entries; with target_count 2"));
+  const std::vector<int32_t> eight(8, 1);
+  bad.target_classes = eight;
+  bad.target_weights = weights;
+  EXPECT_THAT(message(bad, {}, soft), ::testing::HasSubstr("target_weights has 3 entries"));
   bad = good;
   bad.step = std::nullopt;
   EXPECT_THAT(message(bad, {}, {.accumulate_gradients = true}), ::testing::HasSubstr("microbatch.step"));

@@ -106,6 +106,13 @@ def test_loss_and_gradients_are_those_of_torch(server: ServerProcess, transport:
             rows=["loss"], slice_bytes=1000, teacher_hidden=heads.taught.numpy(),
             options=lossd.LossOptions(softcap=8.0, logit_scale=0.7, distillation=d))
         assert result.loss == pytest.approx(want.item(), rel=2e-5)
+        parts = d.weight * result.divergence_sum + d.target_weight * result.target_loss_sum
+        assert result.loss_sum == pytest.approx(parts, rel=1e-6)
+        if d.target_weight:
+            with_targets = torch.nn.functional.cross_entropy(z, targets, reduction="sum")
+            assert result.target_loss_sum == pytest.approx(with_targets.item(), rel=2e-5)
+        else:
+            assert result.target_loss_sum == 0
         np.testing.assert_allclose(result.rows["loss"], (per_row * (targets != -100)).detach(), rtol=1e-4, atol=1e-4)
         scale = float(hidden.grad.norm())
         assert float((torch.from_numpy(result.grad_hidden) - hidden.grad).norm()) < 2e-5 * scale
@@ -131,6 +138,39 @@ def test_autograd_goes_through_the_student_alone(client: lossd.Client, dtype: to
     assert float((hidden.grad - own.grad).norm()) < tolerance * float(own.grad.norm())
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_sampled_gradients_are_exact_on_average(client: lossd.Client, kind: Any) -> None:
+    heads = Heads(client, vocab=500)
+    d = lossd.Distillation(heads.teacher, kind)
+    arrays = heads.hidden.numpy(), heads.taught.numpy()
+    exact = client.distill(heads.student, *arrays, d, grad_hidden=True)
+    sampling = lossd.LossOptions(gradients="sampled", sample_threshold=0.02)
+    mean, predicted, runs = np.zeros_like(exact.grad_hidden, dtype=np.float64), 0.0, 48
+    for number in range(runs):  # the microbatch chooses the random numbers
+        result = client.distill(heads.student, *arrays, d, id=number, grad_hidden=True, options=sampling)
+        assert result.loss == pytest.approx(exact.loss, rel=1e-6)
+        assert 0.01 < result.gradient_error < 1
+        mean += result.grad_hidden / runs
+        predicted += result.gradient_error / runs
+    error = float(np.linalg.norm(mean - exact.grad_hidden) / np.linalg.norm(exact.grad_hidden))
+    assert error < 2.5 * predicted / math.sqrt(runs)
+    auto = lossd.LossOptions(gradients="auto", sample_threshold=0.02, max_gradient_error=1e-6)
+    assert client.distill(heads.student, *arrays, d, grad_hidden=True, options=auto).gradient_error == 0
+
+
+def test_single_classes_are_the_students(client: lossd.Client) -> None:
+    heads = Heads(client)
+    want = torch.log_softmax(logits(heads.hidden, heads.weights[heads.student]), -1)
+    result = client.compute_loss(
+        heads.student, heads.hidden.numpy(), heads.targets.numpy(), classes=[3, 60], top_k=4, grad_hidden=True,
+        teacher_hidden=heads.taught.numpy(), options=lossd.LossOptions(distillation=lossd.Distillation(heads.teacher)))
+    assert result.class_logprobs is not None and result.top_logprobs is not None and result.top_classes is not None
+    np.testing.assert_allclose(result.class_logprobs, want[:, [3, 60]], atol=1e-4)
+    top = want.topk(4)
+    np.testing.assert_allclose(result.top_logprobs, top.values, atol=1e-4)
+    np.testing.assert_array_equal(result.top_classes, top.indices)
+
+
 def test_distill_without_targets_takes_all_rows(client: lossd.Client) -> None:
     heads = Heads(client)
     d = lossd.Distillation(heads.teacher)
@@ -153,8 +193,8 @@ def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
         lossd.Distillation(heads.teacher, "kl")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="distillation.temperature is 'hot'"):
         lossd.Distillation(heads.teacher, temperature="hot")  # type: ignore[arg-type]
-    with pytest.raises(lossd.InvalidArgument, match="gradients is 'sampled'"):
-        lossd.LossOptions(gradients="sampled", distillation=d)
+    with pytest.raises(lossd.InvalidArgument, match="gradients is 'filtered'"):
+        lossd.LossOptions(gradients="filtered", distillation=d)
     with pytest.raises(lossd.InvalidArgument, match="teacher_hidden has 36 rows; hidden has 37"):
         client.distill(heads.student, hidden, taught[:36], d)
     with pytest.raises(lossd.InvalidArgument, match="teacher_hidden is fp16; hidden is fp32"):

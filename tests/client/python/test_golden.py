@@ -26,7 +26,7 @@ from servers import ScriptedServer, listener, speak
 
 import lossd
 from lossd import _connections, _plan, _stream, _target, _tensors, _wire, errors, types
-from lossd._arrays import class_arrays, HostRows
+from lossd._arrays import as_soft_targets, class_arrays, HostRows
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
 from lossd._loss_call import AnswerCheck
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
@@ -106,7 +106,8 @@ def _forward(call: Case) -> ForwardWork:
         options=types.LossOptions(**options),
         scale=Scale(call["reduction"], call["normalizer"], call["grad_output"]),
         reduction=types.REDUCTIONS[call["reduction"]], retain=call["retain"],
-        outputs=Outputs(gradient, results, several), classes=classes)
+        outputs=Outputs(gradient, results, several), classes=classes,
+        soft=as_soft_targets(call.get("target_classes"), call.get("target_weights"), rows))
 
 
 def _backward(call: Case) -> BackwardWork:

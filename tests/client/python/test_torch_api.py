@@ -58,7 +58,7 @@ def test_a_head_takes_every_loss_option():
     given = inspect.signature(LossHead).parameters
     assert inspect.signature(LossHead.policy_loss).parameters["objective"].default == lossd.Objective("ppo")
     for option in dataclasses.fields(lossd.LossOptions):
-        if option.name in ("objective", "distillation"):  # of policy_loss and of distill: forward is the cross-entropy
+        if option.name in ("objective", "distillation", "rest"):  # of policy_loss, distill and soft_target_loss
             continue
         name = {"use_class_weights": "class_weights"}.get(option.name, option.name)
         assert given[name].default == option.default, name
@@ -69,7 +69,8 @@ def test_every_loss_option_arrives(client, make_head):
                "gradients": "auto", "filter_epsilon": 0.01, "sample_threshold": 0.02, "max_gradient_error": 0.03}
     head = LossHead(client, make_head(hidden_size=D, vocab_size=V, class_weights=True), class_weights=True, **options)
     assert head.options == lossd.LossOptions(use_class_weights=True, **options)
-    assert len(options) + 3 == len(dataclasses.fields(lossd.LossOptions)), "class weights, and what policy_loss and distill take"
+    assert len(options) + 4 == len(dataclasses.fields(lossd.LossOptions)), \
+        "class weights, and what policy_loss, distill and soft_target_loss take"
 
 
 def test_what_notebooks_show(client, make_head, problem):

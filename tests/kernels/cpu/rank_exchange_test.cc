@@ -206,7 +206,7 @@ void CompareWithThreads(const Shape& shape, size_t room_bytes, Rng& rng) {
 TEST(RankExchangeTest, BitsAreThoseOfThreadsWhateverGoesIntoOneMessage) {
   Rng rng = FreshRng();
   for (const int parts : {2, 3, 5}) {
-    for (const size_t room_bytes : {64, 1 << 10, 1 << 20}) {
+    for (const size_t room_bytes : {96, 1 << 10, 1 << 20}) {  // the first for one RowStatistics
       CompareWithThreads({parts, 40, 7, {0, 40}, {0, 40}}, room_bytes, rng);
       CompareWithThreads({parts, 33, 17, {5, 31}, {9, 20}}, room_bytes, rng);
       CompareWithThreads({parts, 3, 1, {0, 1}, {0, 1}}, room_bytes, rng);
@@ -219,7 +219,7 @@ TEST(RankExchangeTest, BitsAreThoseOfThreadsWhateverGoesIntoOneMessage) {
 // Else a rank could still be reading a chunk whose memory another one writes to.
 TEST(RankExchangeTest, RanksWaitForEachOtherInAChunkWithoutRowsToo) {
   Post post;
-  PostTransfers transfers({0, 2}, 64, &post);
+  PostTransfers transfers({0, 2}, 96, &post);
   RankExchange exchange(&transfers);
   std::thread other([&post] { post.Put(1, 0, std::vector<uint8_t>(sizeof(RowStatistics))); });
   EXPECT_TRUE(exchange.MergeStatistics(0, {}, {}).ok());
@@ -230,7 +230,7 @@ TEST(RankExchangeTest, RanksWaitForEachOtherInAChunkWithoutRowsToo) {
 TEST(RankExchangeTest, WhatCannotBeTransferredIsAnErrorOfEachStep) {
   Rng rng = FreshRng();
   Post post;
-  PostTransfers transfers({1, 2}, 64, &post);
+  PostTransfers transfers({1, 2}, 96, &post);
   RankExchange exchange(&transfers);
   transfers.Fail();
   const Shape shape = {2, 4, 3, {0, 4}, {0, 4}};

@@ -145,6 +145,42 @@ TEST(ReferenceTest, KnownValuesOfObjectives) {
   EXPECT_NEAR(loss(kl, 0.0, 1.0), 0.25 * std::pow(std::log(3.0), 2), 1e-12);
 }
 
+TEST(ReferenceTest, GradientsOfSoftTargetsAreDerivatives) {
+  Rng rng = FreshRng();
+  for (int i = 0; i < 60; ++i) {
+    const int64_t vocab = UniformInt(rng, 3, 9);
+    ProblemSpec spec = RandomSpec(4, UniformInt(rng, 1, 6), vocab, DType::kFloat32, DType::kFloat32, rng);
+    spec.slice_rows = {4};
+    spec.accumulate_mask = false;
+    spec.options.gradients = Gradients::kExact;
+    spec.options.label_smoothing = 0.0f;
+    spec.options.use_class_weights = false;
+    spec.options.rest = static_cast<Rest>(1 + i % static_cast<int>(kLastRest));
+    spec.target_count = static_cast<int32_t>(UniformInt(rng, 1, vocab - 1));
+    CheckGradients(spec, rng);
+  }
+}
+
+// By hand: p = 1/2, 1/4 and 1/4, of which the row names the first twice.
+TEST(ReferenceTest, KnownValuesOfSoftTargets) {
+  reference::Softmax soft;
+  soft.z = soft.log_p = {std::log(0.5), std::log(0.25), std::log(0.25)};
+  reference::Rows rows;
+  rows.target_count = 3;
+  rows.target_classes = {0, -1, 0};
+  rows.target_weights = {0.5, 0.0, 0.25};
+  const auto targets = [&](Rest rest) { return reference::SoftTargetsOf({.rest = rest}, soft, rows, 0); };
+  const double log2 = std::log(2.0);
+  EXPECT_NEAR(targets(Rest::kNone).Loss(soft), 0.75 * log2, 1e-12);
+  EXPECT_NEAR(targets(Rest::kNone).Slope(soft, 0), 0.75 * 0.5 - 0.75, 1e-12);
+  EXPECT_NEAR(targets(Rest::kNone).Slope(soft, 2), 0.75 * 0.25, 1e-12);
+  EXPECT_NEAR(targets(Rest::kRenormalized).Loss(soft), log2, 1e-12);
+  EXPECT_NEAR(targets(Rest::kRenormalized).Slope(soft, 0), -0.5, 1e-12);
+  EXPECT_NEAR(targets(Rest::kOneClass).Loss(soft), log2, 1e-12);  // the rest has p = 1/2 too
+  EXPECT_NEAR(targets(Rest::kOneClass).Slope(soft, 0), 0.5 - 0.75, 1e-12);
+  EXPECT_NEAR(targets(Rest::kOneClass).Slope(soft, 1), (1.0 - 0.25 / 0.5) * 0.25, 1e-12);
+}
+
 TEST(ReferenceTest, GradientsAreDerivativesForEachDivergence) {
   Rng rng = FreshRng();
   for (const Divergence divergence : {Divergence::kForwardKl, Divergence::kReverseKl,

@@ -293,6 +293,12 @@ void SendMicrobatch(Engine& engine, const StreamSpec& spec, const std::vector<fl
         cut(spec.numbers.advantages, part.numbers.advantages);
         cut(spec.numbers.old_logprobs, part.numbers.old_logprobs);
         cut(spec.numbers.ref_logprobs, part.numbers.ref_logprobs);
+        const int64_t each = spec.soft.count;
+        const auto cut_targets = [&](const auto& whole, auto& out) {
+          out.assign(whole.begin() + range.begin * each, whole.begin() + range.end * each);
+        };
+        cut_targets(spec.soft.classes, part.soft.classes);
+        cut_targets(spec.soft.weights, part.soft.weights);
         auto results = std::make_shared<RowCollector>();
         auto stream = engine.Open(part, results);
         ASSERT_TRUE(stream.ok()) << stream.status();
@@ -400,7 +406,12 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
       spec.options.filter_epsilon = 0.003f;
       spec.options.sample_threshold = 0.01f;
       spec.options.max_gradient_error = 0.05f + 0.01f * static_cast<float>(rng() % 10);
-      const bool with_objective = rng() % 2 == 0;
+      const bool with_objective = rng() % 3 == 0;
+      const bool with_soft_targets = !with_objective && rng() % 2 == 0;
+      if (with_soft_targets) {
+        spec.options.rest = static_cast<kernels::Rest>(1 + rng() % 3);
+        spec.soft.count = static_cast<int32_t>(1 + rng() % 5);
+      }
       if (with_objective) {
         spec.options.objective = {
             .kind = kernels::ObjectiveKind::kPpo, .clip_low = 0.2f, .clip_high = 0.3f, .kl_coef = 0.1f};
@@ -410,6 +421,10 @@ class BitsTest : public ::testing::TestWithParam<kernels::Norm> {
           spec.numbers.advantages.push_back(normal(rng));
           spec.numbers.old_logprobs.push_back(-4.0f + 0.3f * normal(rng));
           spec.numbers.ref_logprobs.push_back(-4.0f + 0.3f * normal(rng));
+        }
+        for (int32_t entry = 0; entry < spec.soft.count; ++entry) {
+          spec.soft.classes.push_back(static_cast<int32_t>(rng() % static_cast<uint64_t>(kV)));
+          spec.soft.weights.push_back(0.2f / static_cast<float>(1 + rng() % 4));
         }
         const bool ignored = rng() % 8 == 0;
         spec.targets.push_back(ignored ? -100 : static_cast<int32_t>(rng() % static_cast<uint64_t>(kV)));

@@ -95,6 +95,30 @@ TEST(ConvertTest, NumbersOfClassesThatNoIntegerHolds) {
   }
 }
 
+TEST(ConvertTest, SoftTargets) {
+  v1::OpenMicrobatch open;
+  open.set_microbatch_rows(1);
+  open.mutable_rows()->set_end(1);
+  open.set_hidden_dtype(v1::DTYPE_BF16);
+  open.set_reduction(v1::REDUCTION_SUM);
+  open.add_targets(1);
+  open.set_target_count(2);
+  for (const int32_t place : {5, -1}) open.add_target_classes(place);
+  for (const float weight : {0.75f, 0.0f}) open.add_target_weights(weight);
+  for (const kernels::Rest rest : {kernels::Rest::kNoTargets, kernels::Rest::kNone,
+                                   kernels::Rest::kRenormalized, kernels::Rest::kOneClass}) {
+    open.mutable_options()->set_rest(static_cast<v1::Rest>(rest));
+    const auto spec = ToStreamSpec(open);
+    ASSERT_TRUE(spec.ok()) << spec.status();
+    EXPECT_EQ(spec->options.rest, rest);
+    EXPECT_EQ(spec->soft.count, 2);
+    EXPECT_THAT(spec->soft.classes, ElementsAre(5, -1));
+    EXPECT_THAT(spec->soft.weights, ElementsAre(0.75f, 0.0f));
+  }
+  open.set_target_count(1u << 31);
+  EXPECT_EQ(FieldOf(ToStreamSpec(open).status()), "open.target_count");
+}
+
 TEST(ConvertTest, ObjectivesAndTheirNumbers) {
   v1::OpenMicrobatch open;
   open.set_microbatch_rows(2);
@@ -141,6 +165,14 @@ TEST(ConvertTest, SumsOfObjectivesAreThereIfThereAreRows) {
   const v1::ObjectiveSums sums = ToProto(summary).objective();
   EXPECT_TRUE(sums.rows() == 4 && sums.clipped_rows() == 3 && sums.ratio() == 2.0 && sums.old_kl() == 1.0 &&
               sums.ref_kl() == 0.5);
+}
+
+TEST(ConvertTest, SumsOfDistillation) {
+  engine::StreamSummary summary;
+  summary.sums.divergence = 3.5;
+  summary.sums.target_loss = 0.25;
+  EXPECT_EQ(ToProto(summary).divergence_sum(), 3.5);
+  EXPECT_EQ(ToProto(summary).target_loss_sum(), 0.25);
 }
 
 TEST(ConvertTest, AbsentFieldsHaveTheirDefaults) {

@@ -101,13 +101,14 @@ TEST(RankMessagesTest, OptionsOfStepsAndLosses) {
                                                       .target_weight = 10,
                                                       .teacher_logit_scale = 11,
                                                       .teacher_softcap = 12,
-                                                      .teacher = 13}};
+                                                      .teacher = 13},
+                                     .rest = kernels::Rest::kOneClass};
   const kernels::LossOptions no_loss;
   {
-    const auto& [a, b, c, d, e, f, g, h, i, j, r] = loss;
-    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, r0] = no_loss;
+    const auto& [a, b, c, d, e, f, g, h, i, j, r, t] = loss;
+    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, r0, t0] = no_loss;
     EXPECT_TRUE(a != a0 && b != b0 && c != c0 && d != d0 && e != e0 && f != f0 && g != g0 && h != h0 &&
-                i != i0 && r != r0);
+                i != i0 && r != r0 && t != t0);
     const auto& [k, l, m, n, o, p, q] = j;
     const auto& [k0, l0, m0, n0, o0, p0, q0] = j0;
     EXPECT_TRUE(k != k0 && l != l0 && m != m0 && n != n0 && o != o0 && p != p0 && q != q0);
@@ -129,10 +130,13 @@ TEST(RankMessagesTest, SumsOfSlices) {
                                   .squared_gradient = 6,
                                   .valid_rows = 7,
                                   .correct_rows = 8,
-                                  .objective = {9, 10, 11, 12, 13}};
+                                  .objective = {9, 10, 11, 12, 13},
+                                  .divergence = 14,
+                                  .target_loss = 15};
   const kernels::LossSums back = FromProto(ToProto(sums));
-  const auto& [a, b, c, d, e, f, g, h, i] = back;
+  const auto& [a, b, c, d, e, f, g, h, i, j, k] = back;
   EXPECT_TRUE(a == 1 && b == 2 && c == 3 && d == 4 && e == 5 && f == 6 && g == 7 && h == 8);
+  EXPECT_TRUE(j == 14 && k == 15);
   const auto& [rows, clipped, ratio, old_kl, ref_kl] = i;
   EXPECT_TRUE(rows == 9 && clipped == 10 && ratio == 11 && old_kl == 12 && ref_kl == 13);
 }

@@ -420,6 +420,16 @@ class ErrorFieldsTest : public BadInputTest {
   const std::string other_incarnation_text_ = "0000000000abcdef";
 };
 
+// So many soft targets a row, all of them `place` with this weight.
+void SetSoftTargets(v1::Rest rest, int64_t count, float weight, int32_t place, v1::OpenMicrobatch* open) {
+  open->mutable_options()->set_rest(rest);
+  open->set_target_count(static_cast<uint32_t>(count));
+  for (int64_t i = 0; i < count * open->targets_size(); ++i) {
+    open->add_target_classes(place);
+    open->add_target_weights(weight);
+  }
+}
+
 TEST_F(ErrorFieldsTest, HeadSpec) {
   const auto call = [&](const std::function<void(v1::HeadSpec&)>& spoil) {
     v1::CreateHeadRequest request;
@@ -472,6 +482,12 @@ TEST_F(ErrorFieldsTest, LossOptions) {
        {[](Options& o) { o.set_filter_epsilon(1.0f); }, "open.options.filter_epsilon", "1"},
        {[](Options& o) { o.set_sample_threshold(2.0f); }, "open.options.sample_threshold", "2"},
        {[](Options& o) { o.set_max_gradient_error(NAN); }, "open.options.max_gradient_error", "nan"},
+       {[](Options& o) { o.set_rest(static_cast<v1::Rest>(7)); }, "open.options.rest", "7"},
+       {[](Options& o) {
+          o.set_rest(v1::REST_NONE);
+          o.set_use_class_weights(true);
+        },
+        "open.options.use_class_weights", "true"},
        {[](Options& o) {
           o.mutable_objective()->set_kind(v1::OBJECTIVE_DFT);
           o.set_label_smoothing(0.5f);
@@ -617,13 +633,51 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
           o.add_classes(kClasses);
         },
         "open.classes[0]", "30"},
-       {[](Open& o) { o.set_top_k(kClasses + 1); }, "open.top_k", "31"},
+       {[](Open& o) { o.mutable_options()->set_rest(static_cast<v1::Rest>(7)); }, "open.options.rest", "7"},
+       {[](Open& o) { o.set_target_count(2); }, "open.target_count", "2"},
+       {[](Open& o) { o.add_target_classes(1); }, "open.target_classes", "1"},
+       {[](Open& o) { o.add_target_weights(1.0f); }, "open.target_weights", "1"},
+       {[](Open& o) { SetSoftTargets(v1::REST_NONE, 0, 0.0f, 0, &o); }, "open.target_count", "0"},
+       {[](Open& o) { SetSoftTargets(v1::REST_NONE, kClasses + 1, 0.01f, 0, &o); }, "open.target_count",
+        "31"},
        {[](Open& o) {
+          SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
+          o.add_target_classes(1);
+        },
+        "open.target_classes", "25"},
+       {[](Open& o) {
+          SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
+          o.add_target_weights(1.0f);
+        },
+        "open.target_weights", "25"},
+       {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, 0.5f, kClasses, &o); }, "open.target_classes[0]",
+        "30"},
+       {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, 0.5f, -1, &o); }, "open.target_weights[0]", "0.5"},
+       {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, NAN, 3, &o); }, "open.target_weights[0]", "nan"},
+       {[](Open& o) { SetSoftTargets(v1::REST_ONE_CLASS, 2, 0.75f, 3, &o); }, "open.target_weights", "1.5"},
+       {[](Open& o) { SetSoftTargets(v1::REST_RENORMALIZED, 2, 0.0f, 3, &o); }, "open.target_weights", "0"},
+       {[](Open& o) {
+          SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
+          o.set_top_k(3);
+        },
+        "open.top_k", "3"},
+       {[](Open& o) {
+          SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
+          o.mutable_options()->set_label_smoothing(0.25f);
+        },
+        "open.options.label_smoothing", "0.25"},
+       {[](Open& o) {
+          SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
+          o.mutable_options()->mutable_objective()->set_kind(v1::OBJECTIVE_DFT);
+        },
+        "open.options.objective", "dft"},
+       {[](Open& o) {
+          SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
           o.mutable_options()->mutable_distillation()->set_teacher("teacher");
           o.mutable_options()->mutable_distillation()->set_divergence(v1::DIVERGENCE_FORWARD_KL);
-          o.set_top_k(2);
         },
-        "open.top_k", "2"},
+        "open.options.distillation", "forward_kl"},
+       {[](Open& o) { o.set_top_k(kClasses + 1); }, "open.top_k", "31"},
        {[](Open& o) { o.set_retain(true); }, "open.retain", "true"},
        {[](Open& o) { o.set_region("no such region"); }, "open.region", "another one",
         absl::StatusCode::kUnavailable},

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "client/cpp/client.h"
 #include "proto/wire/status_details.h"
 #include "tests/kernels/comparison.h"
@@ -181,7 +182,7 @@ TEST_F(DistillationTest, RefusesWhatDoesNotFitAndBooksNothing) {
        prefix + "teacher_logit_scale"},
       {[](auto& open, auto& d) { d.set_teacher_softcap(-1.0f); }, Code::kInvalidArgument,
        prefix + "teacher_softcap"},
-      {[](auto& open, auto& d) { open.mutable_options()->set_gradients(v1::GRADIENTS_SAMPLED); },
+      {[](auto& open, auto& d) { open.mutable_options()->set_gradients(v1::GRADIENTS_FILTERED); },
        Code::kInvalidArgument, "open.options.gradients"},
       {[](auto& open, auto& d) {
          open.set_reduction(v1::REDUCTION_NONE);
@@ -303,6 +304,36 @@ TEST_F(DistillationTest, TheClientSendsRowsOfBoth) {
   }
 }
 
+// As a call says, or as the head was created.
+TEST_F(DistillationTest, SampledGradientsSayTheirError) {
+  Problem problem = Prepare();
+  const SliceData& data = problem.slices.front();
+  v1::OpenMicrobatch open = OpenOf(problem);
+  open.mutable_options()->set_gradients(v1::GRADIENTS_SAMPLED);
+  open.mutable_options()->set_sample_threshold(0.05f);
+  const LossAnswers sampled = Stream(*client_, open, problem, data, 0, 90, rng_);
+  ASSERT_TRUE(sampled.status.ok()) << sampled.status;
+  EXPECT_GT(sampled.summary->sampling_variance(), 0.0);
+  EXPECT_GT(sampled.summary->squared_gradient(), 0.0);
+  EXPECT_NEAR(sampled.summary->divergence_sum(), sampled.summary->loss_sum(),
+              1e-5 * sampled.summary->loss_sum());
+  EXPECT_EQ(sampled.summary->target_loss_sum(), 0.0);
+
+  for (const auto& [gradients, is_sampled] :
+       {std::pair{kernels::Gradients::kSampled, true}, {kernels::Gradients::kFiltered, false}}) {
+    problem.config.gradients = gradients;
+    const std::string head = absl::StrCat("created_", kernels::Name(gradients));
+    CreateHead(*client_, head, problem);
+    v1::OpenMicrobatch by_head = OpenFor(head, problem, data, 0);
+    by_head.mutable_options()->clear_gradients();
+    by_head.mutable_options()->set_sample_threshold(0.05f);
+    const LossAnswers answers = Stream(*client_, by_head, problem, data, 0, 90, rng_);
+    ASSERT_TRUE(answers.status.ok()) << answers.status;
+    EXPECT_EQ(answers.summary->sampling_variance() > 0.0, is_sampled);
+    EXPECT_EQ(answers.summary->dropped_mass(), 0.0);
+  }
+}
+
 // Students share a teacher, and a frozen student may teach.
 TEST_F(DistillationTest, OneTeacherOfSeveralStudentsAtOnce) {
   const Problem problem = Prepare();
@@ -323,6 +354,64 @@ TEST_F(DistillationTest, OneTeacherOfSeveralStudentsAtOnce) {
   EXPECT_NEAR(losses[1], losses[0], 1e-4 * losses[0]);
   EXPECT_NEAR(losses[2], losses[0], 1e-4 * losses[0]);
   EXPECT_TRUE(client_->DeleteHead(kTeacherName).ok());
+}
+
+// Over three devices, alike, and in ways that do not fit.
+TEST(VocabularyDistillationTest, TheTeacherIsDividedAsTheStudentIs) {
+  ServerOptions options = SmallServer();
+  options.cpu_devices = 3;
+  const TestServer server(options);
+  const auto client = server.Connect();
+  Rng rng = kernels::testing::FreshRng();
+  ProblemSpec spec;
+  spec.config.hidden_size = 24;
+  spec.config.vocab_size = 61;
+  spec.config.split = kernels::Split::kVocabulary;
+  spec.config.shares = {3, 0, 2};
+  spec.slice_rows = {40};
+  spec.class_parts = 3;
+  ProblemSpec teacher = spec;
+  teacher.config.hidden_size = 40;
+  teacher.config.trainable = false;
+  spec.options.distillation = {.divergence = Divergence::kJensenShannon, .target_weight = 0.5f};
+  spec.teacher.push_back(teacher);
+  const Problem problem = kernels::testing::MakeProblem(spec, rng);
+  CreateHead(*client, "student", problem);
+  CreateHead(*client, kTeacherName, problem.teacher.front());
+  const SliceData& data = problem.slices.front();
+  const v1::OpenMicrobatch open = OpenFor("student", problem, data, 0);
+  const std::vector<LossAnswers> calls = {Stream(*client, open, problem, data, 0, 40, rng)};
+  reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
+  const auto want = kernels::testing::ComputeReference(problem, &gradients);
+  kernels::testing::ExpectSliceMatches(DType::kFloat32, problem, data, want.front(),
+                                       Collect(problem, data, calls));
+  ExpectGradients(*client, "student", problem.config, gradients, kernels::testing::MaxAbsLogit(want));
+
+  Problem by_rows = problem;
+  by_rows.teacher.front().config.split = kernels::Split::kAny;
+  by_rows.teacher.front().config.shares.clear();
+  Problem other_shares = problem;
+  other_shares.teacher.front().config.shares = {1, 1, 1};
+  uint64_t id = 1;
+  for (const Problem& other : {by_rows, other_shares}) {
+    ASSERT_TRUE(client->DeleteHead(kTeacherName).ok());
+    CreateHead(*client, kTeacherName, other.teacher.front());
+    const auto before = client->DescribeHead("student");
+    const LossAnswers refused =
+        Stream(*client, OpenFor("student", problem, data, id++), problem, data, 0, 40, rng);
+    EXPECT_EQ(refused.status.code(), absl::StatusCode::kUnimplemented) << refused.status;
+    EXPECT_THAT(std::string(refused.status.message()), HasSubstr("open.options.distillation.teacher"));
+    EXPECT_EQ(client->DescribeHead("student")->step_rows(), before->step_rows());
+  }
+  // As the student again.
+  v1::SetSharesRequest request;
+  request.set_head(kTeacherName);
+  request.set_change_id("as the student");
+  for (const uint32_t share : {3u, 0u, 2u}) request.add_shares(share);
+  const absl::Status changed = client->SetShares(request);
+  ASSERT_TRUE(changed.ok()) << changed;
+  const LossAnswers taken = Stream(*client, OpenFor("student", problem, data, id), problem, data, 0, 40, rng);
+  EXPECT_TRUE(taken.status.ok()) << taken.status;
 }
 
 TEST(DeterministicDistillationTest, IsRefusedByNameWhereRowsAccumulate) {

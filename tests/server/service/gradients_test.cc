@@ -385,6 +385,21 @@ TEST_P(GradientsTest, SingleClasses) {
   RunAndCompare(problem, rng_);
 }
 
+// Slices of one chunk have different numbers of soft targets; they are different microbatches.
+TEST_P(GradientsTest, SoftTargets) {
+  for (const kernels::Rest rest :
+       {kernels::Rest::kNone, kernels::Rest::kRenormalized, kernels::Rest::kOneClass}) {
+    ProblemSpec spec = SpecFor({37, 1, 64}, 33, 211, GetParam());
+    spec.options.rest = rest;
+    Problem problem = kernels::testing::MakeProblem(spec, rng_);
+    for (SliceData& slice : problem.slices) {
+      spec.target_count = static_cast<int32_t>(kernels::testing::UniformInt(rng_, 1, 60));
+      slice = kernels::testing::MakeSlice(spec, slice.rows(), rng_);
+    }
+    RunAndCompare(problem, rng_);
+  }
+}
+
 TEST_P(GradientsTest, EveryOptionAtOnce) {
   ProblemSpec spec = SpecFor({23, 41}, 31, 123, GetParam());
   spec.config.norm = kernels::Norm::kLayerNorm;

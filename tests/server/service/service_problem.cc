@@ -87,6 +87,9 @@ void CreateHead(TestClient& client, const std::string& name, const Problem& prob
   spec.set_norm_epsilon(problem.config.norm_epsilon);
   spec.set_compute_dtype(v1::DTYPE_FP32);
   spec.set_frozen(!problem.config.trainable);
+  if (problem.config.split == kernels::Split::kVocabulary) spec.set_split(v1::SPLIT_VOCABULARY);
+  for (const int32_t share : problem.config.shares) spec.add_shares(static_cast<uint32_t>(share));
+  spec.set_gradients(WireGradients(problem.config.gradients));
   const auto created = client.CreateHead(request);
   ASSERT_TRUE(created.ok()) << created.status();
   for (const Param param : kernels::kAllParams) {
@@ -127,6 +130,10 @@ v1::OpenMicrobatch OpenFor(const std::string& head, const Problem& problem, cons
     sent.set_kl_coef(objective.kl_coef);
     sent.set_entropy_bonus(objective.entropy_bonus);
   }
+  options.set_rest(static_cast<v1::Rest>(problem.options.rest));
+  open.set_target_count(static_cast<uint32_t>(data.target_count));
+  open.mutable_target_classes()->Assign(data.target_classes.begin(), data.target_classes.end());
+  open.mutable_target_weights()->Assign(data.target_weights.begin(), data.target_weights.end());
   open.mutable_advantages()->Assign(data.advantages.begin(), data.advantages.end());
   open.mutable_old_logprobs()->Assign(data.old_logprobs.begin(), data.old_logprobs.end());
   open.mutable_ref_logprobs()->Assign(data.ref_logprobs.begin(), data.ref_logprobs.end());
@@ -190,6 +197,13 @@ LossAnswers Stream(TestClient& client, v1::OpenMicrobatch open, const Problem& p
                                        open.classes().begin() + end * data.class_count);
     open.mutable_classes()->Assign(classes.begin(), classes.end());
   }
+  const auto cut = [&](auto* entries, auto example) {
+    const std::vector<decltype(example)> part(entries->begin() + begin * data.target_count,
+                                              entries->begin() + end * data.target_count);
+    entries->Assign(part.begin(), part.end());
+  };
+  cut(open.mutable_target_classes(), int32_t{});
+  cut(open.mutable_target_weights(), float{});
   const auto stream = client.OpenLoss();
   stream->SendOpen(open);
   for (const auto& [from, to] : Cut(begin, end, rng)) {
@@ -245,6 +259,8 @@ kernels::testing::SliceOutputs Collect(const Problem& problem, const SliceData& 
     out.sums.dropped_mass += call.summary->dropped_mass();
     out.sums.sampling_variance += call.summary->sampling_variance();
     out.sums.squared_gradient += call.summary->squared_gradient();
+    out.sums.divergence += call.summary->divergence_sum();
+    out.sums.target_loss += call.summary->target_loss_sum();
     out.sums.valid_rows += static_cast<int64_t>(call.summary->valid_rows());
     out.sums.correct_rows += static_cast<int64_t>(call.summary->correct_rows());
     const v1::ObjectiveSums& objective = call.summary->objective();

@@ -8,6 +8,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -278,6 +279,18 @@ def ready_with(rows: RowMemory, ready: Callable[[], None] | None) -> Callable[[]
     return both
 
 
+@dataclass(frozen=True)
+class SoftTargets:
+    """[N, K] each."""
+
+    classes: NDArray[np.int32]
+    weights: NDArray[np.float32]
+
+    @property
+    def count(self) -> int:
+        return self.classes.shape[1]
+
+
 def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
     array = np.asarray(targets)
     if array.size == 0:
@@ -354,6 +367,21 @@ def as_classes(classes: ArrayLike | None, rows: int) -> NDArray[np.int32] | None
         raise errors.InvalidArgument(
             f"classes has shape {array.shape} and dtype {array.dtype}; it must be [K] or [{rows}, K] of integers")
     return as_targets(array.reshape(-1), "classes").reshape(array.shape)
+
+
+def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: int) -> SoftTargets | None:
+    if (classes is None) != (weights is None):
+        raise errors.InvalidArgument("target_classes and target_weights come together")
+    if classes is None or weights is None:
+        return None
+    places, values = np.asarray(classes), np.array(weights, "<f4")
+    if places.ndim != 2 or (places.dtype.kind not in "iu" and places.size) or len(places) != rows or places.shape[1] == 0:
+        raise errors.InvalidArgument(
+            f"target_classes has shape {places.shape} and dtype {places.dtype}; it must be [{rows}, K] of integers, K above 0")
+    if values.shape != places.shape:
+        raise errors.InvalidArgument(
+            f"target_weights has shape {values.shape}; it must be {places.shape}, as target_classes")
+    return SoftTargets(as_targets(places.reshape(-1), "target_classes").reshape(places.shape), values)
 
 
 def class_arrays(classes: NDArray[np.int32] | None, top_k: int, rows: int) -> dict[ClassOutput, NDArray[Any]]:

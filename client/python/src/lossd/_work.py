@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lossd import _wire, errors
 from lossd._head_cache import GradientsId, names
 from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
-from lossd._arrays import PairedRows, RowMemory
+from lossd._arrays import PairedRows, RowMemory, SoftTargets
 from lossd._wire import Room
 from lossd.types import ClassOutput, LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
@@ -162,10 +162,11 @@ class ForwardWork(Work):
                  row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale,
                  reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs, run: str = "",
                  numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
-                 teacher: RowMemory | None = None, teacher_row_bytes: int = 0, classes: NDArray[np.int32] | None = None) -> None:
+                 teacher: RowMemory | None = None, teacher_row_bytes: int = 0, classes: NDArray[np.int32] | None = None,
+                 soft: SoftTargets | None = None) -> None:
         """`numbers`: those of options.objective, by the names of the protocol's fields and in their order. `teacher`: hidden
         states of options.distillation's teacher, [N, teacher_row_bytes]. `classes`: [K] or [N, K], those that outputs.classes
-        is for."""
+        is for. `soft`: with options.rest."""
         super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=accumulate or retain,
                          rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
         self.hidden = hidden
@@ -177,6 +178,7 @@ class ForwardWork(Work):
         self._row_weights = row_weights
         self._numbers = numbers
         self._classes = classes
+        self._soft = soft
         self._options = options
         self._scale = scale
         self._reduction = reduction
@@ -196,6 +198,10 @@ class ForwardWork(Work):
             if len(values) != self.rows:
                 raise errors.InvalidArgument(f"{name} has {len(values)} entries for {self.rows} rows")
         self._check_objective()
+        if (self._options.rest is None) != (self._soft is None):
+            raise errors.InvalidArgument("target_classes and target_weights come with options.rest, and only with it")
+        if self._soft is not None and (self.outputs.class_count or self.outputs.top_k):
+            raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
         distillation = self._options.distillation
         if (distillation is None) != (self.sent_row_bytes == self.row_bytes):
             raise errors.InvalidArgument("teacher_hidden comes with options.distillation, and only with it")
@@ -221,7 +227,9 @@ class ForwardWork(Work):
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
         # Target, row weight, numbers of the objective, classes.
         named = self._classes.shape[1] if self._classes is not None and self._classes.ndim == 2 else 0
-        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, 8 + 4 * (len(self._numbers) + named)))
+        soft = self._soft.count if self._soft is not None else 0
+        row_bytes = 8 + 4 * (len(self._numbers) + named) + 8 * soft
+        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, row_bytes))
 
     def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
              room: Room | None = None) -> StreamPlan:
@@ -241,7 +249,13 @@ class ForwardWork(Work):
         if self._classes is not None:
             classes["classes"] = self._classes if self._classes.ndim == 1 else self._classes[rows.begin:rows.end]
         top = loss_pb2.OpenMicrobatch(top_k=self.outputs.top_k)
-        return StreamPlan(_wire.encode_opening("open", self._open(rows), arrays, last, numbers, count, classes, top), rows, slices)
+        soft: dict[str, NDArray[Any]] = {}
+        if self._soft is not None:
+            top.target_count = self._soft.count
+            soft["target_classes"] = self._soft.classes[rows.begin:rows.end]
+            soft["target_weights"] = self._soft.weights[rows.begin:rows.end]
+        opening = _wire.encode_opening("open", self._open(rows), arrays, last, numbers, count, classes, top, soft)
+        return StreamPlan(opening, rows, slices)
 
     def _normalizer(self) -> float:
         return float(self._valid_rows) if self._scale.normalizer is None else self._scale.normalizer

@@ -196,14 +196,16 @@ class Client(HeadCalls):
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
             classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None, slice_bytes: int | None = None,
             timeout: float | None = None, ready: Callable[[], None] | None = None,
-            teacher_hidden: NDArray[Any] | None = None) -> LossResult:
+            teacher_hidden: NDArray[Any] | None = None, target_classes: ArrayLike | None = None,
+            target_weights: ArrayLike | None = None) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
         return self.compute_loss_async(
             head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, advantages=advantages,
             old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, options=options, reduction=reduction,
             normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
             grad_hidden=grad_hidden, rows=rows, classes=classes, top_k=top_k, streams=streams, slice_bytes=slice_bytes,
-            timeout=timeout, ready=ready, teacher_hidden=teacher_hidden).wait()
+            timeout=timeout, ready=ready, teacher_hidden=teacher_hidden, target_classes=target_classes,
+            target_weights=target_weights).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
@@ -214,7 +216,8 @@ class Client(HeadCalls):
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
             classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None, slice_bytes: int | None = None,
             timeout: float | None = None, ready: Callable[[], None] | None = None,
-            teacher_hidden: NDArray[Any] | None = None) -> PendingLoss:
+            teacher_hidden: NDArray[Any] | None = None, target_classes: ArrayLike | None = None,
+            target_weights: ArrayLike | None = None) -> PendingLoss:
         """Starts a loss computation.
 
         Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
@@ -254,6 +257,11 @@ class Client(HeadCalls):
           ready: blocks until `hidden` may be read and `grad_hidden` be written; runs on a thread of the client.
           teacher_hidden: [N, D of the teacher], with options.distillation: the rows' hidden states of the teacher, of the
             same dtype and on the same device as `hidden`, and under the same rules.
+          target_classes, target_weights: [N, K] each, with options.rest: soft targets, which take the place of `targets` in
+            the loss. A class is in [0, V), in any order, or -1 in an entry that names none and has weight 0; weights of a
+            class that a row names more than once add up. Weights are finite and not negative. K is at most 256, and at most
+            V. Copied. `targets` says which rows are ignored, and whose results "logprob" and correct_rows are. A row whose
+            target, or a class with a weight, has the probability 0 fails.
         """
         self._connections.check_usable()
         kind, shape, data = _arrays.as_rows("hidden", hidden, dtype)
@@ -270,7 +278,7 @@ class Client(HeadCalls):
         work = ForwardWork(
             head=head, step=step, id=id, accumulate=accumulate, hidden=data,
             hidden_dtype=types.DTYPES[kind], hidden_size=shape[1], element_size=types.NUMPY_DTYPES[kind].itemsize,
-            targets=labels, classes=named,
+            targets=labels, classes=named, soft=_arrays.as_soft_targets(target_classes, target_weights, len(labels)),
             row_weights=_arrays.as_floats("row_weights", row_weights), options=options, numbers=numbers,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,

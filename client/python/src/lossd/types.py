@@ -23,6 +23,7 @@ Gradients = Literal["exact", "filtered", "sampled", "auto"]
 ObjectiveKind = Literal["reinforce", "importance_sampling", "ppo", "cispo", "dft"]
 Kl = Literal["k1", "k2", "k3"]
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+Rest = Literal["none", "renormalized", "one_class"]
 Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
@@ -51,6 +52,8 @@ KLS: Mapping[str, loss_pb2.KlEstimator] = {"k1": loss_pb2.KL_K1, "k2": loss_pb2.
 DIVERGENCES: Mapping[str, loss_pb2.Divergence] = {
     "forward_kl": loss_pb2.DIVERGENCE_FORWARD_KL, "reverse_kl": loss_pb2.DIVERGENCE_REVERSE_KL,
     "jensen_shannon": loss_pb2.DIVERGENCE_JENSEN_SHANNON, "total_variation": loss_pb2.DIVERGENCE_TOTAL_VARIATION}
+RESTS: Mapping[str, loss_pb2.Rest] = {
+    "none": loss_pb2.REST_NONE, "renormalized": loss_pb2.REST_RENORMALIZED, "one_class": loss_pb2.REST_ONE_CLASS}
 PARAMS: Mapping[str, head_pb2.Param] = {
     "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
     "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
@@ -153,7 +156,7 @@ class Distillation:
     """Rows are compared with the softmax of a teacher, another head of the server; "Distillation" in docs/math.md.
 
     The loss of a row is weight * divergence + target_weight * (the loss with its target, as LossOptions say). Gradients
-    are those of the head that is trained, and exact.
+    are those of the head that is trained: exact, or sampled (LossOptions.gradients).
 
     InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number or word.
     """
@@ -223,14 +226,19 @@ class LossOptions:
     max_gradient_error: float | None = None
     # In the place of the cross-entropy; None: nothing is. Then label_smoothing is 0 and use_class_weights False.
     objective: Objective | None = None
-    distillation: Distillation | None = None  # of rows that have a teacher, which gradients "exact" and "auto" go with
+    # Of rows with soft targets (compute_loss(target_classes=, target_weights=)): what becomes of the probability that a row's
+    # weights leave over. "none": weights count as they are; "renormalized": they are divided by their sum; "one_class": 1 less
+    # their sum is the weight of all other classes together. None: rows have one target each. Otherwise label_smoothing is 0,
+    # use_class_weights False, objective and distillation None.
+    rest: Rest | None = None
+    distillation: Distillation | None = None  # of rows that have a teacher, which gradients "filtered" do not go with
 
     def __post_init__(self) -> None:
         for option in fields(self):
             _check_type(option.name, getattr(self, option.name), option.default)
-        if self.distillation is not None and self.gradients in ("filtered", "sampled"):
+        if self.distillation is not None and self.gradients == "filtered":
             raise errors.InvalidArgument(
-                f"gradients is {self.gradients!r}; it must be 'exact', 'auto' or None with distillation")
+                f"gradients is {self.gradients!r}; it must be 'exact', 'sampled', 'auto' or None with distillation")
         _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
         _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
         _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
@@ -247,6 +255,13 @@ class LossOptions:
         if self.max_gradient_error is not None:
             _check("max_gradient_error", self.max_gradient_error, "finite and not negative",
                    0 <= self.max_gradient_error < math.inf)
+        if self.rest is not None:
+            enum_value("rest", RESTS, self.rest)
+            _check("label_smoothing", self.label_smoothing, "0 with rest", self.label_smoothing == 0)
+            for name, value in (("use_class_weights", self.use_class_weights or None), ("objective", self.objective),
+                                ("distillation", self.distillation)):
+                if value is not None:
+                    raise errors.InvalidArgument(f"{name} is {value}; it must be absent with rest")
         if self.objective is not None:
             _check("label_smoothing", self.label_smoothing, "0 with an objective", self.label_smoothing == 0)
             if self.use_class_weights:
@@ -260,6 +275,8 @@ class LossOptions:
         values["use_class_weights"] = bool(self.use_class_weights)
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
+        if self.rest is not None:
+            values["rest"] = RESTS[self.rest]
         if self.objective is not None:
             values["objective"] = self.objective.to_proto()
         if self.distillation is not None:
@@ -267,14 +284,15 @@ class LossOptions:
         return loss_pb2.LossOptions(**values)
 
 
-_MAY_BE_NONE = ("gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective", "distillation")
+_MAY_BE_NONE = (
+    "gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective", "rest", "distillation")
 
 
 def _check_type(name: str, value: Any, default: Any) -> None:
     """TypeError, naming the option and its value, unless it has the kind of value that the option takes."""
     if value is None and name in _MAY_BE_NONE:
         return
-    if name == "gradients":
+    if name in ("gradients", "rest"):
         kind, ok = "a str", isinstance(value, str)
     elif name == "objective":
         kind, ok = "a lossd.Objective", isinstance(value, Objective)
@@ -364,6 +382,10 @@ class LossResult(Shown):
     sampling_variance: float = field(default=0.0, repr=False)
     squared_gradient: float = field(default=0.0, repr=False)
     objective: ObjectiveSums = field(default_factory=ObjectiveSums, repr=False)  # of LossOptions.objective; 0 without one
+    # With LossOptions.distillation, row weights applied: loss_sum is weight * divergence_sum + target_weight *
+    # target_loss_sum. 0 without, and target_loss_sum with target_weight 0.
+    divergence_sum: float = field(default=0.0, repr=False)
+    target_loss_sum: float = field(default=0.0, repr=False)
     normalizer: float = 1.0  # as used; 1 unless the reduction is mean
 
     valid_rows: int = 0
@@ -412,6 +434,8 @@ class LossResult(Shown):
         self.squared_gradient += summary.squared_gradient
         for sums in fields(ObjectiveSums):
             setattr(self.objective, sums.name, getattr(self.objective, sums.name) + getattr(summary.objective, sums.name))
+        self.divergence_sum += summary.divergence_sum
+        self.target_loss_sum += summary.target_loss_sum
         self.valid_rows += summary.valid_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows

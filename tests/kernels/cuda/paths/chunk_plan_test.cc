@@ -161,6 +161,35 @@ TEST(ChunkPlan, RowsWithATeacherAreNotFused) {
   EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("teacher"));
 }
 
+TEST(ChunkPlan, OfRowsWithATeacherAllOfTheGradientIsSampled) {
+  Case c;
+  c.options.gradients = Gradients::kSampled;
+  c.options.label_smoothing = 0.1f;
+  EXPECT_TRUE(c.Plan().uniform_apart);
+  c.chunk.distilled = true;
+  EXPECT_TRUE(c.Plan().sampled());
+  EXPECT_FALSE(c.Plan().uniform_apart);
+}
+
+TEST(ChunkPlan, RowsWithSoftTargetsAreNotFusedAndListedWhereFiltered) {
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    Case c;
+    c.limits.logits = logits;
+    c.options.rest = Rest::kNone;
+    c.chunk.terms.soft = true;
+    EXPECT_FALSE(c.Plan().fused());
+    EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("rows name"));
+    c.options.gradients = Gradients::kFiltered;
+    EXPECT_TRUE(c.Plan().filtered() && c.Plan().filters_elements);
+    c.options.rest = Rest::kOneClass;
+    EXPECT_TRUE(c.Plan().exact());
+    EXPECT_FALSE(c.Plan().filters_elements);
+    EXPECT_THAT(c.Plan().why_exact, HasSubstr("rest of a row's targets"));
+    c.options.gradients = Gradients::kSampled;
+    EXPECT_TRUE(c.Plan().sampled());
+  }
+}
+
 TEST(ChunkPlan, GradientsOfEntropiesAreFused) {
   Case c;
   c.chunk.terms.any_coef_entropy = true;
@@ -490,6 +519,33 @@ TEST(ChunkLayout, ObjectivesBringNumbersAndSums) {
   EXPECT_NEAR(sums.ref_kl, 2.5 + 1.5, 1e-9);
 }
 
+TEST(ChunkLayout, DivergencesAreAddedUp) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {0, kIgnoredTarget, 0, 1};
+  const std::vector<float> weights = {2.0f, 1.0f, 0.0f, 1.0f};
+  Slice slice;
+  slice.rows = 4;
+  slice.targets = targets.data();
+  slice.row_weights = weights.data();
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  chunk.options.distillation = {.divergence = Divergence::kForwardKl, .weight = 0.5f, .target_weight = 0.25f};
+  const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+  const float divergence[] = {3.0f, NAN, 4.0f}, with_targets[] = {8.0f, 0.0f, 16.0f};
+  for (int r = 0; r < 3; ++r) {
+    const float weight = r == 0 ? 2.0f : r == 1 ? 0.0f : 1.0f;
+    blocks.outputs.divergence[r] = divergence[r];
+    blocks.outputs.loss[r] = weight * 0.5f * (r == 1 ? 0.0f : divergence[r]) + 0.25f * with_targets[r];
+    blocks.outputs.z_loss[r] = blocks.outputs.lse[r] = blocks.outputs.target_logprob[r] = 0.0f;
+    blocks.outputs.argmax[r] = 0;
+  }
+  blocks.outputs.first_bad[0] = -1;
+  UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+  EXPECT_EQ(slice.sums.divergence, 2.0 * 3.0 + 4.0);
+  EXPECT_EQ(slice.sums.target_loss, 8.0 + 16.0);
+  EXPECT_EQ(slice.sums.loss, 0.5 * 10.0 + 0.25 * 24.0);
+}
+
 TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   Blocks blocks;
   const std::vector<int32_t> targets = {kIgnoredTarget, 4, 6};
@@ -573,6 +629,39 @@ TEST(ChunkLayout, SingleClassesOfEachRow) {
   EXPECT_THAT(top, ElementsAre(0, -7, 0, 0, ::testing::IsNan(), ::testing::IsNan()))
       << "3 - 2 is rounding: 0";
   EXPECT_THAT(top_classes, ElementsAre(24, 25, -1, -1, -1, -1));
+}
+
+// A class once, the smallest first; rows without a target left out; places that are left name none.
+TEST(ChunkLayout, SoftTargetsOfEachRow) {
+  Blocks blocks;
+  const std::vector<int32_t> targets = {4, kIgnoredTarget, 6};
+  const std::vector<int32_t> named = {9, 5, 9, 1, 2, 3, 7, kNoClass, 6};
+  const std::vector<float> weights = {0.25f, 0.125f, 0.25f, 1, 1, 1, 0.5f, 0, 0.25f};
+  Slice slice;
+  slice.rows = 3;
+  slice.targets = targets.data();
+  slice.target_classes = named.data();
+  slice.target_weights = weights.data();
+  slice.target_count = 3;
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  for (const Rest rest : {Rest::kNone, Rest::kRenormalized, Rest::kOneClass}) {
+    chunk.options.rest = rest;
+    const ChunkLayout layout = LayOutChunk(Head(DType::kFloat32), chunk, blocks.inputs);
+    EXPECT_EQ(layout.target_count, 3);
+    std::vector<uint8_t> memory(static_cast<size_t>(ClassBlockBytes(8)));
+    Carver carver(memory.data());
+    const RowClassBlock classes = RowClassBlock::Carve(carver, 8);
+    PlaceSoftTargets(layout, rest, blocks.inputs, classes);
+    EXPECT_THAT(std::vector<int32_t>(classes.target_classes(), classes.target_classes() + 6),
+                ElementsAre(5, 9, kNoClass, 6, 7, kNoClass));
+    const bool whole = rest == Rest::kRenormalized;
+    const float first = whole ? 0.625f : 1.0f, second = whole ? 0.75f : 1.0f;
+    EXPECT_THAT(std::vector<float>(classes.target_weights(), classes.target_weights() + 6),
+                ElementsAre(0.125f / first, 0.5f / first, 0, 0.25f / second, 0.5f / second, 0));
+    EXPECT_EQ(blocks.inputs.target_total[0], rest == Rest::kNone ? 0.625f : 1.0f);
+    EXPECT_EQ(blocks.inputs.target_rest[1], rest == Rest::kOneClass ? 0.25f : 0.0f);
+  }
 }
 
 TEST(ChunkLayout, ResultsSayWhatTheDeviceDecided) {

@@ -250,6 +250,24 @@ def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, 
         raise ValueError(f"targets is None; distillation.target_weight is {distillation.target_weight}, and needs them")
 
 
+def soft_targets(classes: Any, weights: Any, hidden: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Both [N, K]. TypeError or ValueError if rows of `hidden` cannot have them."""
+    for name, value in (("target_classes", classes), ("target_weights", weights)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is {_a(value)}; it must be a tensor")
+        if value.dim() == 0 or value.shape[:-1] != hidden.shape[:-1] or value.shape[-1] == 0:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; hidden of shape {tuple(hidden.shape)} needs "
+                             f"{tuple(hidden.shape[:-1])} and the number of classes of a row")
+        if value.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but lossd computes none for it: use {name}.detach()")
+    if classes.is_floating_point() or classes.dtype is torch.bool:
+        raise TypeError(f"target_classes has dtype {classes.dtype}; it must have integers")
+    if weights.shape != classes.shape:
+        raise ValueError(f"target_weights has shape {tuple(weights.shape)}; target_classes has {tuple(classes.shape)}")
+    count = classes.shape[-1]
+    return classes.reshape(-1, count).cpu().numpy().astype(np.int64), weights.reshape(-1, count).float().cpu().numpy()
+
+
 def as_sent(tensor: torch.Tensor) -> Any:
     """A contiguous tensor as lossd.Client takes it; on a GPU bf16 as int16."""
     if tensor.device.type == "cpu":

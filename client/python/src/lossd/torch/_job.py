@@ -127,7 +127,7 @@ class Job:
     def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
                  numbers: Mapping[str, Any], taught: torch.Tensor | None = None) -> None:
-        """`numbers`: of options.objective, arrays that Client.compute_loss takes under these names. `taught`: hidden states of
+        """`numbers`: of options.objective or options.rest, arrays that Client.compute_loss takes under these names. `taught`: hidden states of
         options.distillation's teacher, (..., its D), as they travel."""
         self.module = module
         self.options = options
@@ -175,7 +175,7 @@ class Job:
 
     def _pass_key(self) -> bytes:
         """Of the computation among the first passes under checkpoints."""
-        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective} {self.options.distillation}")
+        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective} {self.options.distillation} {self.options.rest}")
 
     def start(self) -> None:
         if self.plan.repeats:

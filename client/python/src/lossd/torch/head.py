@@ -18,7 +18,7 @@ from lossd.torch import _data_parallel, _input, _modes, _step_tracker
 from lossd.torch._modes import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
-from lossd.types import Gradients, Reduction
+from lossd.types import Gradients, Reduction, Rest
 
 _PPO = lossd.Objective("ppo")
 
@@ -320,10 +320,46 @@ class LossHead(torch.nn.Module):
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
                                            teacher_hidden))
 
+    @outside_of_compile
+    def soft_target_loss(
+            self, hidden: torch.Tensor, target_classes: torch.Tensor, target_weights: torch.Tensor,
+            targets: torch.Tensor | None = None, *, rest: Rest = "none", row_weights: torch.Tensor | None = None,
+            normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
+        """The loss of rows that have several classes with a weight each in the place of one target.
+
+            weights, classes = teacher_logits.softmax(-1).topk(64)
+            loss = head.soft_target_loss(hidden, classes, weights, rest="one_class")
+            loss.backward()
+
+        The module's reduction and its other options hold, but for label_smoothing, class_weights and shift, which do not go
+        with soft targets (ValueError).
+
+        Args:
+          target_classes: (..., K), integers: classes of the vocabulary in any order, or -1 in an entry that names none. K is
+            at most 256.
+          target_weights: (..., K), finite and not negative, 0 where target_classes is -1. They get no gradient.
+          targets: (...); those that are ignore_index mark rows that are left out, and extras such as "logprob" are the
+            others'. None: the class of the largest weight; rows that name no class are left out.
+          rest: what becomes of the probability that a row's weights leave over (lossd.LossOptions): "none", "renormalized"
+            or "one_class".
+          row_weights, normalizer, microbatch: as in start().
+        """
+        if self.shift:
+            raise ValueError("shift=True does not go with soft_target_loss: make a LossHead without it")
+        classes, weights = _input.soft_targets(target_classes, target_weights, hidden)
+        if targets is None:
+            largest = np.take_along_axis(classes, weights.argmax(-1)[:, None], -1)[:, 0]
+            labels = np.where(largest < 0, self.options.ignore_index, largest)
+            targets = torch.from_numpy(labels).reshape(hidden.shape[:-1])
+        options = replace(self.options, rest=rest)
+        soft: dict[str, NDArray[Any]] = {"target_classes": classes, "target_weights": weights}
+        return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
+                                           soft=soft))
+
     def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
-               teacher_hidden: torch.Tensor | None = None) -> PendingHeadLoss:
-        """`rows`: the row weights and what the objective takes, by name."""
+               teacher_hidden: torch.Tensor | None = None, soft: dict[str, NDArray[Any]] | None = None) -> PendingHeadLoss:
+        """`rows`: the row weights and what the objective takes, by name. `soft`: soft targets, likewise."""
         _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
         together = plan.counts_with_ranks
@@ -342,7 +378,8 @@ class LossHead(torch.nn.Module):
             self.steps.check_order(number)
         floats = {name: _input.weights(tensor) for name, tensor in rows.items()}
         weights = floats.pop("row_weights")
-        numbers = {name: values for name, values in floats.items() if values is not None}
+        numbers: dict[str, NDArray[Any]] = {name: values for name, values in floats.items() if values is not None}
+        numbers.update(soft or {})
         taught = None if teacher_hidden is None else teacher_hidden.to(wire.dtype)
         job = Job(self, wire, labels, weights, plan, number, options, numbers, taught)
         job.normalizer = total
