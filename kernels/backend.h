@@ -26,6 +26,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,7 @@
 #include "absl/types/span.h"
 #include "kernels/head_config.h"
 #include "kernels/replica.h"
+#include "kernels/teacher_pool.h"
 
 namespace lossd::kernels {
 
@@ -54,21 +56,29 @@ struct Choice {
 
 // What memory is used for. A backend plans and counts its memory by kind.
 enum class MemoryKind : uint8_t {
-  kWeights,    // fp32 master weights, 16-bit compute copies, bias, norm, class weights
-  kGradients,  // fp32 accumulators
-  kOptimizer,  // momentum and Adam moments
-  kWorkspace,  // what is computed on the way: logits, sums, lists, rows being converted
-  kSlots,      // on a device: hidden states, gradients, inputs and results of rows, of chunks or clients
-  kStaging,    // host buffers that slices are received into and sent from
-  kRetained,   // hidden states of deferred microbatches, waiting for their backward pass
-  kLedger,     // on the host: targets and weights of open streams, ledgers of open steps
+  kWeights,      // fp32 master weights, 16-bit compute copies, bias, norm, class weights
+  kGradients,    // fp32 accumulators
+  kOptimizer,    // momentum and Adam moments
+  kWorkspace,    // what is computed on the way: logits, sums, lists, rows being converted
+  kSlots,        // on a device: hidden states, gradients, inputs and results of rows, of chunks or clients
+  kStaging,      // host buffers that slices are received into and sent from
+  kRetained,     // hidden states of deferred microbatches, waiting for their backward pass
+  kLedger,       // on the host: targets and weights of open streams, ledgers of open steps
+  kHostValues,   // on the host: values of heads that live there (Residency::kHost)
+  kTeacherPool,  // on a device: where such heads are copied to, and what their chunks work in
 };
-inline constexpr size_t kMemoryKinds = 8;
+inline constexpr size_t kMemoryKinds = 10;
 
 constexpr absl::string_view Name(MemoryKind kind) {
-  constexpr absl::string_view kNames[kMemoryKinds] = {"weights", "gradients", "optimizer", "workspace",
-                                                      "slots",   "staging",   "retained",  "ledger"};
+  constexpr absl::string_view kNames[kMemoryKinds] = {"weights",     "gradients",   "optimizer", "workspace",
+                                                      "slots",       "staging",     "retained",  "ledger",
+                                                      "host_values", "teacher_pool"};
   return kNames[static_cast<size_t>(kind)];
+}
+
+// Whether memory of this kind is memory of the host wherever the heads compute.
+constexpr bool IsOfHost(MemoryKind kind) {
+  return kind == MemoryKind::kStaging || kind == MemoryKind::kLedger || kind == MemoryKind::kHostValues;
 }
 
 // Bytes by kind.
@@ -80,6 +90,12 @@ struct MemoryBytes {
   int64_t Total() const {
     int64_t total = 0;
     for (int64_t bytes : by_kind) total += bytes;
+    return total;
+  }
+  // Without what is memory of the host.
+  int64_t OnDevice() const {
+    int64_t total = 0;
+    for (size_t i = 0; i < kMemoryKinds; ++i) total += IsOfHost(static_cast<MemoryKind>(i)) ? 0 : by_kind[i];
     return total;
   }
 };
@@ -297,6 +313,9 @@ class HeadKernels {
   // How a full chunk with gradients is computed whose options are the defaults, with the gradients that the
   // head's config names; and what was chosen when the head was made.
   virtual std::vector<Choice> Describe() const = 0;
+  // Of a head that lives in host memory: how it has come to the device and gone. Nullopt, the default: it
+  // lives on the device. Thread-safe.
+  virtual std::optional<PagingStats> paging() const { return std::nullopt; }
 
   // OK if chunks of this head may have such a teacher (Chunk::teacher), a head of the same backend:
   // INVALID_ARGUMENT as ValidateTeacher, with the field "distillation.teacher"; UNIMPLEMENTED, the default,

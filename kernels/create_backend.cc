@@ -37,6 +37,7 @@ absl::StatusOr<CreatedBackend> CreateCpu(const BackendChoice& choice, std::strin
   if (choice.workspace_bytes > 0) options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
   options.memory_reserve_bytes = choice.memory_reserve_bytes;
+  options.teacher_pool_bytes = choice.teacher_pool_bytes;
   options.replica = choice.replica;
   if (choice.replica.count > 1) options.sharers = choice.cpu_devices;
   absl::StatusOr<std::unique_ptr<Backend>> backend = choice.cpu_devices == 1 || choice.replica.count > 1

@@ -39,6 +39,8 @@ struct BackendChoice {
   int64_t workspace_bytes = 0;     // per head; 0: the backend's default
   int64_t memory_limit_bytes = 0;  // 0: none
   int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: left to others of what the system can give
+  int64_t teacher_pool_bytes =
+      0;                       // of each device, for heads in host memory (teacher_pool.h); 0: as they need
   bool deterministic = false;  // nothing that may differ between runs of the program, whatever it gains
 
   // With a count above 1: the heads are replicas, and the backends of the other ones have nothing in common

@@ -72,7 +72,11 @@ absl::Status ValidateTeacher(const HeadConfig& student, const HeadConfig& teache
                               absl::StrCat("one with vocab_size ", teacher.vocab_size));
   }
   if (teacher.trainable) return errors::FieldError(field, "be a frozen head", "a trainable one");
-  return absl::OkStatus();
+  if (student.residency == Residency::kDevice || teacher.residency == Residency::kDevice) {
+    return absl::OkStatus();
+  }
+  return errors::FieldError(field, "live on the device where the student lives in host memory",
+                            "a head in host memory", absl::StatusCode::kUnimplemented);
 }
 
 }  // namespace lossd::kernels

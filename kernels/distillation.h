@@ -48,7 +48,7 @@ struct Distillation {
 absl::Status Validate(const Distillation& distillation);
 
 // What chunks that are distilled need of a pair of heads: INVALID_ARGUMENT with the field `field`, unless the
-// teacher has the same number of classes and is not trainable.
+// teacher has the same number of classes and is not trainable; UNIMPLEMENTED if both live in host memory.
 struct HeadConfig;
 absl::Status ValidateTeacher(const HeadConfig& student, const HeadConfig& teacher, absl::string_view field);
 

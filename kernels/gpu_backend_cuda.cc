@@ -27,6 +27,8 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateOne(const BackendChoice& choice, 
   options.replica = replica;
   options.workspace_bytes = choice.workspace_bytes;
   options.memory_limit_bytes = choice.memory_limit_bytes;
+  options.memory_reserve_bytes = choice.memory_reserve_bytes;
+  options.teacher_pool_bytes = choice.teacher_pool_bytes;
   options.deterministic = choice.deterministic;
   options.stream_priority = PriorityOf(choice);
   options.shares_process = choice.shares_process;

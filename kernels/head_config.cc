@@ -247,6 +247,25 @@ absl::Status ValidateShares(const HeadConfig& config) {
 
 }  // namespace
 
+namespace {
+
+absl::Status ValidateResidency(const HeadConfig& config) {
+  if (config.residency == Residency::kDevice) return absl::OkStatus();
+  if (config.residency > Residency::kHost) {
+    return errors::FieldError("residency", "be device or host", static_cast<int>(config.residency));
+  }
+  if (config.trainable) {
+    return errors::FieldError("residency", "be device unless the head is frozen", Name(config.residency));
+  }
+  if (config.split != Split::kVocabulary && config.shares.empty() && config.replicas <= 1) {
+    return absl::OkStatus();
+  }
+  return errors::FieldError("residency", "be device for a head that is split by vocabulary",
+                            Name(config.residency), absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+
 absl::Status Validate(const HeadConfig& config) {
   if (config.hidden_size < 1 || config.hidden_size > kMaxHiddenSize) {
     return errors::FieldError("hidden_size", absl::StrCat("be in [1, ", kMaxHiddenSize, "]"),
@@ -284,7 +303,8 @@ absl::Status Validate(const HeadConfig& config) {
     return errors::FieldError("split", "be any, rows or vocabulary", static_cast<int>(config.split));
   }
   LOSSD_RETURN_IF_ERROR(ValidateReplicas(config));
-  return ValidateShares(config);
+  LOSSD_RETURN_IF_ERROR(ValidateShares(config));
+  return ValidateResidency(config);
 }
 
 absl::Status ValidateOn(const HeadConfig& config, int devices) {
@@ -363,6 +383,16 @@ absl::string_view Name(Split split) {
       return "vocabulary";
   }
   return "";
+}
+
+absl::string_view Name(Residency residency) {
+  switch (residency) {
+    case Residency::kDevice:
+      return "device";
+    case Residency::kHost:
+      return "host";
+  }
+  return "unknown";
 }
 
 absl::string_view Name(OptimizerState state) {

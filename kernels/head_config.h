@@ -181,6 +181,14 @@ enum class Split : uint8_t {
   kVocabulary,
 };
 
+// Where a head keeps its values (docs/training/distillation.md, "Many teachers").
+enum class Residency : uint8_t {
+  kDevice,
+  // In memory of the host, in the compute dtype. A device has a pool of memory for all such heads
+  // (teacher_pool.h), to which a head's values are copied when rows need them. Frozen heads only.
+  kHost,
+};
+
 // The most that HeadConfig::replicas may be.
 inline constexpr int32_t kMostReplicas = 1 << 16;
 
@@ -210,6 +218,9 @@ struct HeadConfig {
   // classes; the copies divide the rows. 0 and 1: one, on all devices. `shares` are of the devices of one
   // copy. kAny with more than one means kVocabulary.
   int32_t replicas = 0;
+  // kHost: every device has all classes. Tensors are rounded to the compute dtype when they are written;
+  // bias, norm and class weights stay fp32.
+  Residency residency = Residency::kDevice;
 
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;
 };
@@ -258,6 +269,7 @@ absl::string_view Name(Norm norm);             // "none", "layernorm", "rmsnorm"
 absl::string_view Name(Logits logits);         // "stored", "recomputed"
 absl::string_view Name(Split split);           // "any", "rows", "vocabulary"
 absl::string_view Name(OptimizerState state);  // "none", "momentum", "adam"
+absl::string_view Name(Residency residency);   // "device", "host"
 
 // A tensor's shape as a matrix: vectors are [length, 1].
 struct TensorShape {

@@ -144,6 +144,7 @@ struct CreateFlags {
   v1::Split split = v1::SPLIT_UNSPECIFIED;
   std::vector<uint32_t> shares;
   uint32_t replicas = 0;
+  v1::Residency residency = v1::RESIDENCY_UNSPECIFIED;
 
   bool dry_run = false;
   client::IfExists if_exists = client::IfExists::kError;
@@ -168,6 +169,7 @@ struct CreateFlags {
     spec->set_split(split);
     spec->mutable_shares()->Add(shares.begin(), shares.end());
     spec->set_replicas(replicas);
+    spec->set_residency(residency);
     values.SetIn(&request);
     return request;
   }
@@ -209,6 +211,9 @@ void AddCreate(CLI::App* app, Context* context) {
   create->add_option("--replicas", flags->replicas,
                      "By vocabulary: copies of the head, each on as many of the devices, which divide its "
                      "classes; the copies divide the rows [1]");
+  AddWord(create, "--residency", &flags->residency, Words<v1::Residency>(),
+          "Frozen heads: where the values live: on the device, or in host memory, from where they are copied "
+          "when rows need them [device]");
 
   CLI::Option* dry_run = create->add_flag(
       "--dry-run", flags->dry_run, "Make nothing: print what the server would make, or why it would refuse");

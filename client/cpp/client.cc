@@ -433,6 +433,7 @@ v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
   }
   if (spec.logits() == v1::LOGITS_UNSPECIFIED) spec.set_logits(v1::LOGITS_STORED);
   if (spec.gradients() == v1::GRADIENTS_UNSPECIFIED) spec.set_gradients(v1::GRADIENTS_EXACT);
+  if (spec.residency() == v1::RESIDENCY_UNSPECIFIED) spec.set_residency(v1::RESIDENCY_DEVICE);
   return spec;
 }
 
@@ -458,8 +459,9 @@ bool Says(const v1::HeadSpec& spec, const FieldDescriptor* field) {
 
 // ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that
 // is left to the server may be any.
-absl::Status CheckSame(const v1::HeadSpec& has, const v1::HeadSpec& asked) {
-  const v1::HeadSpec wanted = WithDefaults(asked);
+absl::Status CheckSame(const v1::HeadSpec& described, const v1::HeadSpec& asked) {
+  // An earlier server does not describe what it does not know, and has the default.
+  const v1::HeadSpec has = WithDefaults(described), wanted = WithDefaults(asked);
   std::vector<std::string> different;
   std::optional<errors::FieldViolation> first;
   for (int i = 0; i < v1::HeadSpec::descriptor()->field_count(); ++i) {

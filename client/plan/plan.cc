@@ -331,8 +331,7 @@ absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& 
   device.split = placement.split;
   device.memory = plan.memory;
   device.library_bytes = kernels::cuda::kGemmWorkspaceBytes;
-  device.device_bytes = plan.memory.Total() - plan.memory[MemoryKind::kStaging] -
-                        plan.memory[MemoryKind::kLedger] + device.library_bytes;
+  device.device_bytes = plan.memory.OnDevice() + device.library_bytes;
   device.chunk_rows = plan.sizes.chunk_rows;
   device.fits = device.device_bytes <= request.memory_bytes;
   device.choices = plan.choices;

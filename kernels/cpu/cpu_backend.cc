@@ -58,6 +58,7 @@ class CpuBackend final : public Backend {
       : workspace_bytes_(options.workspace_bytes),
         replica_(replica),
         accounting_(std::move(accounting)),
+        teachers_(options.teacher_pool_bytes, accounting_.get()),
         pool_(threads) {}
 
   BackendInfo info() const override {
@@ -79,7 +80,12 @@ class CpuBackend final : public Backend {
     LOSSD_TRY(int64_t chunk_rows, ChunkRows(config));
     PlannedHead planned;
     planned.memory = PlanBuffers(config, replica_, chunk_rows);
-    LOSSD_RETURN_IF_ERROR(accounting_->Check(kTheHead, planned.memory, beside));
+    MemoryBytes taken = beside;
+    if (config.residency == Residency::kHost) {
+      LOSSD_TRY(const MemoryBytes growth, teachers_.GrowthWith(planned.memory[MemoryKind::kHostValues]));
+      taken[MemoryKind::kTeacherPool] += growth[MemoryKind::kTeacherPool];
+    }
+    LOSSD_RETURN_IF_ERROR(accounting_->Check(kTheHead, planned.memory, taken));
     planned.chunk_rows = planned.slice_rows = chunk_rows;
     planned.choices =
         DescribeCpuHead(config, chunk_rows, planned.memory[MemoryKind::kWorkspace], pool_.threads());
@@ -91,7 +97,13 @@ class CpuBackend final : public Backend {
     LOSSD_TRY(
         MemoryAccounting::Reservation reservation,
         accounting_->Reserve(kTheHead, PlanBuffers(config, replica_, chunk_rows), /*filled_at_once=*/true));
-    return CpuHead::Create(config, replica_, chunk_rows, &pool_, std::move(reservation));
+    std::unique_ptr<CpuPooled> pooled;
+    if (config.residency == Residency::kHost) {
+      const int64_t bytes = reservation.bytes()[MemoryKind::kHostValues];
+      LOSSD_TRY(const TeacherPool::Id id, teachers_.Add(bytes));
+      pooled = std::make_unique<CpuPooled>(&teachers_, id, bytes);
+    }
+    return CpuHead::Create(config, replica_, chunk_rows, &pool_, std::move(reservation), std::move(pooled));
   }
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
@@ -137,6 +149,7 @@ class CpuBackend final : public Backend {
   const int64_t workspace_bytes_;
   const Replica replica_;
   const std::shared_ptr<MemoryAccounting> accounting_;
+  CpuTeacherPool teachers_;
   absl::Mutex planned_mutex_;
   std::vector<MemoryAccounting::Reservation> planned_ ABSL_GUARDED_BY(planned_mutex_);
   ThreadPool pool_;
@@ -154,6 +167,9 @@ absl::Status Check(const CpuBackendOptions& options) {
   }
   if (options.memory_reserve_bytes < 0) {
     return errors::FieldError("memory_reserve_bytes", "be >= 0", options.memory_reserve_bytes);
+  }
+  if (options.teacher_pool_bytes < 0) {
+    return errors::FieldError("teacher_pool_bytes", "be >= 0", options.teacher_pool_bytes);
   }
   return absl::OkStatus();
 }

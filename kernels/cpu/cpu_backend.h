@@ -27,7 +27,8 @@ struct CpuBackendOptions {
   // Of the memory that the system can give, so much is left to others: heads and staging that would take it
   // are refused.
   int64_t memory_reserve_bytes = int64_t{256} << 20;
-  Replica replica;        // of the heads of a group (kernels/group)
+  int64_t teacher_pool_bytes = 0;  // for heads in host memory (teacher_pool.h); 0: as the largest of them
+  Replica replica;                 // of the heads of a group (kernels/group)
   int sharers = 1;        // so many backends share the threads, and this one has its part, at least one
   std::string host_root;  // what stands before /proc and /sys, where the system says what it can give
 };

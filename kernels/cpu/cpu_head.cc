@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/cpu/divergence.h"
 #include "kernels/cpu/row_loops.h"
 #include "kernels/decision.h"
@@ -14,10 +15,10 @@
 namespace lossd::kernels {
 namespace {
 
-MemoryKind KindOf(Role role) {
+MemoryKind KindOf(const HeadConfig& config, Role role) {
   switch (role) {
     case Role::kValue:
-      return MemoryKind::kWeights;
+      return config.residency == Residency::kHost ? MemoryKind::kHostValues : MemoryKind::kWeights;
     case Role::kGradient:
       return MemoryKind::kGradients;
     default:
@@ -49,7 +50,7 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
       if (!HasTensor(config, id)) continue;
       const int64_t elements = ElementsOf(config, replica, id);
       if (elements == 0) continue;
-      Arena& arena = arenas[static_cast<size_t>(KindOf(role))];
+      Arena& arena = arenas[static_cast<size_t>(KindOf(config, role))];
       buffers.tensor(id) = arena.Take<float>(elements);
     }
   }
@@ -92,6 +93,42 @@ absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan) {
     LOSSD_TRY(arenas[i], Arena::Allocate(plan.by_kind[i]));
   }
   return arenas;
+}
+
+absl::StatusOr<MemoryBytes> CpuTeacherPool::GrowthWith(int64_t bytes) const {
+  LOSSD_TRY(const int64_t size, pool_.SizeWith(bytes));
+  MemoryBytes growth;
+  growth[MemoryKind::kTeacherPool] = size == pool_.size() ? 0 : size;
+  return growth;
+}
+
+// The old memory goes when the new one is there.
+absl::StatusOr<TeacherPool::Id> CpuTeacherPool::Add(int64_t bytes) {
+  LOSSD_TRY(const MemoryBytes growth, GrowthWith(bytes));
+  if (const int64_t size = growth[MemoryKind::kTeacherPool]; size > 0) {
+    LOSSD_TRY(MemoryAccounting::Reservation reservation, accounting_->Reserve("the teacher pool", growth));
+    LOSSD_TRY(AlignedBytes memory, AllocateAligned(size));
+    memory_ = std::move(memory);
+    reservation_ = std::move(reservation);
+  }
+  return pool_.Add(bytes);
+}
+
+void CpuTeacherPool::Remove(TeacherPool::Id id) {
+  pool_.Remove(id);
+  if (pool_.size() > 0) return;
+  memory_.reset();
+  reservation_ = MemoryAccounting::Reservation();
+}
+
+uint8_t* CpuTeacherPool::Use(TeacherPool::Id id, const uint8_t* values, int64_t bytes) {
+  const TeacherPool::Place place = pool_.Use(id);
+  uint8_t* const here = memory_.get() + place.offset;
+  if (!place.copy) return here;
+  const absl::Time begin = clocks::SteadyNow();
+  std::memcpy(here, values, static_cast<size_t>(bytes));
+  pool_.AddCopying(id, clocks::SteadyNow() - begin);
+  return here;
 }
 
 absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes) {
@@ -516,7 +553,8 @@ bool ExceedsError(const Chunk& chunk, const RowOrder& order, const HeadBuffers& 
 
 absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& config, Replica replica,
                                                          int64_t chunk_rows, ThreadPool* pool,
-                                                         MemoryAccounting::Reservation reservation) {
+                                                         MemoryAccounting::Reservation reservation,
+                                                         std::unique_ptr<CpuPooled> pooled) {
   LOSSD_TRY(HeadArenas arenas, AllocateArenas(reservation.bytes()));
   reservation.MarkResident();  // arenas are written with zeros
   const HeadBuffers buffers = LayOut(config, replica, chunk_rows, arenas);
@@ -524,13 +562,15 @@ absl::StatusOr<std::unique_ptr<CpuHead>> CpuHead::Create(const HeadConfig& confi
     float* const values = buffers.tensor({param, Role::kValue});
     if (values != nullptr) std::fill_n(values, ShapeOf(config, param).elements(), 1.0f);
   }
-  return std::unique_ptr<CpuHead>(
-      new CpuHead(config, replica, chunk_rows, pool, std::move(reservation), std::move(arenas), buffers));
+  return std::unique_ptr<CpuHead>(new CpuHead(config, replica, chunk_rows, pool, std::move(reservation),
+                                              std::move(arenas), buffers, std::move(pooled)));
 }
 
 CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
-                 MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers)
-    : config_(config),
+                 MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers,
+                 std::unique_ptr<CpuPooled> pooled)
+    : CpuPooledKernels(std::move(pooled)),
+      config_(config),
       part_(PlaceOf(config, replica).index),
       has_norm_(config.norm != Norm::kNone),
       is_split_(IsSplitByVocabulary(config, replica)),
@@ -577,6 +617,22 @@ absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
                              {teacher.config(), same_device ? other->classes_ : classes_}, same_device);
 }
 
+namespace {
+
+// Brings the values of a head in host memory to the pool, where a chunk finds them by `buffers`.
+void BringValues(const CpuPooled& pooled, const CpuParams& params, HeadBuffers& buffers) {
+  // They lie one after the other, the weight first (LayOut).
+  const auto* const home = reinterpret_cast<const uint8_t*>(params.value(Param::kWeight));
+  uint8_t* const here = pooled.Use(home);
+  for (Param param : kAllParams) {
+    const auto* const value = reinterpret_cast<const uint8_t*>(params.value(param));
+    if (value == nullptr) continue;
+    buffers.tensor({param, Role::kValue}) = reinterpret_cast<float*>(here + (value - home));
+  }
+}
+
+}  // namespace
+
 void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   absl::Status status = ValidateChunk(config_, chunk_rows_, *chunk);
   if (status.ok() && chunk->teacher != nullptr) status = CheckTeacher(*chunk->teacher);
@@ -586,6 +642,12 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     return;
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
+  if (order.rows > 0) {
+    for (CpuHead* head : {this, static_cast<CpuHead*>(chunk->teacher)}) {  // CheckTeacher
+      if (head != nullptr && head->pooled_ != nullptr)
+        BringValues(*head->pooled_, head->params_, head->buffers_);
+    }
+  }
   status = ComputeResults(*chunk, order);
   callbacks.on_results(status);
   if (status.ok()) AccumulateWeight(order);

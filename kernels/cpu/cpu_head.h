@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "kernels/cpu/row_loss.h"
 #include "kernels/head_config.h"
 #include "kernels/replica.h"
+#include "kernels/teacher_pool.h"
 #include "kernels/validation.h"
 
 namespace lossd::kernels {
@@ -159,6 +161,51 @@ inline void AddToSums(const Objective& objective, const Slice& slice, int64_t ro
   if (objective.active() && !IsAbsent(slice, row)) sums.objective.Add(result.objective);
 }
 
+// The pool of a CPU backend for heads that live in host memory (teacher_pool.h), with its memory. On a CPU
+// host memory is all that there is, so the pool saves nothing there: it does what a GPU's does, so that the
+// same heads work on both. Driven by the backend's thread; stats() and Check are thread-safe.
+class CpuTeacherPool {
+ public:
+  // `limit_bytes` as TeacherPool. The accounting outlives the pool.
+  CpuTeacherPool(int64_t limit_bytes, MemoryAccounting* accounting)
+      : accounting_(accounting), pool_(limit_bytes) {}
+
+  // What the pool would take of the system beside what it has, with a further member. RESOURCE_EXHAUSTED as
+  // TeacherPool::SizeWith.
+  absl::StatusOr<MemoryBytes> GrowthWith(int64_t bytes) const;
+  // A new member. RESOURCE_EXHAUSTED if it is too large for the pool, or the system has no room for the pool.
+  absl::StatusOr<TeacherPool::Id> Add(int64_t bytes);
+  void Remove(TeacherPool::Id id);
+  // Where the member's values are in the pool, copied from `values` if they were not there.
+  uint8_t* Use(TeacherPool::Id id, const uint8_t* values, int64_t bytes);
+  void Invalidate(TeacherPool::Id id) { pool_.Invalidate(id); }
+  PagingStats stats(TeacherPool::Id id) const { return pool_.stats(id); }
+
+ private:
+  MemoryAccounting* const accounting_;
+  TeacherPool pool_;
+  AlignedBytes memory_;
+  MemoryAccounting::Reservation reservation_;
+};
+
+// A head's membership in the pool, which ends with it.
+class CpuPooled {
+ public:
+  CpuPooled(CpuTeacherPool* pool, TeacherPool::Id id, int64_t bytes) : pool_(pool), id_(id), bytes_(bytes) {}
+  ~CpuPooled() { pool_->Remove(id_); }
+  CpuPooled(const CpuPooled&) = delete;
+  CpuPooled& operator=(const CpuPooled&) = delete;
+
+  uint8_t* Use(const uint8_t* values) const { return pool_->Use(id_, values, bytes_); }
+  void Invalidate() const { pool_->Invalidate(id_); }
+  PagingStats stats() const { return pool_->stats(id_); }
+
+ private:
+  CpuTeacherPool* const pool_;
+  const TeacherPool::Id id_;
+  const int64_t bytes_;
+};
+
 // The parameters of a head on the CPU, with their gradients and moments: reads, writes and sums (CpuParams),
 // and the update that the optimizer makes of a parameter (UpdateParams). kernels/head_config.h names the
 // tensors and their dimensions. A replica has the rows that StoredRowsOf() says: others are NOT_FOUND, or
@@ -255,17 +302,33 @@ class RowGuard {
   ThreadPool* const pool_;
 };
 
+// A head that may live in host memory: its membership in the pool.
+class CpuPooledKernels : public HeadKernels {
+ public:
+  std::optional<PagingStats> paging() const override {
+    if (pooled_ == nullptr) return std::nullopt;
+    return pooled_->stats();
+  }
+
+ protected:
+  explicit CpuPooledKernels(std::unique_ptr<CpuPooled> pooled) : pooled_(std::move(pooled)) {}
+
+  const std::unique_ptr<CpuPooled> pooled_;  // null: the head lives on the device
+};
+
 // One head. Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
 //
 // Memory on the path of a chunk is taken when the head is created; OpenBLAS keeps packing buffers of its own.
 // A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if W x
 // before a softcap is not. A chunk fails with what the exchange of a split head says.
-class CpuHead final : public HeadKernels {
+class CpuHead final : public CpuPooledKernels {
  public:
-  // `config` is valid; `reservation` holds PlanBuffers(config, replica, chunk_rows).
+  // `config` is valid; `reservation` holds PlanBuffers(config, replica, chunk_rows). `pooled`: of a head that
+  // lives in host memory, with its MemoryKind::kHostValues; else null.
   static absl::StatusOr<std::unique_ptr<CpuHead>> Create(const HeadConfig& config, Replica replica,
                                                          int64_t chunk_rows, ThreadPool* pool,
-                                                         MemoryAccounting::Reservation reservation);
+                                                         MemoryAccounting::Reservation reservation,
+                                                         std::unique_ptr<CpuPooled> pooled);
 
   const HeadConfig& config() const override { return config_; }
   DType compute_dtype() const override { return DType::kFloat32; }
@@ -283,6 +346,7 @@ class CpuHead final : public HeadKernels {
   }
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                            absl::Span<const uint8_t> in) override {
+    if (pooled_ != nullptr) pooled_->Invalidate();
     return params_.WriteTensor(id, row_begin, rows, dtype, in);
   }
   absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
@@ -305,7 +369,8 @@ class CpuHead final : public HeadKernels {
   class Distiller;  // computes the rows of chunks with a teacher in the place of ComputeRows
 
   CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
-          MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers);
+          MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers,
+          std::unique_ptr<CpuPooled> pooled);
 
   // All of a chunk but the weight gradient.
   absl::Status ComputeResults(Chunk& chunk, const RowOrder& order);
@@ -334,7 +399,7 @@ class CpuHead final : public HeadKernels {
   ThreadPool* const pool_;
   const MemoryAccounting::Reservation reservation_;
   const HeadArenas arenas_;
-  const HeadBuffers buffers_;
+  HeadBuffers buffers_;  // of a pooled head with the values that the last chunk found
   CpuParams params_;
   const RowGuard guard_;
   std::shared_ptr<ClassExchange> exchange_;

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,11 +14,13 @@
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/device/shared_device_memory.h"
 #include "kernels/cuda/heads/cuda_head.h"
+#include "kernels/cuda/heads/cuda_teacher_pool.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/kernels/hopper/cluster_launch.h"
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/device_choice.h"
 #include "kernels/errors/field_error.h"
+#include "kernels/host_memory.h"
 
 namespace lossd::kernels {
 namespace cuda {
@@ -75,13 +78,12 @@ std::string DescribePlan(const MemoryBytes& plan) {
   return text;
 }
 
-int64_t DeviceTotal(const MemoryBytes& plan) {
-  return plan.Total() - plan[MemoryKind::kStaging] - plan[MemoryKind::kLedger];
-}
+int64_t DeviceTotal(const MemoryBytes& plan) { return plan.OnDevice(); }
 
 class CudaBackend : public Backend {
  public:
-  explicit CudaBackend(std::unique_ptr<Device> device) : device_(std::move(device)) {}
+  explicit CudaBackend(std::unique_ptr<Device> device)
+      : device_(std::move(device)), teachers_(device_.get(), device_->options().teacher_pool_bytes) {}
 
   BackendInfo info() const override {
     return {"cuda",
@@ -105,7 +107,7 @@ class CudaBackend : public Backend {
     const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
     if (!plan.ok()) return plan.status();
     LOSSD_RETURN_IF_ERROR(device_->Enter());
-    LOSSD_RETURN_IF_ERROR(CheckFits("the head", plan->memory, DeviceTotal(beside)));
+    LOSSD_RETURN_IF_ERROR(CheckHead(config, *plan, DeviceTotal(beside)));
     PlannedHead planned;
     planned.memory = plan->memory;
     planned.compute_dtype = config.compute_dtype;
@@ -115,14 +117,14 @@ class CudaBackend : public Backend {
   }
 
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
-    const absl::StatusOr<MemoryBytes> plan = PlanHead(config);
+    const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
     if (!plan.ok()) return plan.status();
     LOSSD_RETURN_IF_ERROR(device_->Enter());
-    LOSSD_RETURN_IF_ERROR(CheckFits("the head", *plan));
-    absl::StatusOr<std::unique_ptr<HeadKernels>> head = CudaHead::Create(device_.get(), config);
+    LOSSD_RETURN_IF_ERROR(CheckHead(config, *plan));
+    absl::StatusOr<std::unique_ptr<HeadKernels>> head = CudaHead::Create(device_.get(), &teachers_, config);
     if (absl::IsResourceExhausted(head.status())) {
       return absl::ResourceExhaustedError(
-          absl::StrCat(head.status().message(), "; the head's plan: ", DescribePlan(*plan)));
+          absl::StrCat(head.status().message(), "; the head's plan: ", DescribePlan(plan->memory)));
     }
     return head;
   }
@@ -183,6 +185,28 @@ class CudaBackend : public Backend {
                                    .replica = options.replica});
   }
 
+  // With what the pool would take for it and, of memory of the host, whether the system has so much.
+  absl::Status CheckHead(const HeadConfig& config, const cuda::HeadPlan& plan, int64_t beside = 0) const {
+    MemoryBytes memory = plan.memory;
+    if (config.residency == Residency::kHost) {
+      const HostedBytes bytes = HostedBytes::Of(config, plan.sizes, device_->limits().multiprocessors);
+      const absl::StatusOr<MemoryBytes> growth = teachers_.GrowthWith(bytes);
+      if (!growth.ok()) return growth.status();
+      memory[MemoryKind::kTeacherPool] = (*growth)[MemoryKind::kTeacherPool];
+      LOSSD_RETURN_IF_ERROR(CheckHost(memory[MemoryKind::kHostValues]));
+    }
+    return CheckFits("the head", memory, beside);
+  }
+
+  absl::Status CheckHost(int64_t bytes) const {
+    const std::optional<HostMemory::Bound> host = HostMemory().Available();
+    const int64_t reserve = device_->options().memory_reserve_bytes;
+    if (!host.has_value() || bytes <= host->bytes - reserve) return absl::OkStatus();
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the head needs ", errors::ExactBytes(bytes), " of host memory for its values; ",
+                     host->what, ", and memory_reserve_bytes keeps ", errors::ExactBytes(reserve), " free"));
+  }
+
   // beside: bytes that will be taken before.
   absl::Status CheckFits(absl::string_view what, const MemoryBytes& plan, int64_t beside = 0) const {
     const int64_t needed = DeviceTotal(plan);
@@ -205,6 +229,7 @@ class CudaBackend : public Backend {
   }
 
   std::unique_ptr<Device> device_;
+  CudaTeacherPool teachers_;
 };
 
 // What the kernels of Hopper say of the current device.

@@ -32,6 +32,12 @@ struct CudaBackendOptions {
   // device memory that is free when the backend is created if that is less.
   int64_t workspace_bytes = 0;
   int64_t memory_limit_bytes = 0;  // refuse heads beyond it; 0: what the device has
+  // For the values of heads that live in host memory (kernels/teacher_pool.h); 0: as the largest of them.
+  // What their chunks work in comes on top of it, once.
+  int64_t teacher_pool_bytes = 0;
+  // Of the memory that the system can give, so much is left to others: values of heads that would take it are
+  // refused.
+  int64_t memory_reserve_bytes = int64_t{256} << 20;
   int64_t max_chunk_rows = 16384;  // upper bound of chunk_rows(), whatever the workspace
   // Time the candidate GEMM algorithms when a head is created instead of taking cuBLAS's first choice
   // (a second or so for a large head). The choice, and with it the last bits of results, may then

@@ -34,6 +34,7 @@ int MemberWith(const Members& members, absl::string_view device) {
 }
 
 Split SplitOf(const GroupOptions& options, const HeadConfig& config) {
+  if (config.residency == Residency::kHost) return Split::kRows;  // Validate takes no other
   const bool of_vocabulary = !config.shares.empty() || ReplicasOf(config) > 1;
   if (config.split == Split::kAny && of_vocabulary) return Split::kVocabulary;
   return config.split == Split::kAny ? options.split : config.split;

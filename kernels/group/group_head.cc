@@ -35,6 +35,16 @@ GroupHead::~GroupHead() {
       .IgnoreError();
 }
 
+std::optional<PagingStats> GroupHead::paging() const {
+  std::optional<PagingStats> sum;
+  for (int i = 0; i < heads_.size(); ++i) {
+    const std::optional<PagingStats> one = heads_.head(i).paging();
+    if (!one.has_value()) return std::nullopt;
+    sum = sum.has_value() ? * sum += *one : *one;
+  }
+  return sum;
+}
+
 std::vector<Choice> GroupHead::Describe() const {
   return Describe(head(WithMostClasses(divided(), members_->size())).Describe(), divided(), members_->size(),
                   limits_.member_rows, layout_);

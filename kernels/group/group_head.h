@@ -51,6 +51,7 @@ class GroupHead final : public HeadKernels {
   int64_t slice_rows() const override { return limits_.member_rows; }
   MemoryBytes memory() const override { return heads_.memory(); }
   std::vector<Choice> Describe() const override;
+  std::optional<PagingStats> paging() const override;  // each device has a pool and a copy of its own
 
   // Every device computes with its own part of the teacher.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;

@@ -294,14 +294,18 @@ absl::Status HeadOperations::CreateLoaded(const std::string& head, kernels::Head
   const auto create = [&] {
     return CreateFilled(head, config, [&] { return WriteLoaded(head, config, reader, /*is_new=*/true); });
   };
-  // Shares and replicas suit the devices that the head was saved on; the head's values do not depend on them.
-  // So a server on which they do not fit creates the head without them. The more replicas a head has, the
-  // more of its classes each device holds, and fewer devices may lack the memory for that.
+  // Shares, replicas and residency suit the devices that the head was saved on; the head's values do not
+  // depend on them. So a server on which they do not fit creates the head without them. The more replicas a
+  // head has, the more of its classes each device holds, and fewer devices may lack the memory for that.
   const auto drop_what_does_not_suit = [&config](const absl::Status& status) {
     const auto violation = errors::GetFieldViolation(status);
     const std::string field = violation ? violation->field : "";
     if (!config.shares.empty() && absl::StartsWith(field, "spec.shares")) {
       config.shares.clear();
+      return true;
+    }
+    if (config.residency != kernels::Residency::kDevice && field == "spec.residency") {
+      config.residency = kernels::Residency::kDevice;
       return true;
     }
     const bool too_many = field == "spec.replicas" || absl::IsResourceExhausted(status);

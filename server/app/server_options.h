@@ -84,6 +84,7 @@ struct ServerOptions {
   int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
   // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.
   int64_t memory_reserve_bytes = int64_t{256} << 20;
+  int64_t teacher_pool_bytes = 0;  // of each device, for heads in host memory; 0: as the largest of them
   // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
   bool deterministic = false;
 

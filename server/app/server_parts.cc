@@ -142,6 +142,7 @@ kernels::BackendChoice BackendOf(const ServerOptions& options) {
           .workspace_bytes = options.workspace_bytes,
           .memory_limit_bytes = options.memory_limit_bytes,
           .memory_reserve_bytes = options.memory_reserve_bytes,
+          .teacher_pool_bytes = options.teacher_pool_bytes,
           .deterministic = options.deterministic,
           .replica = {options.ranks.launch.rank, options.ranks.launch.ranks},
           .local_rank = options.ranks.launch.local_rank,
@@ -182,6 +183,7 @@ absl::Status CheckOptions(const ServerOptions& options) {
   status.Update(CheckAtLeast("workspace_bytes", options.workspace_bytes, 0));
   status.Update(CheckAtLeast("memory_limit_bytes", options.memory_limit_bytes, 0));
   status.Update(CheckAtLeast("memory_reserve_bytes", options.memory_reserve_bytes, 0));
+  status.Update(CheckAtLeast("teacher_pool_bytes", options.teacher_pool_bytes, 0));
   status.Update(CheckAtLeast("slice_bytes", options.slice_bytes, 64));
   status.Update(CheckAtLeast("staging_bytes", options.staging_bytes, 2 * options.slice_bytes));
   status.Update(CheckAtLeast("retained_bytes", options.retained_bytes, 0));

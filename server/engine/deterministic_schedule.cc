@@ -483,7 +483,7 @@ absl::StatusOr<GroupAreas> GroupAreas::Allocate(kernels::Backend* backend, int64
 
 DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits,
                                              int64_t chunk_rows, std::shared_ptr<OpenStep> step,
-                                             MemoryReady memory_ready)
+                                             MemoryReady memory_ready, WorkQueue::ValuesOf values)
     : context_(context),
       areas_(std::move(areas)),
       limits_{.max_rows = areas_.group_rows,
@@ -493,7 +493,8 @@ DeterministicSchedule::DeterministicSchedule(EngineContext* context, GroupAreas 
       step_(std::move(step)),
       memory_ready_(std::move(memory_ready)),
       sequencer_(areas_.group_rows, &step_->ledger(), &step_->contributions()),
-      arrival_(limits, chunk_rows, context->staging.get(), &step_->ledger(), memory_ready_) {}
+      arrival_(limits, chunk_rows, context->staging.get(), &step_->ledger(), memory_ready_,
+               std::move(values)) {}
 
 absl::Status DeterministicSchedule::SetLimits(const SliceLimits& limits, int64_t chunk_rows) {
   if (limits.max_rows < areas_.group_rows) {

@@ -295,7 +295,8 @@ class DeterministicSchedule final : public Schedule,
  public:
   // The context outlives the schedule. `limits` and `chunk_rows` of streams that come by arrival.
   DeterministicSchedule(EngineContext* context, GroupAreas areas, SliceLimits limits, int64_t chunk_rows,
-                        std::shared_ptr<OpenStep> step, MemoryReady memory_ready);
+                        std::shared_ptr<OpenStep> step, MemoryReady memory_ready,
+                        WorkQueue::ValuesOf values = nullptr);
 
   Schedule& For(bool accumulates) override {
     if (accumulates) return *this;

@@ -64,7 +64,7 @@ absl::Status DeviceLoop::Run(absl::FunctionRef<void()> task) {
 
 void DeviceLoop::Add(std::string name, std::shared_ptr<Source> source) {
   mutex_->AssertHeld();
-  sources_.emplace(std::move(name), std::move(source));
+  sources_.emplace(std::move(name), Entry{.source = std::move(source)});
 }
 
 void DeviceLoop::Remove(absl::string_view name) {
@@ -174,10 +174,29 @@ DeviceLoop::Work DeviceLoop::NextWork() {
     tasks_.pop_front();
     return task;
   }
+  const bool any_here = std::any_of(sources_.begin(), sources_.end(), [this](const auto& entry) {
+    mutex_->AssertHeld();
+    return entry.second.source->Values(load_) == ValuesAre::kHere;
+  });
+  if (any_here) {
+    if (Work work = NextOfSources(/*passing=*/true)) return work;
+  }
+  return NextOfSources(/*passing=*/false);
+}
+
+DeviceLoop::Work DeviceLoop::NextOfSources(bool passing) {
+  std::vector<Entry*> passed;
   auto it = sources_.upper_bound(last_served_);
   for (size_t i = 0; i < sources_.size(); ++i, ++it) {
     if (it == sources_.end()) it = sources_.begin();
-    if (Work work = it->second->TakeWork(load_)) {
+    Entry& entry = it->second;
+    if (passing && entry.passed_over < kMostPassedOver && entry.source->Values(load_) == ValuesAre::kAway) {
+      passed.push_back(&entry);
+      continue;
+    }
+    if (Work work = entry.source->TakeWork(load_)) {
+      entry.passed_over = 0;
+      for (Entry* other : passed) ++other->passed_over;
       last_served_ = it->first;
       return work;
     }

@@ -70,9 +70,23 @@ struct DeviceLoad {
   bool accepts_chunk() const { return chunks < max_chunks; }
 };
 
+// Whether work needs values of a head that lives in host memory (kernels/teacher_pool.h), and where they are.
+enum class ValuesAre : uint8_t {
+  kHome,  // it needs none, or there is no work
+  kHere,  // on the device
+  kAway,  // they have to be copied to the device first
+};
+
+// Work whose values are away is passed over so many times at most: by chunks of the same head (work_queue.h),
+// and by work of other heads.
+inline constexpr int kMostPassedOver = 8;
+
 // The device thread of an engine: the only thread that touches the backend and the heads. It runs tasks that
 // belong to no head in the order of their submission, before anything else, and otherwise asks the sources of
 // work, which are the heads, in turn. It knows neither slices nor operations: work is a closure.
+//
+// While a source has work whose values from host memory are on the device, sources whose values are away lose
+// their turn, each at most kMostPassedOver times in a row. Other sources keep theirs.
 //
 // Threads. The loop shares the engine's lock with the sources. Members that say "locked" are called with the
 // lock held, all others without it. Tasks and work run without the lock.
@@ -87,6 +101,8 @@ class DeviceLoop final : public Runtime::Loop {
     virtual ~Source() = default;
     // The next thing to do, or null if nothing can be done now. Called locked, on the device thread.
     virtual Work TakeWork(const DeviceLoad& load) = 0;
+    // Where the values are that it needs; kHome if nothing can be done now. Likewise.
+    virtual ValuesAre Values(const DeviceLoad& load) { return ValuesAre::kHome; }
   };
 
   // `runtime` outlives the loop.
@@ -129,6 +145,8 @@ class DeviceLoop final : public Runtime::Loop {
   Progress RunNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Signal() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Work NextWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Of the sources in turn. `passing`: those whose values are away lose their turn.
+  Work NextOfSources(bool passing) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Called when work begins, ends, or a chunk comes or goes, before that is noted.
   void CountTime() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -138,7 +156,11 @@ class DeviceLoop final : public Runtime::Loop {
   absl::CondVar wake_;
   bool news_ ABSL_GUARDED_BY(mutex_) = false;  // since there was nothing to do
   std::deque<Work> tasks_ ABSL_GUARDED_BY(mutex_);
-  std::map<std::string, std::shared_ptr<Source>, std::less<>> sources_ ABSL_GUARDED_BY(mutex_);
+  struct Entry {
+    std::shared_ptr<Source> source;
+    int passed_over = 0;  // turns that it has lost since its last one
+  };
+  std::map<std::string, Entry, std::less<>> sources_ ABSL_GUARDED_BY(mutex_);
   std::string last_served_ ABSL_GUARDED_BY(mutex_);
   DeviceLoad load_ ABSL_GUARDED_BY(mutex_);
   bool works_ ABSL_GUARDED_BY(mutex_) = false;   // the thread

@@ -102,7 +102,7 @@ EngineStats Engine::stats() const {
   stats.area_buffers_lent = context_->area_buffers_lent;
   stats.heads = heads_.published();
   stats.device_busy = context_->loop.BusyTime();
-  for (const SessionPtr& session : heads_.Sessions()) session->AddTo(stats);
+  for (const SessionPtr& session : heads_.Sessions()) AddTo(*session, stats);
   return stats;
 }
 

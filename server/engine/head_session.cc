@@ -34,19 +34,22 @@ struct MadeSchedule {
 };
 
 absl::StatusOr<MadeSchedule> MakeSchedule(EngineContext* context, const kernels::HeadKernels& kernels,
-                                          const std::shared_ptr<OpenStep>& step, MemoryReady memory_ready) {
+                                          const std::shared_ptr<OpenStep>& step, MemoryReady memory_ready,
+                                          WorkQueue::ValuesOf values) {
   const EngineOptions& options = context->options;
   const kernels::HeadConfig& config = kernels.config();
   const SliceLimits limits = LimitsByArrival(options, config, kernels.slice_rows());
   if (!options.deterministic || !config.trainable) {
-    return MadeSchedule{std::make_shared<ArrivalSchedule>(
-        limits, kernels.chunk_rows(), context->staging.get(), &step->ledger(), std::move(memory_ready))};
+    return MadeSchedule{std::make_shared<ArrivalSchedule>(limits, kernels.chunk_rows(),
+                                                          context->staging.get(), &step->ledger(),
+                                                          std::move(memory_ready), std::move(values))};
   }
   absl::StatusOr<GroupAreas> areas =
       GroupAreas::Allocate(context->backend, config.hidden_size, kernels.slice_rows(), options.staging_bytes);
   if (!areas.ok()) return areas.status();
-  const auto order = std::make_shared<DeterministicSchedule>(
-      context, *std::move(areas), limits, kernels.chunk_rows(), step, std::move(memory_ready));
+  const auto order =
+      std::make_shared<DeterministicSchedule>(context, *std::move(areas), limits, kernels.chunk_rows(), step,
+                                              std::move(memory_ready), std::move(values));
   return MadeSchedule{order, order.get()};
 }
 
@@ -60,16 +63,21 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
     // Not make_shared: the constructor is private.
     session.reset(new HeadSession(context, std::move(name), std::move(kernels), &context->versions));
   }
-  absl::StatusOr<MadeSchedule> made =
-      MakeSchedule(context, session->head_->kernels(), session->step_,
-                   [weak = std::weak_ptr(session)](std::unique_ptr<SliceWork> slice) {
-                     const auto alive = weak.lock();
-                     if (alive == nullptr) return;
-                     StreamObserver& observer = slice->stream->observer();
-                     observer.OnMemory([alive, slice = std::move(slice)]() mutable {
-                       alive->CopyAndQueue(std::move(slice));
-                     });
-                   });
+  absl::StatusOr<MadeSchedule> made = MakeSchedule(
+      context, session->head_->kernels(), session->step_,
+      [weak = std::weak_ptr(session)](std::unique_ptr<SliceWork> slice) {
+        const auto alive = weak.lock();
+        if (alive == nullptr) return;
+        StreamObserver& observer = slice->stream->observer();
+        observer.OnMemory(
+            [alive, slice = std::move(slice)]() mutable { alive->CopyAndQueue(std::move(slice)); });
+      },
+      // Called by the session's own schedule. Not both live in host memory (ValidateTeacher).
+      [head = session.get()](const SliceWork& slice) {
+        const std::shared_ptr<HeadSession>& teacher = slice.stream->teacher().session;
+        const ValuesAre own = head->teaching.values();
+        return teacher == nullptr || own != ValuesAre::kHome ? own : teacher->teaching.values();
+      });
   if (!made.ok()) return made.status();
   session->schedule_ = std::move(made->schedule);
   session->order_ = made->order;
@@ -198,6 +206,10 @@ void HeadSession::MarkWeightsInvalid(absl::Status why) {
 }
 
 void HeadSession::DeleteHead() {
+  {
+    absl::MutexLock lock(&context_->mutex);
+    teaching.OnHeadGone();
+  }
   head_.reset();
   absl::MutexLock lock(&context_->mutex);
   deferred_.ReleaseIf([](const Binding&) { return true; });
@@ -323,6 +335,7 @@ HeadSnapshot HeadSession::Snapshot() {
           .last_chunk_choices = last_chunk_choices_,
           .gradient_error = gradient_error_,
           .devices = divided_ ? DevicesOf(context_->backend, config_) : std::vector<HeadDevice>(),
+          .paging = teaching.paging(),
           .open_streams = streams_->size(),
           .queued_slices = backlog.queued_slices,
           .updates = step_->updates(),
@@ -340,15 +353,16 @@ HeadSnapshot HeadSession::Snapshot() {
           .origin = step_->history().origin()};
 }
 
-void HeadSession::AddTo(EngineStats& stats) {
-  const Backlog backlog = schedule_->backlog();
-  stats.open_streams += streams_->size();
+void AddTo(HeadSession& session, EngineStats& stats) {
+  const Backlog backlog = session.schedule().backlog();
+  OpenStep& step = session.step();
+  stats.open_streams += session.streams().size();
   stats.queued_slices += backlog.queued_slices;
   stats.queued_rows += backlog.queued_rows;
   stats.waiting_slices += backlog.waiting_slices;
-  stats.ledger_rows += step_->ledger().declared_rows() + step_->contributions().rows();
-  stats.ledger_bytes += step_->ledger().bytes() + step_->contributions().bytes();
-  stats.retained_microbatches += deferred_.size();
+  stats.ledger_rows += step.ledger().declared_rows() + step.contributions().rows();
+  stats.ledger_bytes += step.ledger().bytes() + step.contributions().bytes();
+  stats.retained_microbatches += session.deferred().size();
 }
 
 Stream::~Stream() {

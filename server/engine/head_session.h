@@ -103,6 +103,7 @@ class HeadSession final : public DeviceLoop::Source,
   }
   bool deleting() const { return deleting_; }
   DeviceLoop::Work TakeWork(const DeviceLoad& load) override;
+  ValuesAre Values(const DeviceLoad& load) override { return schedule_->Values(load); }
 
   // ---- Its flights ----
   Flight::Parts flight_parts() override;
@@ -113,8 +114,6 @@ class HeadSession final : public DeviceLoop::Source,
   void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) override;
 
   HeadSnapshot Snapshot();
-  // Adds the head's share.
-  void AddTo(EngineStats& stats);
 
  private:
   HeadSession(EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
@@ -143,6 +142,9 @@ class HeadSession final : public DeviceLoop::Source,
   bool deleting_ = false;
   int64_t total_rows_ = 0;
 };
+
+// Adds the head's share.
+void AddTo(HeadSession& session, EngineStats& stats);
 
 // The limits on slices of a head with this config, whose backend takes slices of at most `slice_rows` rows.
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,

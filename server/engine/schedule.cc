@@ -43,12 +43,13 @@ struct ArrivalChunk final : ChunkWork {
 }  // namespace
 
 ArrivalSchedule::ArrivalSchedule(SliceLimits limits, int64_t chunk_rows, StagingPool* staging, Ledger* ledger,
-                                 MemoryReady memory_ready)
+                                 MemoryReady memory_ready, WorkQueue::ValuesOf values)
     : limits_(limits),
       chunk_rows_(chunk_rows),
       staging_(staging),
       ledger_(ledger),
-      memory_ready_(std::move(memory_ready)) {}
+      memory_ready_(std::move(memory_ready)),
+      queue_(chunk_rows, std::move(values)) {}
 
 bool ArrivalSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {
   if (slice->caller.in_place) {

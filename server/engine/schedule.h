@@ -72,6 +72,11 @@ class Schedule {
   // The next thing to do, removed, with its rows reserved in the ledger. `head_is_idle`: no chunk of the head
   // is on the device.
   virtual ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) = 0;
+  // Where the values are that the chunk needs from host memory which would be next; kHome if none is.
+  virtual ValuesAre Values(const DeviceLoad& load) {
+    Schedule& by_arrival = For(/*accumulates=*/false);  // groups of rows have no teacher
+    return &by_arrival == this ? ValuesAre::kHome : by_arrival.Values(load);
+  }
   virtual Backlog backlog() const = 0;
 };
 
@@ -81,9 +86,10 @@ class Schedule {
 // Threads and locks as in Schedule.
 class ArrivalSchedule final : public Schedule {
  public:
-  // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule.
+  // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule. `values`: as
+  // WorkQueue.
   ArrivalSchedule(SliceLimits limits, int64_t chunk_rows, StagingPool* staging, Ledger* ledger,
-                  MemoryReady memory_ready);
+                  MemoryReady memory_ready, WorkQueue::ValuesOf values = nullptr);
 
   Schedule& For(bool accumulates) override { return *this; }
   SliceLimits limits() const override { return limits_; }
@@ -100,6 +106,9 @@ class ArrivalSchedule final : public Schedule {
   std::vector<Operation*> TakeOperations() override { return queue_.TakeOperations(); }
   int64_t operations() const override { return queue_.operations(); }
   ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) override;
+  ValuesAre Values(const DeviceLoad& load) override {
+    return load.accepts_chunk() ? queue_.Values() : ValuesAre::kHome;
+  }
   Backlog backlog() const override {
     return {.queued_slices = queue_.slices(), .queued_rows = queue_.rows()};
   }
@@ -112,7 +121,7 @@ class ArrivalSchedule final : public Schedule {
   StagingPool* const staging_;
   Ledger* const ledger_;
   const MemoryReady memory_ready_;
-  WorkQueue queue_{chunk_rows_};
+  WorkQueue queue_;
 };
 
 }  // namespace lossd::engine

@@ -263,6 +263,7 @@ struct HeadSnapshot {
   std::vector<kernels::Choice> last_chunk_choices;  // Chunk::choices; empty before the first chunk
   double gradient_error = 0.0;                      // predicted, of the last chunk with sampled gradients
   std::vector<HeadDevice> devices;                  // of a head whose classes several devices have
+  std::optional<kernels::PagingStats> paging;       // of a head in host memory
   int64_t open_streams = 0;
   int64_t queued_slices = 0;
   uint64_t updates = 0;  // head::Progress

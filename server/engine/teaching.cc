@@ -38,6 +38,12 @@ absl::Status TeacherOf::CheckBound() const {
   return errors::WithMessage(status, absl::StrCat("teacher ", session->name(), ": ", status.message()));
 }
 
+ValuesAre Teaching::values() const {
+  const std::optional<kernels::PagingStats> of_head = paging();
+  if (!of_head.has_value()) return ValuesAre::kHome;
+  return of_head->on_device ? ValuesAre::kHere : ValuesAre::kAway;
+}
+
 int64_t Teaching::streams() const {
   int64_t streams = 0;
   for (const auto& [student, count] : streams_) streams += count;

@@ -13,11 +13,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
+#include "server/engine/device_loop.h"
 #include "server/engine/stream.h"
 
 namespace lossd::engine {
@@ -44,6 +46,14 @@ class Teaching {
 
   // Only for what is the same as long as the head is there; not once it is being deleted.
   const kernels::HeadKernels& kernels() const { return *kernels_; }
+  // The head ends.
+  void OnHeadGone() { kernels_ = nullptr; }
+  // HeadKernels::paging() as long as the head is there.
+  std::optional<kernels::PagingStats> paging() const {
+    return kernels_ == nullptr ? std::nullopt : kernels_->paging();
+  }
+  // Where the head's values are.
+  ValuesAre values() const;
   void Begin(HeadSession* student) { ++streams_[student]; }
   void End(HeadSession* student) {
     const auto it = streams_.find(student);
@@ -54,7 +64,7 @@ class Teaching {
   std::vector<HeadSession*> students() const;
 
  private:
-  const kernels::HeadKernels* const kernels_;
+  const kernels::HeadKernels* kernels_;
   std::map<HeadSession*, int64_t> streams_;
 };
 

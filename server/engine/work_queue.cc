@@ -113,17 +113,40 @@ Operation* WorkQueue::TakeOperation() {
   return operation;
 }
 
+const SliceWork* WorkQueue::SliceAt(size_t position) const {
+  if (position >= items_.size()) return nullptr;
+  const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&items_[position]);
+  return slice == nullptr ? nullptr : slice->get();
+}
+
+ValuesAre WorkQueue::ValuesAt(size_t position) const {
+  return values_ == nullptr ? ValuesAre::kHome : values_(*SliceAt(position));
+}
+
+// Whoever has been passed over often enough lets nobody behind it pass any more.
+size_t WorkQueue::Lead() const {
+  for (size_t i = 0; SliceAt(i) != nullptr; ++i) {
+    if (ValuesAt(i) != ValuesAre::kAway || SliceAt(i)->passed_over >= kMostPassedOver) return i;
+  }
+  return SliceAt(0) == nullptr ? items_.size() : 0;
+}
+
+ValuesAre WorkQueue::Values() const {
+  const size_t lead = Lead();
+  return lead == items_.size() ? ValuesAre::kHome : ValuesAt(lead);
+}
+
 template <typename Fn>
 bool WorkQueue::ForEachOfNext(int64_t chunk_rows, Fn fn) const {
-  const StreamSpec* first = nullptr;
+  const size_t lead = Lead();
+  if (lead == items_.size()) return !items_.empty();
+  const StreamSpec& first = SliceAt(lead)->stream->spec();
   int64_t rows = 0;
   for (size_t i = 0; i < items_.size() && rows < chunk_rows; ++i) {
-    const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&items_[i]);
+    const SliceWork* const slice = SliceAt(i);
     if (slice == nullptr) return true;
-    const StreamSpec& spec = (*slice)->stream->spec();
-    if (first == nullptr) first = &spec;
-    if (!Compatible(*first, spec)) continue;
-    const int64_t more = (*slice)->rows.size();
+    if (!Compatible(first, slice->stream->spec())) continue;
+    const int64_t more = slice->rows.size();
     if (rows + more > chunk_rows || !fn(i)) return true;
     rows += more;
   }
@@ -143,15 +166,22 @@ NextChunk WorkQueue::Next(int64_t chunk_rows) const {
 
 std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows, Ledger& ledger) {
   std::vector<std::unique_ptr<SliceWork>> chunk;
+  const size_t lead = Lead();
+  if (lead == items_.size()) return chunk;
+  const int64_t round = SliceAt(0)->round;  // of those who are passed over
   ForEachOfNext(chunk_rows, [&](size_t i) {
     auto& slice = std::get<std::unique_ptr<SliceWork>>(items_[i]);
     if (!TryReserve(*slice, ledger)) return false;
     --slices_;
     rows_ -= slice->rows.size();
-    if (chunk.empty()) round_ = std::max(round_, slice->round);
     chunk.push_back(std::move(slice));
     return true;
   });
+  if (chunk.empty()) return chunk;
+  round_ = std::max(round_, round);
+  for (size_t i = 0; i < lead; ++i) {
+    if (auto& slice = std::get<std::unique_ptr<SliceWork>>(items_[i]); slice != nullptr) ++slice->passed_over;
+  }
   std::erase_if(items_, [](const Item& item) {
     const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&item);
     return slice != nullptr && *slice == nullptr;

@@ -11,9 +11,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -23,6 +25,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "server/engine/device_loop.h"
 #include "server/engine/ledger.h"
 #include "server/engine/staging.h"
 #include "server/engine/stream.h"
@@ -40,7 +43,8 @@ struct SliceWork {
   IncomingSlice caller;  // how its rows are copied, and what is called then
   StagingBuffer buffer;  // its memory, once it has been found
   absl::Time queued;
-  int64_t round = 0;  // in which it is to be computed (WorkQueue)
+  int64_t round = 0;    // in which it is to be computed (WorkQueue)
+  int passed_over = 0;  // chunks of slices behind it that went before it (WorkQueue)
   // Set when it joins a chunk by arrival that accumulates.
   std::vector<uint8_t> accumulate;  // [rows], 1: reserved for it
   bool has_repeats = false;         // some of its rows were settled before
@@ -171,10 +175,19 @@ struct Operation {
 // round, and the slices of a round come before those of the next one. Within a round the order is that of
 // arrival. So a peer that queues much does not hold up the others, whose slices join the round that has
 // begun. The slices of a peer keep their order, and none passes an operation.
+//
+// With one exception: where the rows of slices have teachers that live in host memory, those whose teacher is
+// on the device go before those whose teacher is not, so that rows of one teacher are computed together. At
+// most kMostPassedOver chunks go before a slice in this way. The slices of one teacher keep their order.
 class WorkQueue {
  public:
-  // `round_rows`: those of a chunk, so that a round of one peer fills one.
-  explicit WorkQueue(int64_t round_rows) : round_rows_(round_rows) {}
+  // Where the values are that a slice needs from host memory. Called with the lock held.
+  using ValuesOf = std::function<ValuesAre(const SliceWork&)>;
+
+  // `round_rows`: those of a chunk, so that a round of one peer fills one. `values`: null: no slice needs
+  // any.
+  explicit WorkQueue(int64_t round_rows, ValuesOf values = nullptr)
+      : round_rows_(round_rows), values_(std::move(values)) {}
 
   void Push(std::unique_ptr<SliceWork> slice);
   void Push(Operation* operation);
@@ -188,12 +201,15 @@ class WorkQueue {
   Operation* FrontOperation() const;
   // The same, removed.
   Operation* TakeOperation();
-  // The next chunk: the front slice and those behind it, up to the next operation, that share its options,
-  // dtype and kind, at most `chunk_rows` rows in all.
+  // The next chunk: the slice that comes next and others, up to the next operation, that share its options,
+  // dtype and kind, at most `chunk_rows` rows in all, in their order.
   NextChunk Next(int64_t chunk_rows) const;
   // Its slices, removed, with their rows reserved in the ledger; only those before the first one with rows
   // that another chunk is computing right now.
   std::vector<std::unique_ptr<SliceWork>> TakeChunk(int64_t chunk_rows, Ledger& ledger);
+
+  // Where the values are that the next chunk needs.
+  ValuesAre Values() const;
 
   bool empty() const { return items_.empty(); }
   int64_t slices() const { return slices_; }
@@ -203,6 +219,10 @@ class WorkQueue {
  private:
   using Item = std::variant<std::unique_ptr<SliceWork>, Operation*>;
 
+  const SliceWork* SliceAt(size_t position) const;  // null: an operation is there
+  ValuesAre ValuesAt(size_t position) const;
+  // The position of the slice whose options the next chunk has; the size of the queue if there is none.
+  size_t Lead() const;
   // Calls fn(position) for the slices of the next chunk while it returns true; returns whether no further
   // slice can join them.
   template <typename Fn>
@@ -214,6 +234,7 @@ class WorkQueue {
   void ForgetPeers();
 
   const int64_t round_rows_;
+  const ValuesOf values_;
   int64_t round_ = 0;                     // that of the last chunk
   std::map<std::string, int64_t> given_;  // by peer: rows up to its last slice, round_rows_ for each round
   std::deque<Item> items_;

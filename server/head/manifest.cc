@@ -117,6 +117,7 @@ constexpr kernels::OptimizerState kStates[] = {
 constexpr kernels::Logits kLogits[] = {kernels::Logits::kStored, kernels::Logits::kRecomputed};
 constexpr kernels::Split kSplits[] = {kernels::Split::kAny, kernels::Split::kRows,
                                       kernels::Split::kVocabulary};
+constexpr kernels::Residency kResidencies[] = {kernels::Residency::kDevice, kernels::Residency::kHost};
 constexpr kernels::Gradients kGradients[] = {kernels::Gradients::kExact, kernels::Gradients::kFiltered,
                                              kernels::Gradients::kSampled, kernels::Gradients::kAuto};
 constexpr kernels::DType kDTypes[] = {kernels::DType::kFloat32, kernels::DType::kFloat16,
@@ -158,6 +159,8 @@ Json EncodeSubject(const CheckpointSubject& subject) {
                {"split", std::string(Name(config.split))}};
   if (!config.shares.empty()) json["shares"] = config.shares;
   if (config.replicas > 0) json["replicas"] = config.replicas;
+  if (config.residency != kernels::Residency::kDevice)
+    json["residency"] = std::string(Name(config.residency));
   return json;
 }
 
@@ -193,6 +196,9 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
          FromName<kernels::OptimizerState>(kStates, head.at("optimizer_state").get<std::string>(),
                                            &config.optimizer_state) &&
          FromName<kernels::Logits>(kLogits, head.at("logits").get<std::string>(), &config.logits) &&
+         (!head.contains("residency") ||
+          FromName<kernels::Residency>(kResidencies, head.at("residency").get<std::string>(),
+                                       &config.residency)) &&
          (!head.contains("split") ||  // checkpoints of earlier versions
           FromName<kernels::Split>(kSplits, head.at("split").get<std::string>(), &config.split)) &&
          FromName<kernels::Gradients>(kGradients, head.at("gradients").get<std::string>(),

@@ -32,6 +32,18 @@ absl::StatusOr<int32_t> ToReplicas(uint32_t replicas, absl::string_view field) {
   return FieldError(field, absl::StrCat("be in [0, ", kernels::kMostReplicas, "]"), replicas);
 }
 
+absl::StatusOr<kernels::Residency> ToResidency(v1::Residency residency, absl::string_view field) {
+  switch (residency) {
+    case v1::RESIDENCY_UNSPECIFIED:
+    case v1::RESIDENCY_DEVICE:
+      return kernels::Residency::kDevice;
+    case v1::RESIDENCY_HOST:
+      return kernels::Residency::kHost;
+    default:
+      return FieldError(field, "be a Residency", static_cast<int>(residency));
+  }
+}
+
 constexpr int64_t kMaxMicrobatchRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
 
@@ -261,6 +273,9 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   const auto replicas = ToReplicas(spec.replicas(), field("replicas"));
   if (!replicas.ok()) return replicas.status();
   config.replicas = *replicas;
+  const auto residency = ToResidency(spec.residency(), field("residency"));
+  if (!residency.ok()) return residency.status();
+  config.residency = *residency;
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
@@ -451,6 +466,8 @@ v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory) {
   message.set_staging(bytes(kernels::MemoryKind::kStaging));
   message.set_retained(bytes(kernels::MemoryKind::kRetained));
   message.set_ledger(bytes(kernels::MemoryKind::kLedger));
+  message.set_host_values(bytes(kernels::MemoryKind::kHostValues));
+  message.set_teacher_pool(bytes(kernels::MemoryKind::kTeacherPool));
   return message;
 }
 
@@ -470,6 +487,8 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_split(ToProto(config.split));
   spec.mutable_shares()->Add(config.shares.begin(), config.shares.end());
   spec.set_replicas(static_cast<uint32_t>(config.replicas));
+  spec.set_residency(config.residency == kernels::Residency::kHost ? v1::RESIDENCY_HOST
+                                                                   : v1::RESIDENCY_DEVICE);
   spec.set_gradients(ToProto(config.gradients));
   spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;
@@ -497,6 +516,18 @@ v1::HeadDevice ToProto(const engine::HeadDevice& device) {
   return message;
 }
 
+v1::Paging ToProto(const kernels::PagingStats& paging) {
+  v1::Paging message;
+  message.set_on_device(paging.on_device);
+  message.set_value_bytes(static_cast<uint64_t>(paging.value_bytes));
+  message.set_hits(static_cast<uint64_t>(paging.hits));
+  message.set_copies(static_cast<uint64_t>(paging.copies));
+  message.set_evictions(static_cast<uint64_t>(paging.evictions));
+  message.set_copied_bytes(static_cast<uint64_t>(paging.copied_bytes));
+  message.set_copy_seconds(absl::ToDoubleSeconds(paging.copying));
+  return message;
+}
+
 }  // namespace
 
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
@@ -517,6 +548,7 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   message.set_step_contributions(static_cast<uint64_t>(head.step_contributions));
   message.set_waiting_slices(static_cast<uint64_t>(head.waiting_slices));
   message.set_waits_for(head.waits_for);
+  if (head.paging.has_value()) *message.mutable_paging() = ToProto(*head.paging);
   for (const engine::HeadDevice& device : head.devices) *message.add_devices() = ToProto(device);
   for (const kernels::Choice& choice : head.choices) *message.add_choices() = ToProto(choice);
   for (const kernels::Choice& choice : head.last_chunk_choices) {

@@ -490,6 +490,42 @@ void HeadMetrics::Collect(std::vector<MetricFamily>* families) const {
   }
 }
 
+void CollectPaging(absl::Span<const engine::HeadSnapshot> heads, std::vector<MetricFamily>* families) {
+  struct OfHeads {
+    MetricFamily family;
+    double (*value)(const kernels::PagingStats&);
+  };
+  const auto counter = [](const char* name, const char* help) {
+    return MakeFamily(name, help, MetricType::Counter);
+  };
+  OfHeads series[] = {
+      {MakeFamily("lossd_head_on_device",
+                  "1 while the values of a head that lives in host memory are on the device, else 0.",
+                  MetricType::Gauge),
+       [](const kernels::PagingStats& p) { return p.on_device ? 1.0 : 0.0; }},
+      {counter("lossd_head_pool_hits_total", "Chunks that found a head from host memory on the device."),
+       [](const kernels::PagingStats& p) { return static_cast<double>(p.hits); }},
+      {counter("lossd_head_pool_copies_total",
+               "Chunks that a head was copied for from host memory to the device."),
+       [](const kernels::PagingStats& p) { return static_cast<double>(p.copies); }},
+      {counter("lossd_head_pool_evictions_total",
+               "Times that a head from host memory left the device for another one."),
+       [](const kernels::PagingStats& p) { return static_cast<double>(p.evictions); }},
+      {counter("lossd_head_pool_copied_bytes_total", "Bytes of a head that were copied from host memory."),
+       [](const kernels::PagingStats& p) { return static_cast<double>(p.copied_bytes); }},
+      {counter("lossd_head_pool_copy_seconds_total",
+               "Time that copies of a head from host memory took; other chunks may have been computed "
+               "meanwhile."),
+       [](const kernels::PagingStats& p) { return absl::ToDoubleSeconds(p.copying); }},
+  };
+  for (OfHeads& one : series) {
+    for (const engine::HeadSnapshot& head : heads) {
+      if (head.paging.has_value()) AddSample(&one.family, {{"head", head.name}}, one.value(*head.paging));
+    }
+    families->push_back(std::move(one.family));
+  }
+}
+
 // ---- Saves ----
 
 namespace {
@@ -994,7 +1030,10 @@ std::vector<MetricFamily> Metrics::Collect() const {
                 "When the first certificate of --tls_cert or --tls_client_ca is no longer valid.",
                 absl::ToDoubleSeconds(tls_->Get()->expires - absl::UnixEpoch())));
     }
-    if (engine_ != nullptr) CollectEngine(&families);
+    if (engine_ != nullptr) {
+      CollectEngine(&families);
+      CollectPaging(engine_->List(), &families);
+    }
     if (backend_ != nullptr) CollectMemory(*backend_, &families);
     if (shared_memory_) AddSharedMemoryFamilies(shared_memory_(), &families);
     const size_t of_server = families.size();

@@ -348,6 +348,10 @@ class HeadMetrics {
   absl::Time busy_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // as far as it is counted
 };
 
+// How heads that live in host memory have come to the device and gone; others have no series.
+void CollectPaging(absl::Span<const engine::HeadSnapshot> heads,
+                   std::vector<prometheus::MetricFamily>* families);
+
 // Metrics of saved checkpoints.
 class SaveMetrics {
  public:

@@ -207,7 +207,18 @@ absl::StatusOr<std::unique_ptr<RemoteBackend>> RemoteBackend::Create(std::shared
   return std::unique_ptr<RemoteBackend>(new RemoteBackend(std::move(info), std::move(worker)));
 }
 
+namespace {
+
+absl::Status CheckResidency(const HeadConfig& config) {
+  if (config.residency == kernels::Residency::kDevice) return absl::OkStatus();
+  return errors::FieldError("residency", "be device on a server of several processes",
+                            kernels::Name(config.residency), absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+
 absl::StatusOr<kernels::MemoryBytes> RemoteBackend::PlanHead(const HeadConfig& config) const {
+  LOSSD_RETURN_IF_ERROR(CheckResidency(config));
   v1::Request request;
   *request.mutable_plan() = ToProto(config);
   LOSSD_TRY(const v1::Answer answer, worker_->Call(std::move(request)));
@@ -215,6 +226,7 @@ absl::StatusOr<kernels::MemoryBytes> RemoteBackend::PlanHead(const HeadConfig& c
 }
 
 absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> RemoteBackend::CreateHead(const HeadConfig& config) {
+  LOSSD_RETURN_IF_ERROR(CheckResidency(config));
   const uint64_t id = next_head_++;
   v1::Request request;
   request.set_head(id);

@@ -105,6 +105,16 @@ class DistillationConformance : public BackendConformance {
   void Run(const ProblemSpec& spec);
 };
 
+// Heads that live in host memory; conformance_pool.cc.
+class PoolConformance : public DistillationConformance {
+ protected:
+  // The same head in host memory.
+  static Problem InHostMemory(Problem problem);
+  // What teachers of this hidden size are asked for a student as Distilled makes it; all for one student's
+  // tensors.
+  std::vector<Problem> Lessons(int teachers, int64_t hidden_size, int64_t vocab_size);
+};
+
 }  // namespace lossd::kernels::testing
 
 #endif  // LOSSD_TESTS_KERNELS_BACKEND_CONFORMANCE_H_

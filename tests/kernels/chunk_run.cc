@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <deque>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -202,43 +203,81 @@ int64_t RetainedBytes(const Problem& problem) {
   return bytes;
 }
 
-ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options) {
-  ChunkRun run;
-  ChunkBuffers buffers = MakeBuffers(problem, options, run);
-  Chunk chunk;
-  chunk.options = problem.options;
-  chunk.hidden_dtype = problem.hidden_dtype;
-  chunk.accumulate_gradients = problem.accumulate_gradients;
-  chunk.independent = options.independent;
-  chunk.teacher = options.teacher;
-  chunk.slices = absl::MakeSpan(buffers.slices);
-  if (options.retained != nullptr) PlaceRetained(problem, options, buffers, chunk);
-  absl::Notification have_results;
-  absl::Notification done;
-  ChunkCallbacks callbacks;
-  callbacks.on_results = [&](absl::Status status) {
-    run.results = std::move(status);
-    EXPECT_FALSE(done.HasBeenNotified()) << "on_done ran before on_results";
-    TakeGradients(problem, options, buffers, run);
-    SpoilInputs(buffers);
-    have_results.Notify();
-  };
-  callbacks.on_done = [&](absl::Status status) {
-    EXPECT_TRUE(have_results.HasBeenNotified()) << "on_done ran before on_results";
-    run.done = std::move(status);
-    done.Notify();
-  };
-  head.Submit(&chunk, std::move(callbacks));
-  done.WaitForNotification();
-  run.choices = std::move(chunk.choices);
-  run.gradients = chunk.gradients;
-  run.sample_threshold = chunk.sample_threshold;
-  for (size_t i = 0; i < run.slices.size(); ++i) {
-    const Slice& slice = buffers.slices[i];
-    run.slices[i].sums = slice.sums;
-    run.slices[i].first_nonfinite_row = slice.first_nonfinite_row;
+namespace {
+
+// A chunk from its submission until it is done.
+class SubmittedChunk {
+ public:
+  // `problem` outlives it.
+  SubmittedChunk(HeadKernels& head, const Problem& problem, const RunOptions& options)
+      : problem_(problem), options_(options), buffers_(MakeBuffers(problem, options, run_)) {
+    chunk_.options = problem.options;
+    chunk_.hidden_dtype = problem.hidden_dtype;
+    chunk_.accumulate_gradients = problem.accumulate_gradients;
+    chunk_.independent = options.independent;
+    chunk_.teacher = options.teacher;
+    chunk_.slices = absl::MakeSpan(buffers_.slices);
+    if (options.retained != nullptr) PlaceRetained(problem, options, buffers_, chunk_);
+    ChunkCallbacks callbacks;
+    callbacks.on_results = [this](absl::Status status) {
+      run_.results = std::move(status);
+      EXPECT_FALSE(done_.HasBeenNotified()) << "on_done ran before on_results";
+      TakeGradients(problem_, options_, buffers_, run_);
+      SpoilInputs(buffers_);
+      have_results_.Notify();
+    };
+    callbacks.on_done = [this](absl::Status status) {
+      EXPECT_TRUE(have_results_.HasBeenNotified()) << "on_done ran before on_results";
+      run_.done = std::move(status);
+      done_.Notify();
+    };
+    head.Submit(&chunk_, std::move(callbacks));
   }
-  return run;
+  SubmittedChunk(const SubmittedChunk&) = delete;
+  SubmittedChunk& operator=(const SubmittedChunk&) = delete;
+
+  // Waits until it is done. Once.
+  ChunkRun Take() {
+    done_.WaitForNotification();
+    run_.choices = std::move(chunk_.choices);
+    run_.gradients = chunk_.gradients;
+    run_.sample_threshold = chunk_.sample_threshold;
+    for (size_t i = 0; i < run_.slices.size(); ++i) {
+      const Slice& slice = buffers_.slices[i];
+      run_.slices[i].sums = slice.sums;
+      run_.slices[i].first_nonfinite_row = slice.first_nonfinite_row;
+    }
+    return std::move(run_);
+  }
+
+ private:
+  const Problem& problem_;
+  const RunOptions options_;
+  ChunkRun run_;
+  ChunkBuffers buffers_;
+  Chunk chunk_;
+  absl::Notification have_results_, done_;
+};
+
+}  // namespace
+
+ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options) {
+  return SubmittedChunk(head, problem, options).Take();
+}
+
+std::vector<ChunkRun> RunInFlight(absl::Span<const ChunkToRun> chunks, int most) {
+  std::vector<ChunkRun> runs;
+  std::deque<std::unique_ptr<SubmittedChunk>> in_flight;
+  const auto take = [&] {
+    runs.push_back(in_flight.front()->Take());
+    in_flight.pop_front();
+  };
+  for (const ChunkToRun& chunk : chunks) {
+    if (static_cast<int>(in_flight.size()) == most) take();
+    in_flight.push_back(std::make_unique<SubmittedChunk>(*chunk.head, *chunk.problem, chunk.options));
+  }
+  while (!in_flight.empty()) take();
+  return runs;
 }
 
 std::vector<float> ReadAll(HeadKernels& head, TensorId id) {

@@ -69,6 +69,15 @@ void SetRowMemory(absl::Span<uint8_t> memory);
 // at them.
 ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options = {});
 
+// One of several chunks; head and problem outlive the run.
+struct ChunkToRun {
+  HeadKernels* head = nullptr;
+  const Problem* problem = nullptr;
+  RunOptions options = {};
+};
+// The same for several chunks, of which at most `most` are in flight at a time. Not with SetRowMemory.
+std::vector<ChunkRun> RunInFlight(absl::Span<const ChunkToRun> chunks, int most);
+
 // The whole gradient tensor of each parameter, read as fp32.
 std::vector<float> ReadAll(HeadKernels& head, TensorId id);
 std::vector<float> ReadGradient(HeadKernels& head, Param param);

@@ -38,6 +38,7 @@ std::vector<ConformanceCase> CpuCases() {
 INSTANTIATE_TEST_SUITE_P(Cpu, BackendConformance, ::testing::ValuesIn(CpuCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Cpu, GradientsConformance, ::testing::ValuesIn(CpuCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Cpu, DistillationConformance, ::testing::ValuesIn(CpuCases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Cpu, PoolConformance, ::testing::ValuesIn(CpuCases()), ConformanceName);
 
 // ---- Groups of CPU backends ----
 // The conformance suite on groups of CPU backends.
@@ -115,6 +116,7 @@ std::vector<ConformanceCase> GroupCases() {
 INSTANTIATE_TEST_SUITE_P(Group, BackendConformance, ::testing::ValuesIn(GroupCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Group, GradientsConformance, ::testing::ValuesIn(GroupCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Group, DistillationConformance, ::testing::ValuesIn(GroupCases()), ConformanceName);
+INSTANTIATE_TEST_SUITE_P(Group, PoolConformance, ::testing::ValuesIn(GroupCases()), ConformanceName);
 
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, BackendConformance, ::testing::ValuesIn(VocabularyCases()),
                          ConformanceName);
@@ -122,12 +124,15 @@ INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, GradientsConformance, ::testing::Val
                          ConformanceName);
 INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, DistillationConformance, ::testing::ValuesIn(VocabularyCases()),
                          ConformanceName);
+INSTANTIATE_TEST_SUITE_P(GroupByVocabulary, PoolConformance, ::testing::ValuesIn(VocabularyCases()),
+                         ConformanceName);
 
 INSTANTIATE_TEST_SUITE_P(GroupByBoth, BackendConformance, ::testing::ValuesIn(GridCases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(GroupByBoth, GradientsConformance, ::testing::ValuesIn(GridCases()),
                          ConformanceName);
 INSTANTIATE_TEST_SUITE_P(GroupByBoth, DistillationConformance, ::testing::ValuesIn(GridCases()),
                          ConformanceName);
+INSTANTIATE_TEST_SUITE_P(GroupByBoth, PoolConformance, ::testing::ValuesIn(GridCases()), ConformanceName);
 
 }  // namespace
 }  // namespace lossd::kernels::testing::conformance_test

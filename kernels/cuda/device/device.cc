@@ -63,6 +63,9 @@ absl::Status ValidateOptions(const CudaBackendOptions& options, int device_count
   if (options.memory_limit_bytes < 0) {
     return errors::FieldError("memory_limit_bytes", "be >= 0", options.memory_limit_bytes);
   }
+  if (options.teacher_pool_bytes < 0) {
+    return errors::FieldError("teacher_pool_bytes", "be >= 0", options.teacher_pool_bytes);
+  }
   if (options.max_chunk_rows < 1) {
     return errors::FieldError("max_chunk_rows", "be >= 1", options.max_chunk_rows);
   }
@@ -83,11 +86,10 @@ absl::StatusOr<std::vector<std::string>> GpuUuids() {
   return uuids;
 }
 
-absl::StatusOr<Event> Event::Create() {
+absl::StatusOr<Event> Event::Create(bool timing) {
   Event event;
-  LOSSD_RETURN_IF_CUDA_ERROR(
-      cudaEventCreateWithFlags(&event.event_, cudaEventDisableTiming | cudaEventBlockingSync),
-      "cudaEventCreateWithFlags");
+  const unsigned flags = cudaEventBlockingSync | (timing ? 0u : unsigned{cudaEventDisableTiming});
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event.event_, flags), "cudaEventCreateWithFlags");
   return event;
 }
 

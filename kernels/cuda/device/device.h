@@ -54,11 +54,11 @@ absl::Status ZeroAndWait(void* data, int64_t bytes);
 // The UUIDs of the visible GPUs, by index. UNAVAILABLE without any.
 absl::StatusOr<std::vector<std::string>> GpuUuids();
 
-// Owns an event without timing; waiting for it blocks instead of spinning.
+// Owns an event; waiting for it blocks instead of spinning. Without timing unless it is asked for.
 class Event {
  public:
   Event() = default;
-  static absl::StatusOr<Event> Create();
+  static absl::StatusOr<Event> Create(bool timing = false);
   Event(Event&& other) noexcept : event_(other.event_) { other.event_ = nullptr; }
   Event& operator=(Event&& other) noexcept {
     std::swap(event_, other.event_);

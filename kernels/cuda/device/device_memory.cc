@@ -31,7 +31,7 @@ MemoryStats MemoryLedger::stats() const {
 
 int64_t MemoryLedger::device_bytes() const {
   absl::MutexLock lock(&mutex_);
-  return stats_.current.Total() - stats_.current[MemoryKind::kStaging] - stats_.current[MemoryKind::kLedger];
+  return stats_.current.OnDevice();
 }
 
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, MemoryKind kind, int64_t bytes) {
@@ -66,7 +66,7 @@ DeviceBuffer::~DeviceBuffer() {
   ledger_->Remove(kind_, bytes_);
 }
 
-absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(MemoryLedger* ledger, int64_t bytes) {
+absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(MemoryLedger* ledger, int64_t bytes, MemoryKind kind) {
   PinnedBuffer buffer;
   if (bytes == 0) return buffer;
   void* data = nullptr;
@@ -78,12 +78,14 @@ absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(MemoryLedger* ledger, int64_
   buffer.ledger_ = ledger;
   buffer.data_ = static_cast<uint8_t*>(data);
   buffer.bytes_ = bytes;
-  ledger->Add(MemoryKind::kStaging, bytes);
+  buffer.kind_ = kind;
+  ledger->Add(kind, bytes);
   return buffer;
 }
 
 PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
   std::swap(ledger_, other.ledger_);
+  std::swap(kind_, other.kind_);
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   return *this;
@@ -92,7 +94,7 @@ PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
 PinnedBuffer::~PinnedBuffer() {
   if (data_ == nullptr) return;
   cudaFreeHost(data_);
-  ledger_->Remove(MemoryKind::kStaging, bytes_);
+  ledger_->Remove(kind_, bytes_);
 }
 
 }  // namespace lossd::kernels::cuda

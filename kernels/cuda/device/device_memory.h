@@ -41,7 +41,7 @@ class MemoryLedger {
   void Add(MemoryKind kind, int64_t bytes);
   void Remove(MemoryKind kind, int64_t bytes);
   MemoryStats stats() const;
-  // Bytes of device memory in use (everything but staging and ledger).
+  // Bytes of device memory in use.
   int64_t device_bytes() const;
 
  private:
@@ -70,11 +70,12 @@ class DeviceBuffer {
   int64_t bytes_ = 0;
 };
 
-// Page-locked host memory, accounted as staging.
+// Page-locked host memory.
 class PinnedBuffer {
  public:
   PinnedBuffer() = default;
-  static absl::StatusOr<PinnedBuffer> Allocate(MemoryLedger* ledger, int64_t bytes);
+  static absl::StatusOr<PinnedBuffer> Allocate(MemoryLedger* ledger, int64_t bytes,
+                                               MemoryKind kind = MemoryKind::kStaging);
   PinnedBuffer(PinnedBuffer&& other) noexcept { *this = std::move(other); }
   PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
   ~PinnedBuffer();
@@ -84,6 +85,7 @@ class PinnedBuffer {
 
  private:
   MemoryLedger* ledger_ = nullptr;
+  MemoryKind kind_ = MemoryKind::kStaging;
   uint8_t* data_ = nullptr;
   int64_t bytes_ = 0;
 };

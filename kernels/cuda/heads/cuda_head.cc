@@ -228,6 +228,22 @@ absl::Status GuardHiddenGradient(const HeadConfig& config, const HeadSizes& size
   return GuardRows(job, slot, workspace.keep, stream);
 }
 
+// What the row kernels know of targets: dot products, and where they are.
+absl::Status PlaceTargets(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
+                          const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
+  auto* const dots = memory.At<float>(Region::kTargetDots);
+  if (dots == nullptr) return absl::OkStatus();
+  TargetDotParams p = {job.hidden, weight, compute, sizes.padded_hidden, job.rows(), job.in.targets, dots};
+  if (sizes.is_split()) {
+    p.targets = job.in.all_targets;
+    p.columns = SplitRows::Carve(sizes, memory[Region::kSplitRows]).columns;
+    p.classes = sizes.vocab;
+    p.bias = job.terms.bias;
+  }
+  LOSSD_RETURN_IF_CUDA_ERROR(LaunchTargetDots(p, device.compute()), "target kernel");
+  return exchange.Sum(ExchangeKind::kRowStatistics, dots, job.rows());
+}
+
 // The logits of the classes that slices name. Each class lies on one device, and the others have 0 for it.
 absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
                           const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
@@ -262,20 +278,29 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
 
 }  // namespace
 
-CudaHead::CudaHead(Device* device, const HeadConfig& config)
-    : device_(device),
+CudaHead::CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& config)
+    : PooledKernels(pool),
+      device_(device),
       config_(config),
       sizes_(SizesOn(*device, config)),
       plan_(PlanMemory(config, sizes_, device->limits().multiprocessors, device->options().replica)),
-      tensors_(device, config, sizes_) {}
+      host_(config.residency == Residency::kHost ? std::make_optional<HostTensors>(config, sizes_)
+                                                 : std::nullopt),
+      tensors_(device, config, sizes_, host_.has_value() ? &*host_ : nullptr) {}
 
-CudaHead::~CudaHead() { cudaSetDevice(device_->options().device); }
+// Before the memory that a copy to the pool reads.
+CudaHead::~CudaHead() {
+  cudaSetDevice(device_->options().device);
+  LeavePool();
+}
 
-absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, const HeadConfig& config) {
-  std::unique_ptr<CudaHead> head(new CudaHead(device, config));
+absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, CudaTeacherPool* pool,
+                                                              const HeadConfig& config) {
+  std::unique_ptr<CudaHead> head(new CudaHead(device, pool, config));
   LOSSD_RETURN_IF_ERROR(head->Allocate());
-  const bool stored = config.logits == Logits::kStored;  // blocks take the library's first choice
-  const bool tune = stored && device->options().autotune && !device->options().deterministic;
+  // Blocks, and heads that move, take the library's first choice.
+  const bool may_tune = config.logits == Logits::kStored && config.residency == Residency::kDevice;
+  const bool tune = may_tune && device->options().autotune && !device->options().deterministic;
   if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
   LOSSD_RETURN_IF_ERROR(head->MakeChoices());
   return std::unique_ptr<HeadKernels>(std::move(head));
@@ -284,15 +309,29 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, co
 absl::Status CudaHead::Allocate() {
   MemoryLedger* ledger = &device_->ledger();
   const int sms = device_->limits().multiprocessors;
-  const Workspace workspace = Workspace::Carve(config_, sizes_, sms, nullptr, nullptr);
   LOSSD_RETURN_IF_ERROR(tensors_.Allocate());
+  LOSSD_RETURN_IF_ERROR(slots_.Allocate(ledger, sizes_));
+  if (host_.has_value()) {
+    const auto moved = [this](const HostedPlaces& places) {
+      tensors_.PlaceValues(places.values);
+      return Place(places.workspace, places.slots);
+    };
+    LOSSD_RETURN_IF_ERROR(JoinPool(HostedBytes::Of(config_, sizes_, sms), moved));
+    return device_->Synchronize();
+  }
+  const Workspace workspace = Workspace::Carve(config_, sizes_, sms, nullptr, nullptr);
   LOSSD_RETURN_IF_ERROR(
       Take(DeviceBuffer::Allocate(ledger, MemoryKind::kWorkspace, workspace.bytes), workspace_buffer_));
   LOSSD_RETURN_IF_ERROR(
       Take(DeviceBuffer::Allocate(ledger, MemoryKind::kSlots, workspace.slot_bytes), slot_buffer_));
-  workspace_ = Workspace::Carve(config_, sizes_, sms, workspace_buffer_.data(), slot_buffer_.data());
+  LOSSD_RETURN_IF_ERROR(Place(workspace_buffer_.data(), slot_buffer_.data()));
+  return device_->Synchronize();
+}
+
+absl::Status CudaHead::Place(uint8_t* workspace, uint8_t* slots) {
+  workspace_ = Workspace::Carve(config_, sizes_, device_->limits().multiprocessors, workspace, slots);
   tensors_.Use({workspace_.upload_buffer, workspace_.square_sums});
-  LOSSD_RETURN_IF_ERROR(slots_.Allocate(ledger, sizes_, workspace_));
+  slots_.Place(sizes_, workspace_);
   transfers_.emplace(device_, config_, sizes_, workspace_);
   LOSSD_RETURN_IF_ERROR(transfers_->Start());
   norm_.emplace(device_, config_, sizes_, workspace_, &tensors_, &link_);
@@ -301,12 +340,12 @@ absl::Status CudaHead::Allocate() {
                              .config = config_,
                              .sizes = sizes_,
                              .memory = workspace_.paths,
-                             .weight = tensors_.values().compute_weight,
+                             .weight_place = &tensors_.values().compute_weight,
                              .accumulators = &tensors_.accumulators(),
                              .keep = workspace_.keep,
                              .download_idle = &transfers_->download_idle(),
                              .link = &link_});
-  return device_->Synchronize();
+  return absl::OkStatus();
 }
 
 absl::Status CudaHead::Tune() {
@@ -351,8 +390,9 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   pending->job.chunk = chunk;
   absl::Status status = CheckChunk(*chunk);
   if (status.ok()) {
-    Prepare(chunk, *pending);
-    if (pending->job.rows() > 0) status = link_.exchange->Watched([&] { return Enqueue(*pending); });
+    status = Prepare(chunk, *pending);
+    if (status.ok() && pending->job.rows() > 0)
+      status = link_.exchange->Watched([&] { return Enqueue(*pending); });
   }
   if (!status.ok()) link_.exchange->Abort(status);  // the other parts wait for what does not come
   Report(pending, std::move(status), std::move(callbacks));
@@ -443,7 +483,7 @@ absl::Status CudaHead::Lesson::Enqueue() const {
   return teacher_->norm_->exists() ? teacher_->norm_->Forward(job_, *slot_) : absl::OkStatus();
 }
 
-void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
+absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   ChunkSlot& slot = slots_.Next();
   ChunkJob& job = pending.job;
   pending.slot = &slot;
@@ -451,6 +491,14 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                                   chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
                                   sizes_.first_class};
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
+  for (CudaHead* head : {this, static_cast<CudaHead*>(chunk->teacher)}) {  // CheckTeacher
+    if (head == nullptr || !head->is_pooled() || job.rows() == 0) continue;
+    std::unique_ptr<CudaTeacherPool::Copied> copied;
+    absl::StatusOr<HostedPlaces> places = head->UsePool(head->host_->data(), copied);
+    if (!places.ok()) return device_->Fail(places.status());
+    head->tensors_.PlaceValues(places->values);
+    if (copied != nullptr) pending.copied.push_back(std::move(copied));
+  }
   job.terms = TermsOf(sizes_, tensors_, *chunk, job.layout);
   job.in = InputsOf(job.layout, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
   if (sizes_.is_split()) {
@@ -501,6 +549,7 @@ void CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                             slot);
   job.layout.planned = job.plan.gradients;
   chunk->choices = cuda::Describe(job.plan);
+  return absl::OkStatus();
 }
 
 absl::Status CudaHead::Enqueue(const Pending& pending) {
@@ -512,6 +561,8 @@ absl::Status CudaHead::Enqueue(const Pending& pending) {
     if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Upload());
     LOSSD_RETURN_IF_ERROR(Loss(pending, path));
     if (job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(HiddenGradient(pending, path));
+    LOSSD_RETURN_IF_ERROR(EndUse());
+    if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->EndUse());
     LOSSD_RETURN_IF_ERROR(transfers_->Download(job, *pending.slot));
     if (!job.layout.accumulate) return Record(pending.slot->done, device_->compute());
     return device_->InBackground(pending.slot->done, [&] { return path.WeightGradient(job); });
@@ -527,33 +578,15 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   LOSSD_RETURN_IF_ERROR(Await(slot.uploaded, stream));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
   if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Enqueue());
-  LOSSD_RETURN_IF_ERROR(PlaceTargets(job));
-  LOSSD_RETURN_IF_ERROR(NamedClasses(*device_, sizes_, workspace_.paths, tensors_.values().compute_weight,
-                                     config_.compute_dtype, *link_.exchange, job));
+  const void* const weight = tensors_.values().compute_weight;
+  for (const auto step : {&PlaceTargets, &NamedClasses}) {
+    LOSSD_RETURN_IF_ERROR(
+        step(*device_, sizes_, workspace_.paths, weight, config_.compute_dtype, *link_.exchange, job));
+  }
   LOSSD_RETURN_IF_ERROR(path.Loss(job));
   LOSSD_RETURN_IF_ERROR(Zero(slot.device_out.lost, sizeof(*slot.device_out.lost), stream));
   LOSSD_RETURN_IF_ERROR(GuardRows(job, slot, workspace_.keep, stream));
   return Record(slot.row_results, stream);
-}
-
-absl::Status CudaHead::PlaceTargets(const ChunkJob& job) {
-  auto* const dots = workspace_.paths.At<float>(Region::kTargetDots);
-  if (dots == nullptr) return absl::OkStatus();
-  TargetDotParams p = {job.hidden,
-                       tensors_.values().compute_weight,
-                       config_.compute_dtype,
-                       sizes_.padded_hidden,
-                       job.rows(),
-                       job.in.targets,
-                       dots};
-  if (sizes_.is_split()) {
-    p.targets = job.in.all_targets;
-    p.columns = SplitRows::Carve(sizes_, workspace_.paths[Region::kSplitRows]).columns;
-    p.classes = sizes_.vocab;
-    p.bias = job.terms.bias;
-  }
-  LOSSD_RETURN_IF_CUDA_ERROR(LaunchTargetDots(p, device_->compute()), "target kernel");
-  return link_.exchange->Sum(ExchangeKind::kRowStatistics, dots, job.rows());
 }
 
 absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {
@@ -575,7 +608,7 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   Device* device = device_;
   Device::Completion completion;
   completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden,
-                        exchange = link_.exchange.get(), reports = sizes_.part == 0] {
+                        exchange = link_.exchange.get(), reports = sizes_.part == 0, pool = pool_] {
     if (on_device) *final_status = device->Fail(exchange->Wait(pending->slot->results));
     // Copies to the slices' memory may be under way, which is the caller's again once it hears of the
     // failure.
@@ -587,6 +620,9 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
       UnpackResults(*pending->job.chunk, pending->job.layout, pending->slot->host_in, pending->slot->host_out,
                     pending->slot->classes);
       *final_status = device->Fail(ZeroUntouchedGradients(*pending->job.chunk, pending->job.layout, hidden));
+    }
+    if (final_status->ok()) {
+      for (const auto& copied : pending->copied) pool->Count(*copied);
     }
     shared->on_results(*final_status);
   };

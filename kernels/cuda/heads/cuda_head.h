@@ -16,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
 #include "kernels/cuda/device/device.h"
+#include "kernels/cuda/heads/cuda_teacher_pool.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/heads/head_tensors.h"
 #include "kernels/cuda/heads/row_transfers.h"
@@ -83,10 +84,12 @@ class ChunkPlanner {
   FilterBackoff backoff_;
 };
 
-class CudaHead : public HeadKernels {
+class CudaHead : public PooledKernels {
  public:
-  // `config` is valid and its plan fits; `device` must outlive the head.
-  static absl::StatusOr<std::unique_ptr<HeadKernels>> Create(Device* device, const HeadConfig& config);
+  // `config` is valid and its plan fits; `device` and `pool`, where heads in host memory compute, must
+  // outlive the head.
+  static absl::StatusOr<std::unique_ptr<HeadKernels>> Create(Device* device, CudaTeacherPool* pool,
+                                                             const HeadConfig& config);
   ~CudaHead() override;
 
   const HeadConfig& config() const override { return config_; }
@@ -104,6 +107,7 @@ class CudaHead : public HeadKernels {
   }
   absl::Status WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                            absl::Span<const uint8_t> in) override {
+    Invalidate();
     return tensors_.Write(id, row_begin, rows, dtype, in);
   }
   absl::Status AddGradient(Param param, int64_t row_begin, int64_t rows, DType dtype, float scale,
@@ -134,6 +138,7 @@ class CudaHead : public HeadKernels {
     // Enqueues the copies to the device; then the hidden states, ready on the compute stream.
     absl::Status Upload() const { return teacher_->transfers_->Upload(job_, *slot_); }
     absl::Status Enqueue() const;
+    absl::Status EndUse() const { return teacher_->EndUse(); }
     // How many rows of fp32 logits have room where this head has the logits of a chunk; a multiple of 8.
     static int64_t MostRows(const CudaHead& head);
 
@@ -150,23 +155,25 @@ class CudaHead : public HeadKernels {
     ChunkJob job;
     ChunkSlot* slot = nullptr;       // null: nothing to do on the device
     std::unique_ptr<Lesson> lesson;  // of a chunk that is distilled
+    // Of those of head and teacher that live in host memory and were not on the device.
+    std::vector<std::unique_ptr<CudaTeacherPool::Copied>> copied;
   };
 
-  CudaHead(Device* device, const HeadConfig& config);
+  CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& config);
   absl::Status Allocate();
+  // Says where chunks work, once or, of a head in host memory, again while no chunk is in flight.
+  absl::Status Place(uint8_t* workspace, uint8_t* slots);
   absl::Status Tune();
   // Fills choices_; chooses the algorithms of a full chunk's GEMMs.
   absl::Status MakeChoices();
 
   absl::Status CheckChunk(const Chunk& chunk) const;
-  // Lays the chunk out and plans it.
-  void Prepare(Chunk* chunk, Pending& pending);
+  // Lays the chunk out and plans it. Of heads in host memory, has their values brought if there are rows.
+  absl::Status Prepare(Chunk* chunk, Pending& pending);
   // The phases of a chunk; each enqueues its work and returns.
   absl::Status Enqueue(const Pending& pending);
   absl::Status Loss(const Pending& pending, ChunkPath& path);
   absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);
-  // What the row kernels know of targets: dot products, and where they are.
-  absl::Status PlaceTargets(const ChunkJob& job);
   void Report(const std::shared_ptr<Pending>& pending, absl::Status status, ChunkCallbacks callbacks);
 
   Device* const device_;
@@ -175,11 +182,12 @@ class CudaHead : public HeadKernels {
   const MemoryBytes plan_;
   std::vector<Choice> choices_;
   ClassLink link_;
+  std::optional<HostTensors> host_;  // of a head in host memory
   HeadTensors tensors_;
   DeviceBuffer workspace_buffer_, slot_buffer_;
   Workspace workspace_;
   ChunkSlots slots_;
-  // Set by Allocate.
+  // Set by Place.
   std::optional<RowTransfers> transfers_;
   std::optional<HeadNorm> norm_;
   std::optional<ChunkPlanner> planner_;

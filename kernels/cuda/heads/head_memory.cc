@@ -195,16 +195,25 @@ MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int mul
   const int64_t moments = MomentCount(config) * ParamBlock::CarveRanges(config, ranges, nullptr).bytes;
   const int64_t block = ParamBlock::Carve(config, sizes, nullptr).bytes;
   MemoryBytes plan;
+  plan[MemoryKind::kStaging] =
+      kChunkSlots * (InputBlockBytes(sizes.chunk_rows) + OutputBlockBytes(sizes.chunk_rows) +
+                     ClassBlockBytes(sizes.chunk_rows));
+  if (config.residency == Residency::kHost) {
+    plan[MemoryKind::kHostValues] = ValueBuffer::Carve(config, sizes, nullptr).bytes;
+    return plan;
+  }
   plan[MemoryKind::kWeights] = RoundUp(ValueBuffer::Carve(config, sizes, nullptr).bytes, kDevicePage);
   plan[MemoryKind::kGradients] = config.trainable ? RoundUp(block, kDevicePage) : 0;
   plan[MemoryKind::kOptimizer] = RoundUp(moments, kDevicePage);
   const Workspace workspace = Workspace::Carve(config, sizes, multiprocessors, nullptr, nullptr);
   plan[MemoryKind::kWorkspace] = RoundUp(workspace.bytes, kDevicePage);
   plan[MemoryKind::kSlots] = RoundUp(workspace.slot_bytes, kDevicePage);
-  plan[MemoryKind::kStaging] =
-      kChunkSlots * (InputBlockBytes(sizes.chunk_rows) + OutputBlockBytes(sizes.chunk_rows) +
-                     ClassBlockBytes(sizes.chunk_rows));
   return plan;
+}
+
+HostedBytes HostedBytes::Of(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
+  const Workspace workspace = Workspace::Carve(config, sizes, multiprocessors, nullptr, nullptr);
+  return {ValueBuffer::Carve(config, sizes, nullptr).bytes, workspace.bytes, workspace.slot_bytes};
 }
 
 namespace {
@@ -273,8 +282,11 @@ Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica
   return ShardOf(sizes.vocab, CopyOf(config, replica));
 }
 
-ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
-  return CarveRanges(config, ShardRanges::Of(sizes, ShardOf(sizes.vocab, {})), base);
+ParamBlock ParamBlock::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base,
+                             bool with_weight) {
+  ShardRanges ranges = ShardRanges::Of(sizes, ShardOf(sizes.vocab, {}));
+  if (!with_weight) ranges.weight.count = 0;
+  return CarveRanges(config, ranges, base);
 }
 
 ParamBlock ParamBlock::CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base) {
@@ -293,7 +305,8 @@ ParamBlock ParamBlock::CarveRanges(const HeadConfig& config, const ShardRanges& 
 
 ValueBuffer ValueBuffer::Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base) {
   ValueBuffer values;
-  values.params = ParamBlock::Carve(config, sizes, base);
+  const bool with_weight = config.residency == Residency::kDevice || config.compute_dtype == DType::kFloat32;
+  values.params = ParamBlock::Carve(config, sizes, base, with_weight);
   Carver carver(base == nullptr ? nullptr : base + values.params.bytes);
   if (config.has_class_weights) values.class_weights = carver.Take<float>(RoundUp(sizes.all_classes, 8));
   if (config.compute_dtype == DType::kFloat32) {

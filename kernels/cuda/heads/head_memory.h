@@ -67,8 +67,19 @@ struct Workspace {
 absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
 // What a head takes, by kind, as allocated; of a replica, with the moments of its shard.
+// A head in host memory takes nothing of the device for itself: its values have room in the pool
+// (HostedBytes).
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica = {});
+
+// What a head in host memory takes of the device while it computes.
+struct HostedBytes {
+  int64_t values = 0;     // of the pool (kernels/teacher_pool.h)
+  int64_t workspace = 0;  // Workspace::bytes and slot_bytes, of memory that all such heads share
+  int64_t slots = 0;
+
+  static HostedBytes Of(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
+};
 
 // What a plan needs to know of a GPU and of the backend's options (cuda_options.h).
 struct PlanDevice {
@@ -123,14 +134,16 @@ struct ParamBlock {
   float* norm_shift = nullptr;  // [padded_hidden] or null
   int64_t bytes = 0;
 
-  static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base);
+  static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base,
+                          bool with_weight = true);
   // Of the ranges alone: every tensor begins with its range, and those with none are null.
   static ParamBlock CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base);
   float* first() const { return weight; }
   int64_t floats() const { return bytes / static_cast<int64_t>(sizeof(float)); }
 };
 
-// Values, class weights and the 16-bit copy of the weight.
+// Values, class weights and the 16-bit copy of the weight, which of a head in host memory has no fp32 weight
+// beside it.
 struct ValueBuffer {
   ParamBlock params;
   float* class_weights = nullptr;  // [all_classes], rounded up, or null

@@ -14,6 +14,7 @@ namespace lossd::kernels::cuda {
 
 absl::Status HeadTensors::Allocate() {
   MemoryLedger* ledger = &device_->ledger();
+  if (host_ != nullptr) return host_->Allocate(ledger);
   const int64_t block = ParamBlock::Carve(config_, sizes_, nullptr).bytes;
   const int64_t value_bytes = ValueBuffer::Carve(config_, sizes_, nullptr).bytes;
   LOSSD_RETURN_IF_ERROR(
@@ -90,6 +91,10 @@ absl::Status HeadTensors::ForEachBlock(const DeviceMatrix& tensor, int64_t rows,
 absl::Status HeadTensors::Read(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                absl::Span<uint8_t> out) {
   LOSSD_RETURN_IF_ERROR(Begin(id, row_begin, rows, dtype, out.size()));
+  if (host_ != nullptr) {
+    host_->Read(id.param, row_begin, rows, dtype, out);
+    return absl::OkStatus();
+  }
   const cudaStream_t stream = device_->compute();
   const auto read = [&](const TransferBlock& block) {
     LOSSD_RETURN_IF_CUDA_ERROR(LaunchConvert(block.tensor, block.buffer, block.rows, stream),
@@ -102,6 +107,10 @@ absl::Status HeadTensors::Read(TensorId id, int64_t row_begin, int64_t rows, DTy
 absl::Status HeadTensors::Write(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                 absl::Span<const uint8_t> in) {
   LOSSD_RETURN_IF_ERROR(Begin(id, row_begin, rows, dtype, in.size()));
+  if (host_ != nullptr) {
+    host_->Write(id.param, row_begin, rows, dtype, in);
+    return id.param == Param::kClassWeights ? ReadClassWeights() : absl::OkStatus();
+  }
   const cudaStream_t stream = device_->compute();
   const auto write = [&](const TransferBlock& block) {
     LOSSD_RETURN_IF_ERROR(Copy(block.buffer.data, in.data() + block.offset, block.bytes, stream));
@@ -141,8 +150,9 @@ absl::Status HeadTensors::RefreshAfterWrite(TensorId id, int64_t row_begin, int6
 
 absl::Status HeadTensors::ReadClassWeights() {
   std::vector<float> weights(static_cast<size_t>(sizes_.all_classes));
-  LOSSD_RETURN_IF_ERROR(CopyAndWait(weights.data(), values_.class_weights,
-                                    static_cast<int64_t>(weights.size() * sizeof(float))));
+  const float* const from = host_ != nullptr ? host_->class_weights() : values_.class_weights;
+  LOSSD_RETURN_IF_ERROR(
+      CopyAndWait(weights.data(), from, static_cast<int64_t>(weights.size() * sizeof(float))));
   double sum = 0.0;
   largest_class_weight_ = 0.0f;
   for (float u : weights) {

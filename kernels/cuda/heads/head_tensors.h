@@ -13,6 +13,7 @@
 #include "absl/types/span.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/head_memory.h"
+#include "kernels/cuda/heads/host_tensors.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
 #include "kernels/cuda/paths/chunk_path.h"
@@ -30,17 +31,21 @@ class HeadTensors {
     double* square_sums = nullptr;  // [kSquareSumPartials + 1]
   };
 
-  // `device` outlives it.
-  HeadTensors(Device* device, const HeadConfig& config, const HeadSizes& sizes)
-      : device_(device),
+  // `device` outlives it. `host`: the tensors of a head in host memory, which outlive it too; else null.
+  HeadTensors(Device* device, const HeadConfig& config, const HeadSizes& sizes, HostTensors* host)
+      : host_(host),
+        device_(device),
         config_(config),
         sizes_(sizes),
         shard_(OwnShard(config, sizes, device->options().replica)),
         ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
-  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream.
+  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream. Of a head in
+  // host memory only there, and values() are null until PlaceValues.
   absl::Status Allocate();
+  // Of a head in host memory: its values are at `base` on the device for the chunks that follow.
+  void PlaceValues(uint8_t* base) { values_ = ValueBuffer::Carve(config_, sizes_, base); }
   // Before any function below.
   void Use(const Scratch& scratch) { scratch_ = scratch; }
 
@@ -98,6 +103,7 @@ class HeadTensors {
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
   absl::Status ReadClassWeights();
 
+  HostTensors* const host_;
   Device* const device_;
   const HeadConfig config_;
   const HeadSizes sizes_;

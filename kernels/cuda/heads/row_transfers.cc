@@ -10,28 +10,33 @@
 
 namespace lossd::kernels::cuda {
 
-absl::Status ChunkSlots::Allocate(MemoryLedger* ledger, const HeadSizes& sizes, const Workspace& workspace) {
+absl::Status ChunkSlots::Allocate(MemoryLedger* ledger, const HeadSizes& sizes) {
   const int64_t rows = sizes.chunk_rows;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    ChunkSlot& slot = slots_[i];
-    slot.memory = workspace.slots[i];
+  for (ChunkSlot& slot : slots_) {
     LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(ledger, InputBlockBytes(rows)), slot.host_inputs));
     LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(ledger, OutputBlockBytes(rows)), slot.host_outputs));
     LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(ledger, ClassBlockBytes(rows)), slot.host_classes));
     Carver classes(slot.host_classes.data());
     slot.classes = RowClassBlock::Carve(classes, rows);
     Carver host_in(slot.host_inputs.data()), host_out(slot.host_outputs.data());
-    Carver device_in(slot.memory.inputs), device_out(slot.memory.outputs);
     slot.host_in = RowInputBlock::Carve(host_in, rows);
     slot.host_out = RowOutputBlock::Carve(host_out, rows);
-    slot.device_in = RowInputBlock::Carve(device_in, rows);
-    slot.device_out = RowOutputBlock::Carve(device_out, rows);
     for (Event* event :
          {&slot.uploaded, &slot.row_results, &slot.hidden_gradient, &slot.results, &slot.done}) {
       LOSSD_RETURN_IF_ERROR(Take(Event::Create(), *event));
     }
   }
   return absl::OkStatus();
+}
+
+void ChunkSlots::Place(const HeadSizes& sizes, const Workspace& workspace) {
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    ChunkSlot& slot = slots_[i];
+    slot.memory = workspace.slots[i];
+    Carver device_in(slot.memory.inputs), device_out(slot.memory.outputs);
+    slot.device_in = RowInputBlock::Carve(device_in, sizes.chunk_rows);
+    slot.device_out = RowOutputBlock::Carve(device_out, sizes.chunk_rows);
+  }
 }
 
 ChunkSlot& ChunkSlots::Next() {

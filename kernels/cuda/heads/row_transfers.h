@@ -36,7 +36,9 @@ struct ChunkSlot {
 // The slots of a head. Driven by the backend's thread.
 class ChunkSlots {
  public:
-  absl::Status Allocate(MemoryLedger* ledger, const HeadSizes& sizes, const Workspace& workspace);
+  absl::Status Allocate(MemoryLedger* ledger, const HeadSizes& sizes);
+  // Where they lie on the device, once or again while no chunk is in flight.
+  void Place(const HeadSizes& sizes, const Workspace& workspace);
   // The slots take turns. The chunk that had it before has left the device.
   ChunkSlot& Next();
   const ChunkSlot& first() const { return slots_[0]; }

@@ -166,11 +166,13 @@ struct PathContext {
   HeadConfig config;
   HeadSizes sizes;
   PathMemory memory;
-  const void* weight = nullptr;  // [padded_vocab, padded_hidden] compute dtype
+  void* const* weight_place = nullptr;  // where it says where the weight is, which may move between chunks
   WeightAccumulators* accumulators = nullptr;
   const int32_t* keep = nullptr;         // [chunk_rows]: 0 keeps a row out of the accumulators
   const Event* download_idle = nullptr;  // Region::kHiddenGradient may be written
   const ClassLink* link = nullptr;       // to the other parts of the head
+
+  const void* weight() const { return *weight_place; }  // [padded_vocab, padded_hidden] compute dtype
 };
 
 // The head of this file says in which order the phases are called, and by which thread.

@@ -226,7 +226,7 @@ SampledHiddenParams HiddenParamsOf(const PathContext& context, const ChunkJob& j
   p.terms = job.terms;
   p.in = in;
   p.dtype = context.config.compute_dtype;
-  p.weight = context.weight;
+  p.weight = context.weight();
   p.ld = context.sizes.padded_hidden;
   if (!job.wants_hidden_gradient) return p;
   p.gradient_dtype = job.hidden_gradient_dtype;
@@ -293,7 +293,7 @@ absl::Status AddEntries(const PathContext& context, const ChunkJob& job, const K
 absl::Status SumWeights(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers) {
   const cudaStream_t stream = context.device->compute();
   const int64_t ld = context.sizes.padded_hidden;
-  const DeviceMatrix weight = {const_cast<void*>(context.weight), context.config.compute_dtype, ld, ld};
+  const DeviceMatrix weight = {const_cast<void*>(context.weight()), context.config.compute_dtype, ld, ld};
   LOSSD_RETURN_IF_ERROR(Zero(buffers.weight_sum, ld * static_cast<int64_t>(sizeof(float)), stream));
   return ToStatus(LaunchColumnSum(weight, nullptr, job.terms.class_weights, context.sizes.vocab, 1.0f,
                                   buffers.partials, buffers.weight_sum, stream),
@@ -368,7 +368,7 @@ absl::Status CandidateFilter::FilterRows(const ChunkJob& job, const RowInputs& i
   p.selection = Selection(job, begin);
   p.dtype = context_.config.compute_dtype;
   p.hidden = static_cast<const uint8_t*>(job.hidden) + begin * ld * context_.sizes.element;
-  p.weight = context_.weight;
+  p.weight = context_.weight();
   p.ld = ld;
   if (job.wants_hidden_gradient) {
     p.gradient_dtype = job.hidden_gradient_dtype;

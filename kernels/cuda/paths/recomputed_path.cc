@@ -55,7 +55,7 @@ uint8_t* RecomputedPath::HiddenRows(const ChunkJob& job, const RowBlock& rows) c
 }
 
 const uint8_t* RecomputedPath::WeightRows(int64_t first_class) const {
-  return static_cast<const uint8_t*>(context_.weight) +
+  return static_cast<const uint8_t*>(context_.weight()) +
          first_class * context_.sizes.padded_hidden * context_.sizes.element;
 }
 
@@ -191,7 +191,7 @@ hopper::FusedLossParams RecomputedPath::FusedLoss(const ChunkJob& job, const Row
                                                   const hopper::TilePartials& tiles) const {
   hopper::FusedRows fused_rows = fused_rows_;
   fused_rows.partials = tiles;
-  return {.operands = {HiddenRows(job, rows), context_.weight, context_.config.compute_dtype,
+  return {.operands = {HiddenRows(job, rows), context_.weight(), context_.config.compute_dtype,
                        context_.sizes.padded_hidden, context_.sizes.padded_vocab},
           .terms = job.terms,
           .in = rows.in,

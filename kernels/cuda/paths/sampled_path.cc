@@ -195,7 +195,7 @@ const float* SampledStoredPath::Factors(const ChunkJob& job) const {
 absl::Status SampledStoredPath::MultiplyHotHidden(const ChunkJob& job) const {
   Device& device = *context_.device;
   LOSSD_RETURN_IF_CUDA_ERROR(
-      LaunchGatherHot(hot_, context_.weight, context_.config.compute_dtype, context_.sizes.padded_hidden,
+      LaunchGatherHot(hot_, context_.weight(), context_.config.compute_dtype, context_.sizes.padded_hidden,
                       buffers_.hot_weight, device.compute()),
       "gather kernel");
   return device.gemms().Run(HotHiddenShape(job),

@@ -34,7 +34,7 @@ absl::Status LibraryGemms::HiddenGradient(const ChunkJob& job, const StoredGradi
   void* const dx = context_.memory[Region::kHiddenGradient];
   LOSSD_RETURN_IF_ERROR(
       device.gemms().Run(shapes_.HiddenGradient(job.padded_rows(), context_.sizes.padded_vocab, dtype),
-                         {.a = context_.weight,
+                         {.a = context_.weight(),
                           .b = gradient.elements,
                           .c = dx,
                           .alpha = scaled ? 1.0f : job.hidden_gradient_scale},
@@ -71,7 +71,7 @@ absl::Status LibraryGemms::Describe(std::vector<Choice>& choices) const {
 
 absl::Status OwnGemms::HiddenGradient(const ChunkJob& job, const StoredGradient& gradient) const {
   return Run({.a = gradient.elements,
-              .b = context_.weight,
+              .b = context_.weight(),
               .c = context_.memory[Region::kHiddenGradient],
               .output = job.hidden_gradient_dtype,
               .rows = job.rows(),
@@ -160,7 +160,7 @@ absl::Status StagedLogits::ForEachBlock(
     if (rows.in.rows > 0) {
       LOSSD_RETURN_IF_ERROR(
           device.gemms().Run(shapes_.Logits(block.rows, sizes.padded_vocab),
-                             {.a = context_.weight,
+                             {.a = context_.weight(),
                               .b = hidden + block.begin * sizes.padded_hidden * sizes.element,
                               .c = logits.data},
                              device.gemm_workspace(), device.compute()));
@@ -395,10 +395,10 @@ absl::Status StoredPath::Tune(const void* hidden) {
     return device.gemms().Tune(shape, operands, device.gemm_workspace(), device.compute());
   };
   LOSSD_RETURN_IF_ERROR(
-      tune(staged_.LargestGemm(), {.a = context_.weight, .b = hidden, .c = staged_.LargestBlock()}));
+      tune(staged_.LargestGemm(), {.a = context_.weight(), .b = hidden, .c = staged_.LargestBlock()}));
   LOSSD_RETURN_IF_ERROR(
       tune(shapes_.HiddenGradient(rows, vocab, context_.config.compute_dtype),
-           {.a = context_.weight, .b = logits, .c = context_.memory[Region::kHiddenGradient]}));
+           {.a = context_.weight(), .b = logits, .c = context_.memory[Region::kHiddenGradient]}));
   if (!context_.config.trainable) return absl::OkStatus();
   return tune(shapes_.WeightGradient(rows, vocab),
               {.a = hidden, .b = logits, .c = context_.accumulators->weight, .alpha = 1e-3f, .beta = 1.0f});
@@ -422,13 +422,14 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
   const DeviceLimits& limits = context_.device->limits();
   const cudaStream_t stream = context_.device->compute();
   const HeadSizes& sizes = context_.sizes;
-  const hopper::FusedLossParams p = {.operands = {job.hidden, context_.weight, context_.config.compute_dtype,
-                                                  sizes.padded_hidden, sizes.padded_vocab},
-                                     .terms = job.terms,
-                                     .in = job.in,
-                                     .out = job.out,
-                                     .rows = rows_,
-                                     .order = &limits.cluster_order};
+  const hopper::FusedLossParams p = {
+      .operands = {job.hidden, context_.weight(), context_.config.compute_dtype, sizes.padded_hidden,
+                   sizes.padded_vocab},
+      .terms = job.terms,
+      .in = job.in,
+      .out = job.out,
+      .rows = rows_,
+      .order = &limits.cluster_order};
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the partials lie where dx does
   void* const exponentials = job.wants_gradient() ? context_.memory[Region::kLogits] : nullptr;
   LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedSums(p, exponentials, limits.fused_clusters, stream),

@@ -252,6 +252,25 @@ TEST_F(LossctlServerTest, ADryRunSaysWhatWouldBeMadeAndMakesNothing) {
   EXPECT_THAT(Run("create " + spec + " --dry-run", 4), HasSubstr("is taken by another head"));
 }
 
+TEST_F(LossctlServerTest, AHeadInHostMemory) {
+  const std::string spec = "head --hidden 6 --vocab 20 --frozen --residency host";
+  const std::string planned = Run("create " + spec + " --dry-run");
+  EXPECT_EQ(Run("create " + spec), planned);
+  EXPECT_THAT(planned, ContainsRegex("\nresidency +host memory, not on the device\n"));
+  EXPECT_THAT(Run("--wide heads"), ContainsRegex("CHUNK ROWS +VALUES(.|\n)* host "));
+  Run("loss head --random 50");
+  EXPECT_THAT(Run("describe head"),
+              ContainsRegex("\nresidency +host memory, on the device now; copied 1 times .*left 0 times\n"));
+  EXPECT_THAT(Run("--wide heads"), HasSubstr("host, on device"));
+  const auto json = nlohmann::json::parse(Run("--json describe head"));
+  EXPECT_EQ(json["residency"], "host");
+  EXPECT_EQ(json["paging"]["copies"], 1);
+  EXPECT_EQ(json["paging"]["on_device"], true);
+  EXPECT_THAT(Run("create no --hidden 6 --vocab 20 --residency host", 4), HasSubstr("spec.residency"));
+  Run("create on --hidden 6 --vocab 20");
+  EXPECT_EQ(nlohmann::json::parse(Run("--json describe on"))["residency"], "device");
+}
+
 TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {
   Run("create head --hidden 6 --vocab 20");
   EXPECT_THAT(Run("describe head"),

@@ -477,8 +477,9 @@ TEST_F(LossctlOutputTest, WideTablesHaveMoreColumns) {
   const std::string usual = Run("heads").out, wide = Run("-o wide heads").out;
   EXPECT_EQ(Run("-o table heads").out, usual);
   EXPECT_THAT(usual, Not(HasSubstr("OPTIMIZER")));
-  EXPECT_THAT(wide,
-              HasSubstr("MEMORY  OPTIMIZER  LOGITS  GRADIENTS  UPDATES  RETAINED  CHUNK ROWS  INCARNATION"));
+  EXPECT_THAT(
+      wide,
+      HasSubstr("MEMORY  OPTIMIZER  LOGITS  GRADIENTS  UPDATES  RETAINED  CHUNK ROWS  VALUES  INCARNATION"));
   EXPECT_THAT(Run("-o wide server").out, HasSubstr("\nHTTP "));
   EXPECT_THAT(Run("-o wide describe head").out, HasSubstr("\nweights version "));
 }

@@ -102,7 +102,7 @@ def test_the_version_stands_in_one_place() -> None:
     (lossd.HeadSpec, head_pb2.HeadSpec), (lossd.HeadState, types_pb2.HeadState),
     (lossd.HeadDescription, head_pb2.HeadDescription), (lossd.HeadHistory, head_pb2.HeadHistory), (lossd.MemoryUsage, types_pb2.MemoryUsage),
     (lossd.RowRange, types_pb2.RowRange), (lossd.SliceLimits, loss_pb2.SliceLimits), (lossd.Choice, head_pb2.Choice),
-    (lossd.HeadDevice, head_pb2.HeadDevice),
+    (lossd.HeadDevice, head_pb2.HeadDevice), (lossd.Paging, head_pb2.Paging),
     (lossd.ServerDescription, server_pb2.ServerDescription), (lossd.RankDescription, server_pb2.RankDescription),
     (lossd.StepResult, head_pb2.ApplyStepResponse),
     (lossd.AddedGradient, head_pb2.AddGradientResponse), (lossd.SaveProgress, head_pb2.SaveProgress),

@@ -76,6 +76,43 @@ def test_a_step_that_is_refused_begins_nothing(client, make_head):
     assert client.describe_head(head).updates == 2
 
 
+# ---- residency ----
+
+def test_a_head_in_host_memory(client, make_head):
+    host, device = (make_head(hidden_size=D, vocab_size=V, frozen=True, seed=5, **where) for where in ({"residency": "host"}, {}))
+    before = client.describe_head(host)
+    assert before.spec.residency == "host" and not before.paging.on_device and before.paging.copies == 0
+    assert before.memory.host_values > 0 and before.memory.weights == 0
+    assert client.describe_head(device).spec.residency == "device" and client.describe_head(device).paging == lossd.Paging()
+    hidden, targets = rows(2)
+    assert client.compute_loss(host, hidden, targets).loss == client.compute_loss(device, hidden, targets).loss
+    paging = client.describe_head(host).paging
+    assert paging.on_device and (paging.copies, paging.hits) == (1, 0)
+    assert paging.copied_bytes == paging.value_bytes > 0
+    np.testing.assert_array_equal(client.read_tensor(host), client.read_tensor(device))
+    client.write_tensor(host, "weight", np.zeros((V, D), np.float32))
+    assert client.compute_loss(host, hidden, targets).loss == pytest.approx(N * np.log(V), rel=1e-5)
+    assert client.describe_head(host).paging.copies == 2
+    assert "in host memory" in repr(before)
+
+
+@pytest.mark.parametrize("arguments, what", [
+    ({"residency": "host"}, "residency must be device unless the head is frozen, got host"),
+    ({"residency": "host", "frozen": True, "split": "vocabulary"}, "residency must be device for a head that is split by vocabulary"),
+    ({"residency": "disk"}, "residency is 'disk'; it must be one of device, host"),
+])
+def test_residencies_that_are_refused(client, arguments, what):
+    with pytest.raises(lossd.LossdError, match=what):
+        client.create_head("refused", hidden_size=D, vocab_size=V, **arguments)
+    assert "refused" not in {head.spec.name for head in client.list_heads()}
+
+
+def test_a_head_with_another_residency_is_no_same_head(client, make_head):
+    head = make_head(hidden_size=D, vocab_size=V, frozen=True)
+    with pytest.raises(lossd.AlreadyExists, match="residency device instead of host"):
+        client.create_head(head, hidden_size=D, vocab_size=V, frozen=True, residency="host", if_exists="keep")
+
+
 # ---- reset_head ----
 
 def test_a_reset_head_is_a_new_head(client, make_head):

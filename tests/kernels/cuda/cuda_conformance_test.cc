@@ -252,6 +252,8 @@ GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GradientsConformance);
 INSTANTIATE_TEST_SUITE_P(Cuda, BackendConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(DistillationConformance);
 INSTANTIATE_TEST_SUITE_P(Cuda, DistillationConformance, ::testing::ValuesIn(Cases()), ConformanceName);
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(PoolConformance);
+INSTANTIATE_TEST_SUITE_P(Cuda, PoolConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 INSTANTIATE_TEST_SUITE_P(Cuda, GradientsConformance, ::testing::ValuesIn(Cases()), ConformanceName);
 
 TEST(CudaConformance, HasAGpu) { LOSSD_SKIP_WITHOUT_GPU(); }

@@ -44,7 +44,9 @@ class DeviceLoopTest : public ::testing::Test {
       work.pop_front();
       return next;
     }
+    ValuesAre Values(const DeviceLoad& load) override { return work.empty() ? ValuesAre::kHome : values; }
     std::deque<DeviceLoop::Work> work;
+    ValuesAre values = ValuesAre::kHome;
     bool needs_chunk = false;
     DeviceLoad last_load;
     int asked = 0;
@@ -106,6 +108,46 @@ TEST_F(DeviceLoopTest, SourcesTakeTurns) {
   Start();
   Stop();
   EXPECT_THAT(done_, ElementsAre("a", "b", "c", "a", "b", "a"));
+}
+
+// a and c need values from host memory.
+TEST_F(DeviceLoopTest, WorkWhoseValuesAreAwayWaitsForWorkWhoseValuesAreHere) {
+  const auto a = AddQueue("a"), b = AddQueue("b"), c = AddQueue("c");
+  a->values = ValuesAre::kAway;
+  c->values = ValuesAre::kHere;
+  for (int i = 0; i < 2; ++i) a->work.push_back(Note("a"));
+  for (int i = 0; i < 3; ++i) b->work.push_back(Note("b"));
+  for (int i = 0; i < 2; ++i) c->work.push_back(Note("c"));
+  Start();
+  Stop();
+  EXPECT_THAT(done_, ElementsAre("b", "c", "b", "c", "a", "b", "a"));
+}
+
+TEST_F(DeviceLoopTest, WorkWhoseValuesAreAwayLosesSoManyTurns) {
+  const auto a = AddQueue("a"), b = AddQueue("b");
+  a->values = ValuesAre::kAway;
+  b->values = ValuesAre::kHere;
+  for (int i = 0; i < 2; ++i) a->work.push_back(Note("a"));
+  for (int i = 0; i < 3 * kMostPassedOver; ++i) b->work.push_back(Note("b"));
+  Start();
+  Stop();
+  std::vector<std::string> want(static_cast<size_t>(kMostPassedOver), "b");
+  want.push_back("a");
+  want.push_back("b");  // its own turn
+  for (int i = 0; i < kMostPassedOver; ++i) want.push_back("b");
+  want.push_back("a");
+  want.resize(done_.size(), "b");
+  EXPECT_EQ(done_, want);
+}
+
+TEST_F(DeviceLoopTest, WithoutWorkThatIsHereNobodyWaits) {
+  const auto a = AddQueue("a"), b = AddQueue("b");
+  a->values = ValuesAre::kAway;
+  for (int i = 0; i < 2; ++i) a->work.push_back(Note("a"));
+  for (int i = 0; i < 2; ++i) b->work.push_back(Note("b"));
+  Start();
+  Stop();
+  EXPECT_THAT(done_, ElementsAre("a", "b", "a", "b"));
 }
 
 TEST_F(DeviceLoopTest, TasksComeFirstAndBlockTheirCaller) {

@@ -200,7 +200,7 @@ TEST_F(HeadSessionTest, ItsPartOfTheStats) {
   ASSERT_TRUE(Send(call, {0, 3}).queued());
   EngineStats stats{.open_streams = 1, .queued_rows = 1, .ledger_rows = 1};
   absl::MutexLock lock(&context_->mutex);
-  session_->AddTo(stats);
+  AddTo(*session_, stats);
   EXPECT_EQ(stats.open_streams, 2);
   EXPECT_EQ(stats.queued_slices, 1);
   EXPECT_EQ(stats.queued_rows, 4);

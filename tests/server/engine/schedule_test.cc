@@ -3,9 +3,11 @@
 // what the engine reports of chunks, and what comes next to the device, by arrival and in deterministic mode.
 #include "server/engine/schedule.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -143,6 +145,160 @@ TEST_F(WorkQueueTest, APeerThatQueuesMuchIsNotBeforeTheOthers) {
   EXPECT_THAT(Take(), ElementsAre(23, 7)) << "a chunk is filled with rows of the round after it";
   EXPECT_THAT(Take(), ElementsAre(8));
   EXPECT_TRUE(queue_.empty());
+}
+
+// Slices of teachers that live in host memory; one is on the device.
+class PooledQueueTest : public ::testing::Test {
+ protected:
+  // Rows with teacher 0 need no values of others.
+  std::unique_ptr<SliceWork> Taught(uint64_t teacher, uint64_t id, int64_t rows, const char* peer = "peer") {
+    StreamSpec spec = Spec(id, rows, {0, rows});
+    spec.peer = peer;
+    spec.accumulate_gradients = false;
+    spec.options.distillation.teacher = teacher;
+    auto stream =
+        StreamState::Create(spec, {.hidden_size = 3, .vocab_size = 10}, {.incarnation = 1}, {}, nullptr);
+    EXPECT_TRUE(stream.ok()) << stream.status();
+    auto work = std::make_unique<SliceWork>();
+    work->stream = *std::move(stream);
+    work->rows = spec.rows;
+    return work;
+  }
+  void Push(uint64_t teacher, uint64_t id, int64_t rows = kChunkRows) {
+    queue_.Push(Taught(teacher, id, rows));
+  }
+  static uint64_t TeacherOf(const SliceWork& slice) {
+    return slice.stream->spec().options.distillation.teacher;
+  }
+  // The microbatches of the chunk taken, whose teacher is on the device then.
+  std::vector<uint64_t> Take() {
+    std::vector<uint64_t> ids;
+    for (const auto& work : queue_.TakeChunk(kChunkRows, ledger_)) {
+      ids.push_back(work->stream->spec().microbatch_id);
+      if (TeacherOf(*work) != 0) here_ = TeacherOf(*work);
+    }
+    return ids;
+  }
+
+  uint64_t here_ = 0;
+  Ledger ledger_{1000, 100};
+  WorkQueue queue_{kChunkRows, [this](const SliceWork& slice) {
+                     if (TeacherOf(slice) == 0) return ValuesAre::kHome;
+                     return TeacherOf(slice) == here_ ? ValuesAre::kHere : ValuesAre::kAway;
+                   }};
+};
+
+TEST_F(PooledQueueTest, RowsOfATeacherThatIsThereComeFirst) {
+  EXPECT_EQ(queue_.Values(), ValuesAre::kHome);
+  Push(1, 11);
+  Push(2, 21, 8);
+  Push(1, 12);
+  Push(2, 22, 8);
+  EXPECT_EQ(queue_.Values(), ValuesAre::kAway);
+  EXPECT_THAT(Take(), ElementsAre(11)) << "none is there";
+  EXPECT_EQ(queue_.Values(), ValuesAre::kHere);
+  EXPECT_THAT(Take(), ElementsAre(12));
+  EXPECT_EQ(queue_.Values(), ValuesAre::kAway);
+  EXPECT_THAT(Take(), ElementsAre(21, 22));
+  EXPECT_TRUE(queue_.empty());
+}
+
+TEST_F(PooledQueueTest, RowsWithoutATeacherTakeTheirTurnInOrder) {
+  here_ = 1;
+  Push(2, 21);
+  Push(0, 1);
+  Push(1, 11);
+  EXPECT_EQ(queue_.Values(), ValuesAre::kHome);
+  EXPECT_THAT(Take(), ElementsAre(1)) << "it needs no copy";
+  EXPECT_THAT(Take(), ElementsAre(11));
+  EXPECT_THAT(Take(), ElementsAre(21));
+}
+
+TEST_F(PooledQueueTest, NoSlicePassesAnOperation) {
+  here_ = 1;
+  const auto nothing = [](head::Head&) { return absl::OkStatus(); };
+  Operation operation{.run = nothing};
+  Push(2, 21);
+  queue_.Push(&operation);
+  Push(1, 11);
+  EXPECT_EQ(queue_.Values(), ValuesAre::kAway);
+  EXPECT_THAT(Take(), ElementsAre(21));
+  EXPECT_EQ(queue_.Values(), ValuesAre::kHome);
+  EXPECT_THAT(Take(), IsEmpty());
+  EXPECT_EQ(queue_.TakeOperation(), &operation);
+  EXPECT_THAT(Take(), ElementsAre(11));
+}
+
+TEST_F(PooledQueueTest, ATeacherThatIsAwayWaitsForSoManyChunks) {
+  here_ = 1;
+  Push(2, 21);
+  for (uint64_t id = 1; id <= 20; ++id) Push(1, id);
+  for (uint64_t id = 1; id <= uint64_t{kMostPassedOver}; ++id) EXPECT_THAT(Take(), ElementsAre(id));
+  EXPECT_THAT(Take(), ElementsAre(21));
+  EXPECT_EQ(here_, 2u);
+}
+
+// Whatever comes and whoever is there: at most kMostPassedOver chunks of slices that came later, and that a
+// queue in order would not have computed together with earlier ones, go before a slice; the slices of one
+// teacher keep their order; and there are fewer copies than where slices wait in order.
+TEST_F(PooledQueueTest, RandomSlicesAreBounded) {
+  int64_t copies = 0, copies_in_order = 0;
+  for (uint32_t seed = 1; seed <= 100; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](uint32_t n) { return random() % n; };
+    struct Waiting {
+      uint64_t id = 0;
+      uint64_t teacher = 0;
+      int passed_over = 0;
+    };
+    std::vector<Waiting> waiting;  // in order of arrival
+    uint64_t next = 0, there_in_order = 0;
+    WorkQueue in_order(kChunkRows);
+    here_ = 0;
+    for (int i = 0; i < 400; ++i) {
+      if (waiting.size() < 12 && below(5) < 3) {
+        const uint64_t teacher = below(4);
+        const int64_t rows = 1 + below(kChunkRows);
+        queue_.Push(Taught(teacher, ++next, rows));
+        in_order.Push(Taught(teacher, next, rows));
+        waiting.push_back({next, teacher});
+        continue;
+      }
+      for (const auto& work : in_order.TakeChunk(kChunkRows, ledger_)) {
+        if (TeacherOf(*work) == 0 || TeacherOf(*work) == there_in_order) continue;
+        ++copies_in_order;
+        there_in_order = TeacherOf(*work);
+      }
+      const uint64_t before = here_;
+      const std::vector<uint64_t> taken = Take();
+      ASSERT_EQ(taken.empty(), waiting.empty());
+      if (taken.empty()) continue;
+      const auto is_taken = [&](const Waiting& one) {
+        return std::find(taken.begin(), taken.end(), one.id) != taken.end();
+      };
+      const auto last = std::find_if(waiting.rbegin(), waiting.rend(), is_taken);
+      const uint64_t teacher = last->teacher;
+      copies += teacher != 0 && teacher != before ? 1 : 0;
+      bool skipped = false;
+      for (Waiting& one : waiting) {
+        if (one.teacher == teacher && skipped) {
+          EXPECT_FALSE(is_taken(one)) << "it passed one of its teacher";
+        }
+        if (one.teacher == teacher && !is_taken(one)) skipped = true;
+      }
+      // Those before the first of the chunk have been passed over.
+      for (Waiting& one : waiting) {
+        if (is_taken(one)) break;
+        ++one.passed_over;
+        EXPECT_LE(one.passed_over, kMostPassedOver) << one.id;
+      }
+      std::erase_if(waiting, is_taken);
+    }
+    while (!Take().empty()) {
+    }
+  }
+  EXPECT_LT(copies, copies_in_order);
 }
 
 TEST_F(WorkQueueTest, NeitherPeersOfOtherKindsWait) {

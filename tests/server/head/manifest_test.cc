@@ -244,6 +244,11 @@ TEST_F(ManifestTest, BadValues) {
     json["head"]["shares"] = shares;
     refused(json, "shares " + shares.dump());
   }
+  for (const Json& residency : {Json("other"), Json(1), Json("host")}) {  // the head is trained
+    json = whole;
+    json["head"]["residency"] = residency;
+    refused(json, "residency " + residency.dump());
+  }
   for (const Json& replicas : {Json("2"), Json(-1), Json(1.5), Json(65537)}) {
     json = whole;
     json["head"]["replicas"] = replicas;

@@ -6,7 +6,10 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -44,6 +47,35 @@ class HeadMetricsTest : public testing::Test {
   absl::Time now_ = absl::UnixEpoch();
   HeadMetrics metrics_{[this] { return now_; }};
 };
+
+TEST(CollectPagingTest, HeadsInHostMemoryAlone) {
+  engine::HeadSnapshot device, host;
+  device.name = "device";
+  host.name = "host";
+  host.paging = {.on_device = true,
+                 .value_bytes = 10,
+                 .hits = 5,
+                 .copies = 3,
+                 .evictions = 2,
+                 .copied_bytes = 30,
+                 .copying = absl::Milliseconds(1500)};
+  std::vector<prometheus::MetricFamily> families;
+  CollectPaging({{device, host}}, &families);
+  std::map<std::string, double> values;
+  for (const prometheus::MetricFamily& family : families) {
+    ASSERT_EQ(family.metric.size(), 1u) << family.name;
+    ASSERT_EQ(family.metric[0].label.size(), 1u);
+    EXPECT_EQ(family.metric[0].label[0].value, "host");
+    const bool counts = family.type == prometheus::MetricType::Counter;
+    values[family.name] = counts ? family.metric[0].counter.value : family.metric[0].gauge.value;
+  }
+  EXPECT_THAT(values, testing::ElementsAre(testing::Pair("lossd_head_on_device", 1.0),
+                                           testing::Pair("lossd_head_pool_copied_bytes_total", 30.0),
+                                           testing::Pair("lossd_head_pool_copies_total", 3.0),
+                                           testing::Pair("lossd_head_pool_copy_seconds_total", 1.5),
+                                           testing::Pair("lossd_head_pool_evictions_total", 2.0),
+                                           testing::Pair("lossd_head_pool_hits_total", 5.0)));
+}
 
 TEST_F(HeadMetricsTest, AStepHasTheMeanLossOfItsRows) {
   metrics_.OnChunk({.head = "a", .rows = 10, .accumulating = {.loss = 20.0, .valid_rows = 8}});

@@ -461,6 +461,8 @@ TEST_F(ErrorFieldsTest, HeadSpec) {
        {[](Spec& s) { s.add_shares(0); }, "spec.shares", "0"},
        {[](Spec& s) { s.add_shares(uint32_t{1} << 31); }, "spec.shares[0]", "2147483648"},
        {[](Spec& s) { s.set_replicas(65537); }, "spec.replicas", "65537"},
+       {[](Spec& s) { s.set_residency(static_cast<v1::Residency>(9)); }, "spec.residency", "9"},
+       {[](Spec& s) { s.set_residency(v1::RESIDENCY_HOST); }, "spec.residency", "host"},
        {[](Spec& s) { s.set_workspace_bytes(uint64_t{1} << 63); }, "spec.workspace_bytes",
         "9223372036854775808"}},
       {"bias", "class_weights", "frozen"}, call);

@@ -90,6 +90,7 @@ void CreateHead(TestClient& client, const std::string& name, const Problem& prob
   if (problem.config.split == kernels::Split::kVocabulary) spec.set_split(v1::SPLIT_VOCABULARY);
   for (const int32_t share : problem.config.shares) spec.add_shares(static_cast<uint32_t>(share));
   spec.set_gradients(WireGradients(problem.config.gradients));
+  if (problem.config.residency == kernels::Residency::kHost) spec.set_residency(v1::RESIDENCY_HOST);
   const auto created = client.CreateHead(request);
   ASSERT_TRUE(created.ok()) << created.status();
   for (const Param param : kernels::kAllParams) {

@@ -32,7 +32,7 @@ from lossd.descriptions import (
     TensorFile,
     read,
 )
-from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Role, Split
+from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split
 from lossd.v1 import head_pb2, types_pb2
 
 
@@ -147,6 +147,7 @@ class HeadCalls:
                     compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
                     workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), replicas: int = 0,
+                    residency: Residency = "device",
                     seed: int = 0, zeros: bool = False, tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
                     exist_ok: bool | None = None, dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
@@ -162,6 +163,8 @@ class HeadCalls:
             others, e.g. (13, 6, 13, 13); 0: none. Empty: all have the same. With `replicas` one for each device of a replica.
           replicas: with split "vocabulary" or "any": how many copies of the head there are, each on as many of the server's
             devices, which divide its classes; the copies divide the rows. 0 and 1: one on all devices.
+          residency: of a frozen head: "device", or "host": its values live in memory of the host, and are copied to a pool on
+            the device when rows need them (docs/training/distillation.md); for many teachers of which few are used at a time.
           if_exists: what becomes of a head of this name: "error" (None): AlreadyExists; "keep": it stays as it is, values,
             step and optimizer, as when a training goes on; "reset": as new, by reset_head(), which one of several ranks calls
             before the others begin. With "keep" and "reset" AlreadyExists names what its specification has otherwise.
@@ -177,7 +180,7 @@ class HeadCalls:
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
             split=types.enum_value("split", types.SPLITS, split), shares=checked_shares(shares, "spec.shares"),
-            replicas=checked_replicas(replicas))
+            replicas=checked_replicas(replicas), residency=types.enum_value("residency", types.RESIDENCIES, residency))
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)

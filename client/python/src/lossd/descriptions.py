@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from lossd import types
 from lossd._shown import Shown, text_of_bytes
-from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Split
+from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Residency, Split
 from lossd.v1 import head_pb2, server_pb2
 
 T = TypeVar("T", bound=Shown)
@@ -74,6 +74,8 @@ class MemoryUsage(Shown):
     retained: int = 0  # hidden states of deferred microbatches
     slots: int = 0  # of the chunks on a GPU: hidden states, their gradients, per-row inputs and results
     ledger: int = 0  # what is remembered of rows
+    host_values: int = 0  # of the host: values of heads with residency "host"
+    teacher_pool: int = 0  # of a device: where such heads are copied to, and what their chunks work in
 
     @property
     def total(self) -> int:
@@ -103,6 +105,7 @@ class HeadSpec(Shown):
     split: Split = _word(types.SPLITS, "any")
     shares: tuple[int, ...] = ()  # of the devices (of a replica), by vocabulary; empty: all have the same
     replicas: int = 0  # by vocabulary; 0 and 1: one on all devices
+    residency: Residency = _word(types.RESIDENCIES, "device")
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,6 +155,19 @@ class HeadDevice(Shown):
 
 
 @dataclass(frozen=True, repr=False)
+class Paging(Shown):
+    """How a head that lives in host memory has come to the server's devices and gone. Of several devices the sums."""
+
+    on_device: bool = False  # its values are in the pool now, of several devices of all
+    value_bytes: int = 0  # that one copy takes; 0: the head lives on the device
+    hits: int = 0  # chunks that found it there
+    copies: int = 0  # chunks that it was copied for
+    evictions: int = 0  # times that it left the pool for another head
+    copied_bytes: int = 0
+    copy_seconds: float = 0.0  # how long the copies took; the device may have computed other chunks meanwhile
+
+
+@dataclass(frozen=True, repr=False)
 class HeadHistory(Shown):
     """Where the values of a head come from. A server before it kept histories says nothing of it: all is empty."""
 
@@ -189,6 +205,7 @@ class HeadDescription(Shown):
     gradient_error: float = 0.0  # predicted, relative, of the last chunk that was sampled
     history: HeadHistory = _one(HeadHistory, repr=False)
     devices: tuple[HeadDevice, ...] = _many(HeadDevice)  # of a head that is split by vocabulary over several devices
+    paging: Paging = _one(Paging, repr=False)  # of a head with residency "host"; else all is 0
 
     def __repr__(self) -> str:
         facts = ", ".join([f"{self.compute_dtype}, {self.spec.optimizer_state}", *self._special(), *self._progress()])
@@ -198,7 +215,8 @@ class HeadDescription(Shown):
     def _special(self) -> list[str]:
         spec = self.spec
         flags = ("bias", spec.bias), ("class weights", spec.class_weights), ("frozen", spec.frozen)
-        words = (spec.norm, "none"), (spec.gradients, "exact"), (spec.logits, "stored"), (f"by {spec.split}", "by any")
+        words = ((spec.norm, "none"), (spec.gradients, "exact"), (spec.logits, "stored"), (f"by {spec.split}", "by any"),
+                 (f"in {spec.residency} memory", "in device memory"))
         return [word for word, usual in words if word != usual] + [name for name, is_so in flags if is_so]
 
     def _progress(self) -> list[str]:

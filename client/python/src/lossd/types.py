@@ -19,6 +19,7 @@ DType = Literal["fp32", "fp16", "bf16"]
 Reduction = Literal["sum", "mean", "none"]
 Logits = Literal["stored", "recomputed"]
 Split = Literal["any", "rows", "vocabulary"]
+Residency = Literal["device", "host"]
 Gradients = Literal["exact", "filtered", "sampled", "auto"]
 ObjectiveKind = Literal["reinforce", "importance_sampling", "ppo", "cispo", "dft"]
 Kl = Literal["k1", "k2", "k3"]
@@ -42,6 +43,8 @@ LOGITS: Mapping[str, head_pb2.Logits] = {
     "stored": head_pb2.LOGITS_STORED, "recomputed": head_pb2.LOGITS_RECOMPUTED}
 SPLITS: Mapping[str, head_pb2.Split] = {
     "any": head_pb2.SPLIT_UNSPECIFIED, "rows": head_pb2.SPLIT_ROWS, "vocabulary": head_pb2.SPLIT_VOCABULARY}
+RESIDENCIES: Mapping[str, head_pb2.Residency] = {
+    "device": head_pb2.RESIDENCY_DEVICE, "host": head_pb2.RESIDENCY_HOST}
 GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
     "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "sampled": loss_pb2.GRADIENTS_SAMPLED,
     "auto": loss_pb2.GRADIENTS_AUTO}
