@@ -41,7 +41,7 @@ std::optional<uint64_t> StepsSinceSave(const v1::HeadDescription& head);
 // the open step if there are any.
 std::string WhatIsLost(const v1::HeadDescription& head);
 
-// What a server answers at /events.json (docs/operations.md#events).
+// What a server answers at /events.json (docs/watching.md#events).
 struct Events {
   std::string incarnation;  // of the server
   uint64_t last_id = 0;

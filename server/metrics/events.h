@@ -49,7 +49,7 @@ struct Event {
   absl::Time last;
   int64_t count = 1;  // how often it happened from `first` to `last`
   EventLevel level = EventLevel::kInfo;
-  std::string kind;  // one of docs/operations.md#events, e.g. "head_created"
+  std::string kind;  // one of docs/watching.md#events, e.g. "head_created"
   std::string head;  // empty: it is not about one head
   std::string text;  // for people, UTF-8
 };
@@ -87,7 +87,7 @@ class EventLog {
   uint64_t dropped_id_ ABSL_GUARDED_BY(mutex_) = 0;  // the largest of those that made room
 };
 
-// As /events.json answers; see docs/operations.md. `incarnation` is of the server.
+// As /events.json answers; see docs/watching.md. `incarnation` is of the server.
 std::string ToJson(const EventLog::Reading& reading, uint64_t incarnation);
 
 // TraceRecorder records, on request and for a short time, what becomes of slices and chunks, so that a person

@@ -87,7 +87,7 @@ class History {
   // The last sample; nullopt: there is none yet.
   std::optional<Values> Last() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // As /history.json answers (docs/operations.md): the samples with numbers above `after`; of the head `head`
+  // As /history.json answers (docs/watching.md): the samples with numbers above `after`; of the head `head`
   // only, if one is named. `incarnation` is of the server.
   std::string Json(uint64_t incarnation, uint64_t after, absl::string_view head) const
       ABSL_LOCKS_EXCLUDED(mutex_);

@@ -226,7 +226,7 @@ def test_each_alert_is_tested() -> None:
 
 def test_the_pages_count_the_alerts() -> None:
     names = [rule["alert"] for group in groups() for rule in group["rules"] if "alert" in rule]
-    for page in ("docs/operations.md", "README.md"):
+    for page in ("docs/watching.md", "README.md"):
         counts = re.findall(r"(\d+) alerts", (ROOT / page).read_text())
         assert counts == [str(len(names))], page
 

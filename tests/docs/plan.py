@@ -201,7 +201,7 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/operations\.md", r"apt install \./dist/packages/lossd_\*\.deb",
      Known("needs root; packages_test has apt resolve it and dpkg install and purge it in a folder, scripts/check-fresh has apt do both")),
     (r"docs/operations\.md", r"systemctl enable --now lossd", Known("needs systemd")),
-    (r"docs/operations\.md", r"lossctl trace --seconds 2 > trace\.json", RunBy("cli_lossctl_server_test")),
+    (r"docs/watching\.md", r"lossctl trace --seconds 2 > trace\.json", RunBy("cli_lossctl_server_test")),
     (r"docs/operations\.md", r"lossctl (save|checkpoints|load) lm_head.*", Run(instead=(("step-0000001000", "step-0000000000"),))),
     (r"docs/operations\.md", r"lossctl checkpoints rm lm_head.*",
      Run(instead=(("checkpoints rm", "checkpoints rm --yes"), ("step-0000000500 lm_head/mine", "step-0000000000")))),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the commands of the pages as plan.py says, and the Python of README.md, docs/python.md and docs/protocol.md as it stands.
+"""Runs the commands of the pages as plan.py says, and the Python of README.md, docs/python.md, docs/python-client.md and docs/protocol.md as it stands.
 
 LOSSD_BINARY: the server; lossctl is beside it. LOSSD_BUILD: the build folder.
 """
@@ -175,7 +175,8 @@ def test_commands_are_found() -> None:
     assert shape("loss 1") != shape("rows 1")
 
 
-# Runs the Python of README.md, docs/python.md and docs/protocol.md as it stands, but for the address. Each page's blocks run from the top to the end,
+# Runs the Python of README.md, docs/python.md, docs/python-client.md and docs/protocol.md as it stands, but for the address.
+# Each page's blocks run from the top to the end,
 # with what the page takes for granted. The pages of docs/training run in tests/client/python/integrations.
 
 # What a page takes for granted, before the blocks whose text has the key.
@@ -204,16 +205,9 @@ GRANTED: dict[str, dict[str, str]] = {
             model = Model()
             loss = head(model.embedding(tokens), targets)
         """,
-        "compute_loss(": """
-            head_optimizer.step()
-            client.delete_head("lm")
-            client.create_head("lm", hidden_size=16, vocab_size=64)
-            import numpy
-            hidden = numpy.random.default_rng(1).standard_normal((5, 16), dtype=numpy.float32)
-            targets = numpy.arange(5)
-        """,
     },
     "docs/protocol.md": {},
+    "docs/python-client.md": {},
 }
 # Of packages that only the integrations have: there every option of this module is tested.
 NEEDS_PYPI = "from lossd.transformers import"
@@ -241,7 +235,7 @@ def test_what_is_granted_is_used(page: str) -> None:
         assert any(key in block for block in blocks_of(page)), key
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/python-client.md"])
 def test_the_blocks_run(page: str, server_of_blocks: ServerProcess) -> None:
     pytest.importorskip("torch")
     names: dict[str, object] = {}

@@ -56,6 +56,7 @@ test_docs() {
     '## Metrics' \
     '' \
     '`lossd_lost`'
+  plant docs/watching.md '`lossd_heads`'
   plant docs/reference/flags.md '`--listen`, `--gone`'
   plant docs/reference/metrics.md '`lossd_heads`, `lossd_gone`'
   plant server/app/main.cc 'ABSL_FLAG(std::string, listen, "", "");' 'ABSL_FLAG(' '    bool, forgotten, false, "");'
