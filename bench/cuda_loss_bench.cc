@@ -338,10 +338,12 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
   if (result.contains("losses")) {
     for (const auto& [loss, times] : result["losses"].items()) {
       const double ms = times["median_ms"];
-      std::cout << absl::StrFormat("  %s %.2f ms: x%.3f of the floor, x%.3f of the plain loss, x%.3f of the first product",
-                                   loss, ms, ms / floor.total(), ms / times["plain"]["median_ms"].get<double>(),
-                                   ms / floor.logits.median)
-                << std::endl;
+      std::cout
+          << absl::StrFormat(
+                 "  %s %.2f ms: x%.3f of the floor, x%.3f of the plain loss, x%.3f of the first product",
+                 loss, ms, ms / floor.total(), ms / times["plain"]["median_ms"].get<double>(),
+                 ms / floor.logits.median)
+          << std::endl;
     }
   }
   if (result.contains("deferred")) std::cout << DeferredText(result["deferred"]) << std::endl;

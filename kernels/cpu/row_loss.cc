@@ -236,8 +236,7 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   if (alpha > 0.0) sums.soft_slope += sums.smoothing * context_.class_weight_sum;
   const double scale = double{context_.options.logit_scale};
   const double hard_slope = request.targets != nullptr ? sums.named_slope : sums.hard_slope;
-  row.gradient_factor =
-      std::fabs(hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
+  row.gradient_factor = std::fabs(hard_slope + sums.soft_slope) + std::fabs(double{request.grad_entropy});
   const bool needs_entropy = request.want_entropy || request.grad_entropy != 0.0f;
   row.finite = all.finite && FiniteInFloat(row.lse) && FiniteInFloat(row.loss) &&
                (!request.counts_target || FiniteInFloat(nll)) &&
