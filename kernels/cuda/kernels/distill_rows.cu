@@ -12,11 +12,17 @@
 //
 // and KL(q || p), whose sum f is the divergence itself, with p and q changed over.
 //
-// Plan: one block a row, which goes over both rows of logits once for the softmaxes, once more for a
-// divergence that is none of the two KL, and once for the gradient. Sums are combined in a fixed order.
+// Plan where one device has all classes and the loss with targets does not count (WholeDivergenceKernel): a
+// cluster of blocks a row, so many that the rows under way stay in L2 from the first pass to the last. The
+// first pass sums up the softmax at temperature 1 too, from which the row's other results come.
+//
+// Plan otherwise: one block a row, which goes over both rows of logits once for the softmaxes, once more for
+// a divergence that is none of the two KL, and once for the gradient. Sums are combined in a fixed order.
 //
 // Bytes a pass: rows * V * 8 read; with the last rows * V * 4 written, or, where the loss with targets does
 // not count, the gradient itself in the compute dtype. Operations: 2 exponentials an element and pass.
+#include <cooperative_groups.h>
+
 #include <type_traits>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -446,6 +452,254 @@ __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
   }
 }
 
+// ---- whole rows at once ----
+
+constexpr int kMostBlocks = 8;  // of a cluster
+constexpr int64_t kRowsInCache = int64_t{28}
+                                 << 20;  // bytes of logits that stay in L2 with what else is there
+
+// What is summed up of the student at temperature 1, relative to its top: the sum of exp(z - top), and of
+// exp(z - top) (z - top).
+struct Plain {
+  float top;
+  float sum;
+  float moment;
+  int32_t arg;  // the smallest class that has the top; INT32_MAX: none
+};
+
+__device__ __forceinline__ void Rebase(Plain& r, float top) {
+  if (r.top == top) return;
+  const float shift = r.top - top;
+  const float factor = expf(shift);
+  r.moment = factor == 0.0f ? 0.0f : factor * (r.moment + r.sum * shift);
+  r.sum *= factor;
+  r.top = top;
+}
+
+__device__ __forceinline__ void Take(Plain& r, float z, int column) {
+  if (z == NegativeInfinity()) return;
+  if (z > r.top) {
+    Rebase(r, z);
+    r.arg = column;
+  } else if (z == r.top) {
+    r.arg = min(r.arg, column);
+  }
+  const float e = expf(z - r.top);
+  r.sum += e;
+  if (e != 0.0f) r.moment += e * (z - r.top);
+}
+
+__device__ __forceinline__ Plain Both(Plain a, Plain b) {
+  const float top = fmaxf(a.top, b.top);
+  const int32_t of_a = a.top == top ? a.arg : INT32_MAX, of_b = b.top == top ? b.arg : INT32_MAX;
+  Rebase(a, top);
+  Rebase(b, top);
+  return {top, a.sum + b.sum, a.moment + b.moment, min(of_a, of_b)};
+}
+
+// What the blocks of a row tell each other.
+struct RowPartial {
+  Running softened;
+  Plain plain;
+};
+
+template <bool kCross>
+__device__ __forceinline__ RowPartial Both(const RowPartial& a, const RowPartial& b, float inverse) {
+  return {Both<kCross>(a.softened, b.softened, inverse), Both(a.plain, b.plain)};
+}
+
+__device__ __forceinline__ unsigned BlocksOfRow() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return cooperative_groups::this_cluster().num_blocks();
+#else
+  return 1;
+#endif
+}
+
+__device__ __forceinline__ unsigned BlockOfRow() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return cooperative_groups::this_cluster().block_rank();
+#else
+  return 0;
+#endif
+}
+
+// Calls merge(what a block has in `own`) for each block of the row in their order, in every thread. `own` is
+// shared memory of this block, which one thread has written.
+template <typename T, typename Merge>
+__device__ __forceinline__ void ForEachBlockOfRow(T* own, unsigned blocks, Merge merge) {
+  __syncthreads();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (blocks > 1) {
+    auto cluster = cooperative_groups::this_cluster();
+    cluster.sync();
+    for (unsigned i = 0; i < blocks; ++i) merge(*cluster.map_shared_rank(own, static_cast<int>(i)));
+    cluster.sync();  // no block ends, or writes again, while another one reads
+    return;
+  }
+#endif
+  merge(*own);
+}
+
+// Sums over the row, from those of each thread.
+template <bool kCross>
+__device__ __forceinline__ RowPartial ReduceOfRow(RowPartial r, unsigned blocks, float inverse,
+                                                  RowPartial* scratch, RowPartial* own) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    RowPartial other;
+    other.softened = {__shfl_xor_sync(0xffffffffu, r.softened.own_top, offset),
+                      __shfl_xor_sync(0xffffffffu, r.softened.own_sum, offset),
+                      __shfl_xor_sync(0xffffffffu, r.softened.other_top, offset),
+                      __shfl_xor_sync(0xffffffffu, r.softened.other_sum, offset),
+                      __shfl_xor_sync(0xffffffffu, r.softened.cross, offset)};
+    other.plain = {__shfl_xor_sync(0xffffffffu, r.plain.top, offset),
+                   __shfl_xor_sync(0xffffffffu, r.plain.sum, offset),
+                   __shfl_xor_sync(0xffffffffu, r.plain.moment, offset),
+                   __shfl_xor_sync(0xffffffffu, r.plain.arg, offset)};
+    r = Both<kCross>(r, other, inverse);
+  }
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = r;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    RowPartial block = scratch[0];
+    for (int i = 1; i < kWarps; ++i) block = Both<kCross>(block, scratch[i], inverse);
+    *own = block;
+  }
+  RowPartial all = {NothingYet(), {NegativeInfinity(), 0.0f, 0.0f, INT32_MAX}};
+  ForEachBlockOfRow(own, blocks, [&](const RowPartial& block) { all = Both<kCross>(all, block, inverse); });
+  return all;
+}
+
+// The results of a row whose loss with the target does not count, by one thread.
+__device__ __forceinline__ void WritePlain(const DivergenceParams& p, int64_t row, const Plain& plain,
+                                           float target) {
+  const float log_sum = logf(plain.sum);
+  p.out.lse[row] = plain.top + log_sum;
+  p.out.entropy[row] = log_sum - plain.moment / plain.sum;
+  // NaN stays what it is.
+  const float logprob = (target - plain.top) - log_sum;
+  p.out.target_logprob[row] = logprob > 0.0f ? 0.0f : logprob;
+  p.out.argmax[row] =
+      plain.arg == INT32_MAX ? -1 : plain.arg + static_cast<int32_t>(p.student_terms.first_class);
+}
+
+template <Divergence kDivergence, typename T>
+__global__ __launch_bounds__(kThreads,
+                             2) void WholeDivergenceKernel(const __grid_constant__ DivergenceParams p) {
+  using Of = Sides<kDivergence>;
+  __shared__ RowPartial scratch[kWarps], own;
+  __shared__ float2 sums[kWarps], own_sums;
+  const unsigned blocks = BlocksOfRow(), rank = BlockOfRow();
+  const int64_t row = blockIdx.x / blocks;
+  const int vectors = static_cast<int>(p.student.ld / kLane);
+  const int each = (vectors + static_cast<int>(blocks) - 1) / static_cast<int>(blocks);
+  const int begin = min(static_cast<int>(rank) * each, vectors), end = min(begin + each, vectors);
+  const bool wants_gradient = p.gradient.data != nullptr;
+  auto* const to = reinterpret_cast<GradientLane<T>*>(static_cast<T*>(p.gradient.data) + row * p.gradient.ld);
+  const auto zero = [&] {
+    GradientLane<T> zeros;
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) zeros.x[i] = static_cast<T>(0.0f);
+    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) to[v] = zeros;
+  };
+  if (row >= p.in.rows) {  // the whole cluster takes this way
+    if (wants_gradient) zero();
+    return;
+  }
+  const int classes = static_cast<int>(p.student.classes);
+  const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
+  const auto* const student =
+      reinterpret_cast<const float4*>(static_cast<const float*>(p.student.data) + row * p.student.ld);
+  const auto* const teacher =
+      reinterpret_cast<const float4*>(static_cast<const float*>(p.teacher.data) + row * p.teacher.ld);
+  const auto for_each_vector = [&](auto body) {
+    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) {
+      const float4 s = student[v], t = teacher[v];
+      body(v * kLane, Lane{s.x, s.y, s.z, s.w}, Lane{t.x, t.y, t.z, t.w});
+    }
+  };
+  const int column_of_target = p.in.targets[row];
+  const float dot = p.in.target_dots != nullptr
+                        ? p.in.target_dots[row]
+                        : (static_cast<const float*>(p.student.data) + row * p.student.ld)[column_of_target];
+  const float target = student_map(dot, column_of_target).z;
+
+  const float inverse = 1.0f / p.distillation.temperature;
+  RowPartial partial = {NothingYet(), {NegativeInfinity(), 0.0f, 0.0f, INT32_MAX}};
+  for_each_vector([&](int column, const Lane& s, const Lane& t) {
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      if (column + i >= classes) continue;
+      const float z = student_map(s.x[i], column + i).z;
+      const float taught = teacher_map(t.x[i], column + i).z;
+      Take(partial.plain, z, column + i);
+      Take<Of::kCross>(partial.softened, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z,
+                       inverse);
+    }
+  });
+  partial = ReduceOfRow<Of::kCross>(partial, blocks, inverse, scratch, &own);
+  TaughtRecord record = RecordOf<Of::kOwnIsStudent>(partial.softened);
+  if constexpr (!kIsKl<kDivergence>) {
+    const LogSoftmax of_student(record.student_top, record.student_sum, inverse);
+    const LogSoftmax of_teacher(record.teacher_top, record.teacher_sum, inverse);
+    float2 total = make_float2(0.0f, 0.0f);
+    for_each_vector([&](int column, const Lane& s, const Lane& t) {
+#pragma unroll
+      for (int i = 0; i < kLane; ++i) {
+        if (column + i >= classes) continue;
+        const float log_q = of_student(student_map(s.x[i], column + i).z);
+        const float log_p = of_teacher(teacher_map(t.x[i], column + i).z);
+        const float2 term = TermOf<kDivergence>(expf(log_p), log_p, expf(log_q), log_q, p.distillation.beta);
+        total.x += term.x;
+        total.y += term.y;
+      }
+    });
+    total = Add(total, sums);
+    if (threadIdx.x == 0) own_sums = total;
+    record.value = record.slope = 0.0f;
+    ForEachBlockOfRow(&own_sums, blocks, [&](const float2& block) {
+      record.value += block.x;
+      record.slope += block.y;
+    });
+  }
+  const RowDivergence<kDivergence> divergence(record, inverse);
+
+  // Every block decides alike.
+  const float weight = p.in.weights[row];
+  const float coef = p.in.coef_loss[row] * p.distillation.weight;
+  const bool absent = weight == 0.0f;
+  const float loss = absent ? 0.0f : weight * p.distillation.weight * divergence.value;
+  const bool valid = absent || (isfinite(loss) && isfinite(divergence.value) &&
+                                isfinite(partial.plain.top + logf(partial.plain.sum)));
+  if (rank == 0 && threadIdx.x == 0) {
+    WritePlain(p, row, partial.plain, target);
+    p.divergence[row] = absent ? 0.0f : divergence.value;
+    p.rows.factors[row] = fabsf(coef) * inverse;
+    p.out.loss[row] = valid ? loss : NAN;
+    p.out.z_loss_part[row] = 0.0f;
+    if (!p.wants_logprob && !isfinite(p.out.target_logprob[row])) p.out.target_logprob[row] = 0.0f;
+  }
+  if (!wants_gradient) return;
+  if (absent || !valid) {
+    zero();
+    return;
+  }
+  for_each_vector([&](int column, const Lane& s, const Lane& t) {
+    GradientLane<T> out;
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      const float of_class =
+          column + i >= classes
+              ? 0.0f
+              : coef * divergence.Gradient(student_map(s.x[i], column + i), teacher_map(t.x[i], column + i).z,
+                                           p.distillation.beta);
+      out.x[i] = Rounded<T>(of_class);
+    }
+    to[column / kLane] = out;
+  });
+}
+
 // ---- launches ----
 
 // Calls launch(std::integral_constant) for the divergence.
@@ -507,6 +761,47 @@ cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t 
       FinishDivergenceKernel<decltype(divergence)::value, T>
           <<<static_cast<unsigned>(params.in.padded_rows), kThreads, 0, stream>>>(params);
       return cudaGetLastError();
+    });
+  });
+}
+
+namespace {
+
+// As few blocks as keep the rows under way, two blocks a multiprocessor, in L2.
+int BlocksForRow(int64_t ld, const DeviceLimits& limits) {
+  int blocks = 1;
+  const int64_t row_bytes = 2 * ld * static_cast<int64_t>(sizeof(float));
+  while (limits.has_clusters && blocks < kMostBlocks &&
+         2 * limits.multiprocessors / blocks * row_bytes > kRowsInCache) {
+    blocks *= 2;
+  }
+  return blocks;
+}
+
+template <Divergence kDivergence, typename T>
+cudaError_t LaunchWhole(const DivergenceParams& params, int blocks, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(params.in.padded_rows * blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = blocks > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, WholeDivergenceKernel<kDivergence, T>, params);
+}
+
+}  // namespace
+
+cudaError_t LaunchWholeDivergence(const DivergenceParams& params, const DeviceLimits& limits,
+                                  cudaStream_t stream) {
+  if (params.in.padded_rows == 0) return cudaSuccess;
+  const int blocks = BlocksForRow(params.student.ld, limits);
+  return WithDivergence(params.distillation.divergence, [&](auto divergence) {
+    return WithElement(params.gradient.dtype, [&](auto element) {
+      return LaunchWhole<decltype(divergence)::value, typename decltype(element)::Type>(params, blocks,
+                                                                                        stream);
     });
   });
 }

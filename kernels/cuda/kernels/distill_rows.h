@@ -11,6 +11,9 @@
 //   the row loss kernels, which overwrite the logits if they write a gradient
 //   LaunchFinishDivergence                  the row's loss and its gradient
 //
+// Where one device has all classes and the loss with targets does not count, LaunchWholeDivergence does all
+// of that in one kernel.
+//
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_DISTILL_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_DISTILL_ROWS_H_
@@ -19,6 +22,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/device/device_limits.h"
 #include "kernels/cuda/device/device_memory.h"
 #include "kernels/cuda/kernels/loss_rows.h"
 #include "kernels/distillation.h"
@@ -93,6 +97,11 @@ cudaError_t LaunchDivergenceGradient(const DivergenceParams& params, cudaStream_
 // written with target_weights and target_coefs. Without MixesTargets that has written none, and the logits of
 // both heads are as they were. A row whose loss is not finite then has a gradient of 0. Also factors.
 cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t stream);
+
+// Row results, divergence, factors and gradient of rows of which all classes are here, without MixesTargets.
+// Nothing is taken from `rows` but factors. The student's logits are left as they are.
+cudaError_t LaunchWholeDivergence(const DivergenceParams& params, const DeviceLimits& limits,
+                                  cudaStream_t stream);
 
 // From the records `all` [parts, rows] of as many devices, added up in their order: those of all classes, and
 // their value and slope alone.

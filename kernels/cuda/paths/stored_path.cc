@@ -243,15 +243,15 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
     gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
     if (!job.wants_gradient()) gradient.data = nullptr;
     if (job.teacher != nullptr) return DistilledRowLoss(job, rows, logits, gradient);
-    return TargetRowLoss(job, job.terms, rows, logits, gradient);
+    return TargetRowLoss(job, rows, logits, gradient);
   };
   return staged_.ForEachBlock(job, KeptOf(job), step);
 }
 
-absl::Status StoredPath::TargetRowLoss(const ChunkJob& job, const LossTerms& terms, const RowBlock& rows,
-                                       const LogitMatrix& logits, const LogitMatrix& gradient) const {
+absl::Status StoredPath::TargetRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                                       const LogitMatrix& gradient) const {
   if (context_.sizes.is_split() || job.terms.soft) return SplitRowLoss(job, rows, logits, gradient);
-  const RowLossParams p = {logits, gradient, terms, rows.in, rows.out, !job.plan.uniform_apart};
+  const RowLossParams p = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};
   return ToStatus(LaunchRowLoss(p, context_.device->limits(), context_.device->compute()), "row loss kernel");
 }
 
@@ -271,6 +271,7 @@ absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, c
   const cudaStream_t stream = device.compute();
   const TeacherRows& teacher = *job.teacher;
   const bool mixes = MixesTargets(job.options().distillation);
+  const bool whole = !mixes && !context_.sizes.is_split();
   DivergenceParams p = {
       .student = logits,
       .teacher = {teacher.logits, DType::kFloat32, teacher.padded_vocab, teacher.terms.vocab},
@@ -291,22 +292,21 @@ absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, c
                             .b = hidden + rows.begin * teacher.shapes.padded_hidden * teacher.element,
                             .c = teacher.logits},
                            device.gemm_workspace(), stream));
-    LOSSD_RETURN_IF_ERROR(SumDivergences(p));
+    if (!whole) LOSSD_RETURN_IF_ERROR(SumDivergences(p));
     if (mixes && gradient.data != nullptr) {
       LOSSD_RETURN_IF_CUDA_ERROR(LaunchDivergenceGradient(p, stream), "divergence kernel");
     }
   }
+  if (whole) {
+    return ToStatus(LaunchWholeDivergence(p, device.limits(), stream), "divergence kernel");
+  }
   RowBlock with_target = rows;
   with_target.in.weights = p.rows.target_weights;
   with_target.in.coef_loss = p.rows.target_coefs;
-  // Without a gradient of this loss the logits are needed afterwards, which only the general kernel leaves.
+  // Without a gradient of this loss the kernels leave the logits of parts of a head as they are.
   LogitMatrix of_targets = gradient;
-  LossTerms terms = job.terms;
-  if (!mixes) {
-    of_targets.data = nullptr;
-    terms.want_entropy = true;
-  }
-  LOSSD_RETURN_IF_ERROR(TargetRowLoss(job, terms, with_target, logits, of_targets));
+  if (!mixes) of_targets.data = nullptr;
+  LOSSD_RETURN_IF_ERROR(TargetRowLoss(job, with_target, logits, of_targets));
   return ToStatus(LaunchFinishDivergence(p, stream), "divergence kernel");
 }
 

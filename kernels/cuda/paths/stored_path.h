@@ -161,8 +161,8 @@ class StoredPath final : public ChunkPath {
   // Their records, over all classes.
   absl::Status SumDivergences(const DivergenceParams& p) const;
   // The loss with targets of a block of rows.
-  absl::Status TargetRowLoss(const ChunkJob& job, const LossTerms& terms, const RowBlock& rows,
-                             const LogitMatrix& logits, const LogitMatrix& gradient) const;
+  absl::Status TargetRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                             const LogitMatrix& gradient) const;
   // Of a block of rows of which other devices have classes too, filtered if the plan is.
   absl::Status SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                             const LogitMatrix& gradient) const;
