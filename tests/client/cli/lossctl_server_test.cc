@@ -344,18 +344,16 @@ TEST_F(LossctlServerTest, DistilsFromATeacher) {
   EXPECT_THAT(Run(files + "--teacher-hidden dx.npy", 4), HasSubstr("9 of the teacher"));
 }
 
-// The most probable classes of one call are the soft targets of the next: their loss is the entropy, nearly.
+// The most probable class of one call is the soft target of the next, with the row's loss as its weight.
 TEST_F(LossctlServerTest, SoftTargetsComeFromFiles) {
   Run("create head --hidden 6 --vocab 20");
   const std::string rows = "loss head --random 50 --seed 3 --dtype fp32 ";
-  Run(rows + "--top-k 20 --rows-out rows.safetensors");
-  const std::string files =
-      "--target-classes rows.safetensors:top_classes --target-weights rows.safetensors:top_classes ";
+  Run(rows + "--top-k 1 --rows-out rows.safetensors");
+  const std::string weights = "--target-weights rows.safetensors:row_loss ";
+  const std::string files = "--target-classes rows.safetensors:top_classes " + weights;
   EXPECT_THAT(Run(rows + "--rest renormalized " + files), ContainsRegex("\nloss +[0-9.]+"));
   EXPECT_THAT(Run(rows + "--rest one-class " + files, 4), HasSubstr("open.target_weights"));
-  EXPECT_THAT(Run(rows + "--rest none --target-classes rows.safetensors:row_argmax --target-weights "
-                         "rows.safetensors:top_classes",
-                  4),
+  EXPECT_THAT(Run(rows + "--rest none --target-classes rows.safetensors:row_argmax " + weights, 4),
               HasSubstr("both must have [N, K]"));
 }
 
