@@ -257,11 +257,11 @@ TEST_F(LossctlServerTest, AHeadInHostMemory) {
   const std::string planned = Run("create " + spec + " --dry-run");
   EXPECT_EQ(Run("create " + spec), planned);
   EXPECT_THAT(planned, ContainsRegex("\nresidency +host memory, not on the device\n"));
-  EXPECT_THAT(Run("--wide heads"), ContainsRegex("CHUNK ROWS +VALUES(.|\n)* host "));
+  EXPECT_THAT(Run("-o wide heads"), ContainsRegex("CHUNK ROWS +VALUES(.|\n)* host "));
   Run("loss head --random 50");
   EXPECT_THAT(Run("describe head"),
               ContainsRegex("\nresidency +host memory, on the device now; copied 1 times .*left 0 times\n"));
-  EXPECT_THAT(Run("--wide heads"), HasSubstr("host, on device"));
+  EXPECT_THAT(Run("-o wide heads"), HasSubstr("host, on device"));
   const auto json = nlohmann::json::parse(Run("--json describe head"));
   EXPECT_EQ(json["residency"], "host");
   EXPECT_EQ(json["paging"]["copies"], 1);

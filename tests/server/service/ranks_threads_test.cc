@@ -170,6 +170,20 @@ INSTANTIATE_TEST_SUITE_P(Splits, ServiceRanksThreadsTest,
                          ::testing::Values(v1::SPLIT_ROWS, v1::SPLIT_VOCABULARY),
                          [](const auto& split) { return v1::Split_Name(split.param); });
 
+TEST(ServiceRanksThreadsHeadTest, HeadsInHostMemoryAreRefusedByName) {
+  ServerOfProcesses ranks([](ServerOptions&) {});
+  const auto client = Connect(ranks.target());
+  v1::CreateHeadRequest head = SmallHead();
+  head.mutable_spec()->set_frozen(true);
+  head.mutable_spec()->set_residency(v1::RESIDENCY_HOST);
+  const absl::Status refused = client->CreateHead(head).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnimplemented) << refused;
+  EXPECT_THAT(std::string(refused.message()),
+              ::testing::HasSubstr("spec.residency must be device on a server of several processes"));
+  head.mutable_spec()->set_residency(v1::RESIDENCY_DEVICE);
+  EXPECT_TRUE(client->CreateHead(head).ok()) << "the name is free, and nothing is held";
+}
+
 TEST(ServiceRanksThreadsEndTest, ProcessesThatAreAskedToStopSayItOnce) {
   absl::Notification asked;  // notified twice, it ends the program
   ServerOfProcesses ranks(
