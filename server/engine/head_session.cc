@@ -259,8 +259,8 @@ Flight::Parts HeadSession::flight_parts() {
 }
 
 void HeadSession::FinishSlice(const SliceWork& slice, double compute_seconds) {
-  slice.stream->FinishSlice(slice.sums, slice.accumulated_rows, slice.repeated_rows, slice.queue_seconds,
-                            compute_seconds);
+  slice.stream->FinishSlice(slice.rows, slice.sums, slice.accumulated_rows, slice.repeated_rows,
+                            slice.queue_seconds, compute_seconds);
   total_rows_ += slice.rows.size();
 }
 

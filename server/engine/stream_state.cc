@@ -131,6 +131,16 @@ absl::Status CheckRanges(const StreamSpec& spec) {
   return CheckRowValues("open.row_weights", spec.row_weights, rows, /*optional=*/true);
 }
 
+absl::Status CheckNormalizer(absl::string_view field, double normalizer, const StreamSpec& spec) {
+  if (spec.reduction != Reduction::kMean) {
+    return InvalidField(field, "goes with REDUCTION_MEAN only", absl::StrCat(normalizer));
+  }
+  if (!(std::isfinite(normalizer) && normalizer >= 0)) {
+    return InvalidField(field, "must be finite and positive", absl::StrCat(normalizer));
+  }
+  return absl::OkStatus();
+}
+
 // Numbers of rows that the objective needs are there, and no others.
 absl::Status CheckObjective(const StreamSpec& spec) {
   const kernels::Objective& objective = spec.options.objective;
@@ -154,6 +164,46 @@ absl::Status CheckObjective(const StreamSpec& spec) {
   return absl::OkStatus();
 }
 
+// The depths divide the rows, with weights and normalizers that the reduction takes.
+absl::Status CheckDepths(const StreamSpec& spec) {
+  if (spec.depths.empty()) return absl::OkStatus();
+  const auto count = static_cast<int64_t>(spec.depths.size());
+  if (count > kMostDepths) {
+    return InvalidField("open.depths", absl::StrCat("must be at most ", kMostDepths), absl::StrCat(count));
+  }
+  if (spec.reduction == Reduction::kNone) {
+    return InvalidField("open.depths", "must be empty with REDUCTION_NONE", absl::StrCat(count));
+  }
+  if (spec.normalizer.has_value()) {
+    return InvalidField("open.normalizer", "must be absent with open.depths, which have normalizers of their own",
+                        absl::StrCat(*spec.normalizer));
+  }
+  int64_t rows = 0;
+  for (size_t i = 0; i < spec.depths.size(); ++i) {
+    const Depth& depth = spec.depths[i];
+    const std::string field = absl::StrCat("open.depths[", i, "].");
+    if (depth.rows < 0 || depth.rows > spec.microbatch_rows - rows) {
+      return InvalidField(absl::StrCat(field, "rows"),
+                          absl::StrCat("must be in [0, ", spec.microbatch_rows - rows, "], the rest of the ",
+                                       spec.microbatch_rows, " rows of the microbatch"),
+                          absl::StrCat(depth.rows));
+    }
+    if (!std::isfinite(depth.weight) || depth.weight < 0.0f) {
+      return InvalidField(absl::StrCat(field, "weight"), "must be finite and >= 0", absl::StrCat(depth.weight));
+    }
+    if (depth.normalizer.has_value()) {
+      LOSSD_RETURN_IF_ERROR(CheckNormalizer(absl::StrCat(field, "normalizer"), *depth.normalizer, spec));
+    }
+    rows += depth.rows;
+  }
+  if (rows != spec.microbatch_rows) {
+    return InvalidField("open.depths",
+                        absl::StrCat("must have all ", spec.microbatch_rows, " rows of the microbatch"),
+                        absl::StrCat(rows));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckNumbers(const StreamSpec& spec) {
   LOSSD_RETURN_IF_ERROR(CheckObjective(spec));
   if (spec.reduction == Reduction::kNone && (spec.want_grad_hidden || spec.accumulate_gradients)) {
@@ -169,12 +219,10 @@ absl::Status CheckNumbers(const StreamSpec& spec) {
   if (!std::isfinite(spec.grad_output)) {
     return InvalidField("open.grad_output", "must be finite", absl::StrCat(spec.grad_output));
   }
-  if (spec.normalizer.has_value() && spec.reduction != Reduction::kMean) {
-    return InvalidField("open.normalizer", "goes with REDUCTION_MEAN only", absl::StrCat(*spec.normalizer));
+  if (spec.normalizer.has_value()) {
+    LOSSD_RETURN_IF_ERROR(CheckNormalizer("open.normalizer", *spec.normalizer, spec));
   }
-  if (spec.normalizer.has_value() && !(std::isfinite(*spec.normalizer) && *spec.normalizer >= 0)) {
-    return InvalidField("open.normalizer", "must be finite and positive", absl::StrCat(*spec.normalizer));
-  }
+  LOSSD_RETURN_IF_ERROR(CheckDepths(spec));
   assert(kernels::Validate(spec.options).ok());
   return absl::OkStatus();
 }
@@ -241,6 +289,13 @@ int64_t MostRowsWithClasses(const RowWants& wants) {
   return row_bytes == 0 ? std::numeric_limits<int64_t>::max() : kMostClassResultBytes / row_bytes;
 }
 
+// The factor of gradients. `field` is the normalizer's.
+absl::StatusOr<float> GradScale(absl::string_view field, double grad_output, double normalizer) {
+  const float scale = normalizer == 0 ? 0.0f : static_cast<float>(grad_output / normalizer);
+  if (std::isfinite(scale)) return scale;
+  return InvalidField(field, "makes grad_output / normalizer overflow", absl::StrCat(normalizer));
+}
+
 }  // namespace
 
 absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
@@ -298,29 +353,49 @@ absl::Status StreamRows::MapTargets(int64_t vocab_size) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<double> StreamRows::NormalizerOf(absl::string_view field, std::optional<double> given,
+                                                int64_t valid) const {
+  if (spec_.reduction != Reduction::kMean) return 1.0;
+  if (!given.has_value() &&
+      (spec_.rows != RowRange{0, spec_.microbatch_rows} || spec_.options.use_class_weights)) {
+    return InvalidField(field,
+                        "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
+                        "class weights",
+                        "nothing");
+  }
+  const double normalizer = given.value_or(static_cast<double>(valid));
+  if (normalizer == 0 && valid > 0) {
+    return InvalidField(field, absl::StrCat("must be positive with ", valid, " valid rows"), "0");
+  }
+  return normalizer;
+}
+
+absl::Status StreamRows::ResolveDepths() {
+  grad_scales_.clear();
+  int64_t begin = 0;
+  for (size_t i = 0; i < spec_.depths.size(); ++i) {
+    const Depth& depth = spec_.depths[i];
+    const int64_t end = begin + depth.rows;
+    int64_t valid = 0;  // of this stream
+    for (int64_t row = std::max(begin, spec_.rows.begin); row < std::min(end, spec_.rows.end); ++row) {
+      valid += HasTarget(row) ? 1 : 0;
+    }
+    const std::string field = absl::StrCat("open.depths[", i, "].normalizer");
+    LOSSD_TRY(const double normalizer, NormalizerOf(field, depth.normalizer, valid));
+    LOSSD_TRY(const float scale,
+              GradScale(field, double{spec_.grad_output} * double{depth.weight}, normalizer));
+    terms_.depths.push_back({.end = end, .weight = depth.weight, .normalizer = normalizer});
+    grad_scales_.push_back(scale);
+    begin = end;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status StreamRows::ResolveNormalizer() {
   double normalizer = 1.0;
-  if (spec_.reduction == Reduction::kMean) {
-    if (spec_.normalizer.has_value()) {
-      normalizer = *spec_.normalizer;
-    } else if (spec_.rows == RowRange{0, spec_.microbatch_rows} && !spec_.options.use_class_weights) {
-      normalizer = static_cast<double>(valid_rows_);
-    } else {
-      return InvalidField(
-          "open.normalizer",
-          "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
-          "class weights",
-          "nothing");
-    }
-    if (normalizer == 0 && valid_rows_ > 0) {
-      return InvalidField("open.normalizer",
-                          absl::StrCat("must be positive with ", valid_rows_, " valid rows"), "0");
-    }
-  }
-  grad_scale_ = normalizer == 0 ? 0.0f : static_cast<float>(double{spec_.grad_output} / normalizer);
-  if (!std::isfinite(grad_scale_)) {
-    return InvalidField("open.normalizer", "makes grad_output / normalizer overflow",
-                        absl::StrCat(normalizer));
+  if (spec_.depths.empty()) {
+    LOSSD_TRY(normalizer, NormalizerOf("open.normalizer", spec_.normalizer, valid_rows_));
+    LOSSD_TRY(grad_scales_.front(), GradScale("open.normalizer", double{spec_.grad_output}, normalizer));
   }
   terms_ = {.microbatch_rows = spec_.microbatch_rows,
             .options = spec_.options,
@@ -331,7 +406,7 @@ absl::Status StreamRows::ResolveNormalizer() {
             .want_grad_hidden = limits_.has_grid() && spec_.want_grad_hidden,
             .want_row_entropy = limits_.has_grid() && spec_.want_rows.entropy,
             .want_top_classes = limits_.has_grid() && spec_.want_rows.top_k > 0};
-  return absl::OkStatus();
+  return spec_.depths.empty() ? absl::OkStatus() : ResolveDepths();
 }
 
 void StreamRows::SetRetained(std::vector<RetainedRows> retained, RowGradients gradients) {
@@ -385,7 +460,8 @@ int64_t StreamRows::HostBytes() const {
                         gradients_.entropy.size() + spec_.numbers.advantages.size() +
                         spec_.numbers.old_logprobs.size() + spec_.numbers.ref_logprobs.size();
   constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
-  return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float) +
+  return kOverhead + terms_.HostBytes() +
+         static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float) +
                                           spec_.classes.size() * sizeof(int32_t));
 }
 
@@ -431,6 +507,12 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
   }
   if (rows.size() > limits_.max_rows) {
     return InvalidField("slice.rows", absl::StrCat("must have at most ", limits_.max_rows, " rows"),
+                        Text(rows));
+  }
+  if (rows.end > terms_.EndOfDepth(rows.begin)) {
+    return InvalidField("slice.rows",
+                        absl::StrCat("must have rows of one depth only (open.depths); row ",
+                                     terms_.EndOfDepth(rows.begin), " is of the next one"),
                         Text(rows));
   }
   if (bytes != SliceBytes(*this, rows.size())) {
@@ -525,6 +607,9 @@ StreamState::StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observ
       unsent_valid_rows_(valid_rows()) {
   summary_.state = head_state();
   summary_.normalizer = terms().normalizer;
+  for (const DepthTerms& depth : terms().depths) {
+    summary_.depths.emplace_back().normalizer = depth.normalizer;
+  }
 }
 
 absl::Status StreamState::CheckNew(RowRange rows, int64_t bytes, bool in_place) const {
@@ -566,8 +651,14 @@ void StreamState::OnQueued() {
   ++outstanding_;
 }
 
-void StreamState::FinishSlice(const kernels::LossSums& sums, int64_t accumulated, int64_t repeated,
-                              double queue_seconds, double compute_seconds) {
+void StreamState::FinishSlice(RowRange rows, const kernels::LossSums& sums, int64_t accumulated,
+                              int64_t repeated, double queue_seconds, double compute_seconds) {
+  if (!summary_.depths.empty()) {
+    DepthSummary& depth = summary_.depths[terms().DepthOf(rows.begin)];
+    depth.sums += sums;
+    depth.accumulated_rows += accumulated;
+    depth.repeated_rows += repeated;
+  }
   summary_.sums += sums;
   summary_.accumulated_rows += accumulated;
   summary_.repeated_rows += repeated;

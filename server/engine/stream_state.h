@@ -117,8 +117,9 @@ class StreamRows {
   SliceLimits limits() const { return limits_; }
   int64_t hidden_size() const { return hidden_size_; }
   const TeacherOf& teacher() const { return teacher_; }
-  // g, the factor of every gradient: grad_output / normalizer.
-  float grad_scale() const { return grad_scale_; }
+  // g, the factor of every gradient of the row: grad_output / normalizer, with depths those of its depth and
+  // times its weight.
+  float grad_scale(int64_t row) const { return grad_scales_[terms_.DepthOf(row)]; }
   // Targets of some rows of this stream.
   const int32_t* targets(RowRange rows) const {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
@@ -169,6 +170,10 @@ class StreamRows {
   StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher);
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
+  // The normalizer of some rows, in depths one for each. `field` names it in errors; `given`: by the spec.
+  absl::StatusOr<double> NormalizerOf(absl::string_view field, std::optional<double> given,
+                                      int64_t valid_rows) const;
+  absl::Status ResolveDepths();
   const float* At(const std::vector<float>& values, RowRange rows) const;
 
   StreamSpec spec_;
@@ -178,7 +183,7 @@ class StreamRows {
   int64_t hidden_size_ = 0;
   TeacherOf teacher_;  // of a stream that is distilled
   int64_t valid_rows_ = 0;
-  float grad_scale_ = 1.0f;
+  std::vector<float> grad_scales_ = {1.0f};  // of each depth; one of a microbatch that is not divided
   bool is_backward_ = false;
   std::vector<RetainedRows> retained_;  // by first row
   RowGradients gradients_;
@@ -224,7 +229,7 @@ class StreamState : public StreamRows {
   // A slice that was added has been received and queued.
   void OnQueued();
   // A slice of this stream left the device.
-  void FinishSlice(const kernels::LossSums& sums, int64_t accumulated, int64_t repeated, double queue_seconds,
+  void FinishSlice(RowRange rows, const kernels::LossSums& sums, int64_t accumulated, int64_t repeated, double queue_seconds,
                    double compute_seconds);
   // INVALID_ARGUMENT naming the first missing row if valid rows were not sent.
   absl::Status HalfClose();

@@ -120,6 +120,22 @@ absl::StatusOr<int32_t> ToCount(absl::string_view field, uint32_t count) {
   return FieldError(field, "be below 2^31", count);
 }
 
+// What the engine checks of depths is left to it; no more of them are made than it takes.
+absl::StatusOr<std::vector<engine::Depth>> ToDepths(
+    const google::protobuf::RepeatedPtrField<v1::Depth>& messages) {
+  if (messages.size() > engine::kMostDepths) {
+    return FieldError("open.depths.size", absl::StrCat("be at most ", engine::kMostDepths), messages.size());
+  }
+  std::vector<engine::Depth> depths;
+  for (const v1::Depth& message : messages) {
+    engine::Depth& depth = depths.emplace_back();
+    LOSSD_TRY(depth.rows, ToSize(message.rows(), absl::StrCat("open.depths[", depths.size() - 1, "].rows")));
+    if (message.has_weight()) depth.weight = message.weight();
+    if (message.has_normalizer()) depth.normalizer = message.normalizer();
+  }
+  return depths;
+}
+
 // Takes the generation that an opening message or a step names. Another process draws other numbers, so it
 // goes with the incarnation.
 template <typename Message>
@@ -349,6 +365,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   spec.want_rows.class_count = class_count;
   spec.want_rows.top_k = top_k;
   spec.classes.assign(open.classes().begin(), open.classes().end());
+  LOSSD_TRY(spec.depths, ToDepths(open.depths()));
   absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
   counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
   counts.Update(CheckCount("open.advantages", open.advantages_size(), spec.rows.size(), /*optional=*/true));
@@ -524,6 +541,19 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   return message;
 }
 
+v1::DepthSummary ToProto(const engine::DepthSummary& depth) {
+  v1::DepthSummary message;
+  message.set_loss_sum(depth.sums.loss);
+  message.set_z_loss_sum(depth.sums.z_loss);
+  message.set_entropy_sum(depth.sums.entropy);
+  message.set_valid_rows(static_cast<uint64_t>(depth.sums.valid_rows));
+  message.set_correct_rows(static_cast<uint64_t>(depth.sums.correct_rows));
+  message.set_accumulated_rows(static_cast<uint64_t>(depth.accumulated_rows));
+  message.set_repeated_rows(static_cast<uint64_t>(depth.repeated_rows));
+  message.set_normalizer(depth.normalizer);
+  return message;
+}
+
 v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   v1::MicrobatchSummary message;
   *message.mutable_state() = ToProto(summary.state);
@@ -549,6 +579,7 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
     objective.set_old_kl(sums.old_kl);
     objective.set_ref_kl(sums.ref_kl);
   }
+  for (const engine::DepthSummary& depth : summary.depths) *message.add_depths() = ToProto(depth);
   return message;
 }
 

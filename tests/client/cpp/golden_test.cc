@@ -357,7 +357,7 @@ void RunSlice(const json& c) {
   const Rows rows{c["rows"][0], c["rows"][1]};
   const std::string hidden = Payload(0, rows.end * c["row_bytes"].get<uint64_t>());
   StreamWork stream;
-  stream.hidden = hidden.data();
+  stream.hidden = internal::RowPieces(hidden.data());
   stream.row_bytes = c["row_bytes"];
   EXPECT_EQ(ToString(internal::EncodeSlice(stream, rows, [] {}).value()),
             FromHex(c["hex"]) + Payload(c["payload"][0], c["payload"][1]));

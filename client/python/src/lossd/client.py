@@ -203,7 +203,7 @@ class Client(HeadCalls):
             old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, options=options, reduction=reduction,
             normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
             grad_hidden=grad_hidden, rows=rows, classes=classes, top_k=top_k, streams=streams, slice_bytes=slice_bytes,
-            timeout=timeout, ready=ready, teacher_hidden=teacher_hidden).wait()
+            timeout=timeout, ready=ready, teacher_hidden=teacher_hidden, depths=depths).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
@@ -214,7 +214,7 @@ class Client(HeadCalls):
             retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
             classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None, slice_bytes: int | None = None,
             timeout: float | None = None, ready: Callable[[], None] | None = None,
-            teacher_hidden: NDArray[Any] | None = None) -> PendingLoss:
+            teacher_hidden: NDArray[Any] | None = None, depths: Sequence[Depth] = ()) -> PendingLoss:
         """Starts a loss computation.
 
         Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
@@ -254,13 +254,20 @@ class Client(HeadCalls):
           ready: blocks until `hidden` may be read and `grad_hidden` be written; runs on a thread of the client.
           teacher_hidden: [N, D of the teacher], with options.distillation: the rows' hidden states of the teacher, of the
             same dtype and on the same device as `hidden`, and under the same rules.
+          depths: divide the rows, in order, into parts of the loss with weights, normalizers and sums of their own
+            (LossResult.depths), such as those of models that predict several tokens: at most 64. One pass over the weights
+            serves them all. Then `hidden` may be a list or tuple with an array [rows, D] for each depth, which need not
+            lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
         """
         self._connections.check_usable()
-        kind, shape, data = _arrays.as_rows("hidden", hidden, dtype)
+        kind, shape, data = _arrays.rows_of_depths(hidden, dtype, depths)
         labels = _arrays.as_targets(targets)
         if len(labels) != shape[0]:
             raise errors.InvalidArgument(f"targets has {len(labels)} entries for {shape[0]} rows of hidden")
-        gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
+        if isinstance(hidden, (list, tuple)):
+            gradient, place = _arrays.gradients_of_depths(grad_hidden, kind, shape[1], data, depths)
+        else:
+            gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
         teacher, teacher_row_bytes = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0])
         wanted = _arrays.row_arrays(rows, len(labels))
         named = _arrays.as_classes(classes, len(labels))
@@ -274,7 +281,8 @@ class Client(HeadCalls):
             row_weights=_arrays.as_floats("row_weights", row_weights), options=options, numbers=numbers,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(place, wanted, _arrays.class_arrays(named, top_k, len(labels))), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes)
+            outputs=Outputs(place, wanted, _arrays.class_arrays(named, top_k, len(labels))), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes,
+            depths=depths)
         return self._start(work, gradient, streams, slice_bytes, timeout, _arrays.ready_with(work.memory or data, ready))
 
     def distill(
@@ -383,7 +391,7 @@ class Client(HeadCalls):
             self.close()
             raise
 
-    def _start(self, work: Work, gradient: NDArray[Any] | None, streams: int | None, slice_bytes: int | None,
+    def _start(self, work: Work, gradient: Any, streams: int | None, slice_bytes: int | None,
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
         call = LossCall(self._core, work, CallOptions(
             streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)

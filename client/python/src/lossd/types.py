@@ -295,6 +295,30 @@ def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
         raise errors.InvalidArgument(f"{field_name} is {value}; it must be {rule}")
 
 
+MOST_DEPTHS = 64  # of a microbatch
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A run of rows of a microbatch with a part of its own in the loss, such as the rows that predict the token after the next.
+
+    The loss of the microbatch is the sum over its depths of weight * (sum of the depth's row losses / normalizer).
+    InvalidArgument, naming field and value, if a number is out of range.
+    """
+
+    rows: int  # not negative; the depths of a microbatch have all of its rows, in order
+    weight: float = 1.0  # of the depth's loss and gradients; finite and not negative
+    # What a mean divides by. None: the number of the depth's valid targets; with class weights it must be given.
+    normalizer: float | None = None
+
+    def __post_init__(self) -> None:
+        _check("depth.rows", self.rows, "a whole number that is not negative",
+               isinstance(self.rows, (int, np.integer)) and not isinstance(self.rows, bool) and self.rows >= 0)
+        _check("depth.weight", self.weight, "finite and not negative", 0 <= self.weight < math.inf)
+        if self.normalizer is not None:
+            _check("depth.normalizer", self.normalizer, "finite and not negative", 0 <= self.normalizer < math.inf)
+
+
 @dataclass(frozen=True)
 class RetryOptions:
     """How calls are sent again: those that break, and those that may begin again when what they look at changes."""
@@ -350,11 +374,37 @@ class ObjectiveSums:
         return float(getattr(self, name)) / self.rows if self.rows else 0.0
 
 
+@dataclass
+class DepthResult:
+    """The sums over the rows of one depth; each field means what it means in LossResult."""
+
+    loss: float = 0.0  # before Depth.weight
+    loss_sum: float = 0.0
+    z_loss_sum: float = 0.0
+    entropy_sum: float = 0.0
+    normalizer: float = 1.0
+    valid_rows: int = 0
+    correct_rows: int = 0
+    accumulated_rows: int = 0
+    repeated_rows: int = 0
+
+    def add(self, summary: loss_pb2.DepthSummary) -> None:
+        """Adds the sums of one stream."""
+        self.loss_sum += summary.loss_sum
+        self.z_loss_sum += summary.z_loss_sum
+        self.entropy_sum += summary.entropy_sum
+        self.valid_rows += summary.valid_rows
+        self.correct_rows += summary.correct_rows
+        self.accumulated_rows += summary.accumulated_rows
+        self.repeated_rows += summary.repeated_rows
+
+
 @dataclass(repr=False)
 class LossResult(Shown):
     """What a loss computation gave. Counts and sums are over valid rows (target not ignore_index)."""
 
-    loss: float = 0.0  # loss_sum / normalizer; 0 if no row is valid
+    # loss_sum / normalizer; with depths the sum of Depth.weight * DepthResult.loss. 0 if no row is valid.
+    loss: float = 0.0
     loss_sum: float = 0.0  # z-loss included, row weights applied
     z_loss_sum: float = 0.0  # the z-loss part of loss_sum
     entropy_sum: float = 0.0  # nats; only if the entropy of rows was wanted
@@ -364,15 +414,17 @@ class LossResult(Shown):
     sampling_variance: float = field(default=0.0, repr=False)
     squared_gradient: float = field(default=0.0, repr=False)
     objective: ObjectiveSums = field(default_factory=ObjectiveSums, repr=False)  # of LossOptions.objective; 0 without one
-    normalizer: float = 1.0  # as used; 1 unless the reduction is mean
+    normalizer: float = 1.0  # as used; 1 unless the reduction is mean, and with depths, which have their own
+    depths: list[DepthResult] = field(default_factory=list, repr=False)  # one for each depth of the call
 
     valid_rows: int = 0
     correct_rows: int = 0  # largest logit is the target's
     accumulated_rows: int = 0  # added to the accumulators by this call
     repeated_rows: int = 0  # added before already (a repeat after a broken call)
 
-    # [N, D] of the hidden states' dtype (bf16: uint16), if wanted; 0 for ignored rows.
-    grad_hidden: NDArray[Any] | None = None
+    # [N, D] of the hidden states' dtype (bf16: uint16), if wanted; 0 for ignored rows. A list of such arrays, one for each
+    # depth, if the hidden states were given so.
+    grad_hidden: Any = None
     # [N] each, those that were wanted: float32, argmax int32.
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)
     # With `classes`: their log-probabilities [N, K], float32; 0 for ignored rows.
@@ -412,6 +464,9 @@ class LossResult(Shown):
         self.squared_gradient += summary.squared_gradient
         for sums in fields(ObjectiveSums):
             setattr(self.objective, sums.name, getattr(self.objective, sums.name) + getattr(summary.objective, sums.name))
+        self.depths += [DepthResult() for _ in range(len(summary.depths) - len(self.depths))]
+        for depth, sums_of_depth in zip(self.depths, summary.depths):
+            depth.add(sums_of_depth)
         self.valid_rows += summary.valid_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows
