@@ -295,9 +295,9 @@ def as_rows(name: str, values: Any, dtype: DType | None) -> tuple[DType, tuple[i
 
 def rows_of_depths(values: Any, dtype: DType | None, depths: Sequence[Depth]) -> tuple[DType, tuple[int, int], RowMemory]:
     """as_rows() of hidden states, or of a list or tuple with an array for each depth."""
-    if not isinstance(values, (list, tuple)):
+    if not depths or not isinstance(values, (list, tuple)):
         return as_rows("hidden", values, dtype)
-    if len(values) != len(depths) or not values:
+    if len(values) != len(depths):
         raise errors.InvalidArgument(f"hidden has {len(values)} arrays for {len(depths)} depths")
     found = [as_rows(f"hidden[{index}]", part, dtype) for index, part in enumerate(values)]
     kind, (_, width), _ = found[0]
@@ -311,12 +311,13 @@ def rows_of_depths(values: Any, dtype: DType | None, depths: Sequence[Depth]) ->
 def gradients_of_depths(wanted: Any, kind: DType, width: int, hidden: RowMemory,
                         depths: Sequence[Depth]) -> tuple[Any, RowMemory | None]:
     """gradient_rows() of hidden states with an array for each depth: a list of arrays."""
-    if isinstance(wanted, bool):
-        wanted = [wanted] * len(depths)
-        if not any(wanted):
-            return None, None
-    if not isinstance(wanted, (list, tuple)) or len(wanted) != len(depths):
-        raise errors.InvalidArgument(f"grad_hidden must be a bool or a list of {len(depths)} arrays, one for each depth, as hidden is")
+    if wanted is False:
+        return None, None
+    if wanted is True:
+        wanted = [True] * len(depths)
+    elif not isinstance(wanted, (list, tuple)) or len(wanted) != len(depths) or any(isinstance(part, bool) for part in wanted):
+        raise errors.InvalidArgument(
+            f"grad_hidden must be a bool or a list of {len(depths)} arrays, one for each depth, as hidden is")
     found = [gradient_rows(part, kind, (depth.rows, width), hidden if depth.rows else None)
              for part, depth in zip(wanted, depths)]
     return [array for array, _ in found], JoinedRows("grad_hidden", [rows for _, rows in found if rows is not None])

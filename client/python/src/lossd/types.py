@@ -387,6 +387,7 @@ class DepthResult:
     correct_rows: int = 0
     accumulated_rows: int = 0
     repeated_rows: int = 0
+    grad_hidden: NDArray[Any] | None = field(default=None, repr=False)  # [rows of the depth, D], if wanted
 
     def add(self, summary: loss_pb2.DepthSummary) -> None:
         """Adds the sums of one stream."""
@@ -422,9 +423,9 @@ class LossResult(Shown):
     accumulated_rows: int = 0  # added to the accumulators by this call
     repeated_rows: int = 0  # added before already (a repeat after a broken call)
 
-    # [N, D] of the hidden states' dtype (bf16: uint16), if wanted; 0 for ignored rows. A list of such arrays, one for each
-    # depth, if the hidden states were given so.
-    grad_hidden: Any = None
+    # [N, D] of the hidden states' dtype (bf16: uint16), if wanted; 0 for ignored rows. None if the hidden states were given
+    # as one array for each depth: then each DepthResult has its part.
+    grad_hidden: NDArray[Any] | None = None
     # [N] each, those that were wanted: float32, argmax int32.
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)
     # With `classes`: their log-probabilities [N, K], float32; 0 for ignored rows.

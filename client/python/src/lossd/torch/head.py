@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn
 
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arrays import known_arguments
-from lossd.torch import _data_parallel, _input, _modes, _step_tracker
+from lossd.torch import _data_parallel, _depths, _input, _modes, _step_tracker
+from lossd.torch._depths import DepthLosses
 from lossd.torch._modes import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
@@ -320,6 +321,73 @@ class LossHead(torch.nn.Module):
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
                                            teacher_hidden))
 
+    @outside_of_compile
+    def depth_losses(self, hidden: torch.Tensor | Sequence[torch.Tensor], targets: torch.Tensor, *,
+                     weights: Sequence[float] | None = None, row_weights: torch.Tensor | None = None,
+                     normalizers: Sequence[float] | None = None, microbatch: int | None = None) -> DepthLosses:
+        """The losses of several hidden states per token under this head, in one call: multi-token prediction.
+
+            found = head.depth_losses([main, mtp_1, mtp_2], next_tokens, weights=[1.0, 0.3, 0.3])
+            found.loss.backward()  # losses[0] + 0.3 * losses[1] + 0.3 * losses[2]
+
+        One pass over the weights serves all depths, and their gradients are those of separate calls. The module's options
+        and reduction hold for each depth; deferred=True and reduction "none" do not go with depths (RuntimeError).
+
+        Args:
+          hidden: (K, ..., D), or K tensors (..., D) of one shape, dtype and device, which are not copied together.
+          targets: (K, ...), those of each depth. Or (...), those of depth 0: then depth k has the target k positions further
+            along the last dimension, and none at its last k positions.
+          weights: K factors of the depths' losses, finite and not negative. None: 1 each.
+          row_weights: (K, ...), or (...) for all depths; as in start().
+          normalizers: K numbers that the depths' means divide by. None: the module's for each, or else the number (with
+            class weights: weight) of valid targets of the depth. With process_group, those of all ranks.
+          microbatch: as in start().
+        """
+        if self.deferred:
+            raise RuntimeError("depth_losses() computes gradients at once: make the head without deferred=True, and with "
+                               "reduction 'mean' or 'sum'")
+        plan = _modes.plan(self.train_head, self.training, _depths.any_part(hidden))
+        together = plan.counts_with_ranks
+        asks = together and self._counted_together(None if normalizers is None else 1.0)
+        with self.parallel.before_total(asks, len(hidden)):
+            self.client.check_usable()
+            rows = _depths.read(self.head_name, self.hidden_size, hidden, targets, row_weights, weights, shift=self.shift,
+                                vocab_size=self.vocab_size, ignore_index=self.options.ignore_index)
+            if normalizers is not None and len(normalizers) != len(rows.labels):
+                raise ValueError(f"normalizers has {len(normalizers)} numbers for {len(rows.labels)} depths")
+            if plan.joins_step:
+                self._settle_left_over()
+                self.continuation.begin()
+        depths = rows.depths(self._normalizers(rows.labels, normalizers, together))
+        job = Job(self, tuple(_input.autocast(part) for part in rows.parts), np.concatenate(rows.labels), rows.row_weights, plan,
+                  self._number(plan, microbatch), self.options, {}, depths=depths)
+        try:
+            job.start()
+            return _depths.losses_of(job)
+        except BaseException:
+            job.cancel()  # after an interrupt; else it has ended
+            raise
+
+    def _number(self, plan: _modes.Plan, microbatch: int | None) -> int:
+        """Of the next microbatch."""
+        number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
+        if self.deterministic:
+            self.steps.check_order(number)
+        return number
+
+    def _normalizers(self, labels: Sequence[NDArray[np.int32]], given: Sequence[float] | None, training: bool) -> list[float]:
+        """_normalizer() of several depths, with one communication for all of them."""
+        ranks = self.parallel.averaged_over if training else 1
+        if self.reduction != "mean":
+            return [1.0 / ranks] * len(labels)
+        if given is None and self.normalizer is not None:
+            given = [self.normalizer] * len(labels)
+        if given is not None:
+            return [_input.number("normalizers", value) / ranks for value in given]
+        with self.parallel.before_total(training, len(labels)):
+            counts = [self._count(of_depth) for of_depth in labels]
+        return [total / ranks for total in self.parallel.totals(*counts)] if training else counts
+
     def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
                teacher_hidden: torch.Tensor | None = None) -> PendingHeadLoss:
@@ -337,14 +405,12 @@ class LossHead(torch.nn.Module):
                 self.continuation.begin()
         total = self._normalizer(labels, normalizer, together)
         wire = _input.autocast(hidden)
-        number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
-        if self.deterministic:
-            self.steps.check_order(number)
+        number = self._number(plan, microbatch)
         floats = {name: _input.weights(tensor) for name, tensor in rows.items()}
         weights = floats.pop("row_weights")
         numbers = {name: values for name, values in floats.items() if values is not None}
         taught = None if teacher_hidden is None else teacher_hidden.to(wire.dtype)
-        job = Job(self, wire, labels, weights, plan, number, options, numbers, taught)
+        job = Job(self, (wire,), labels, weights, plan, number, options, numbers, taught)
         job.normalizer = total
         job.start()
         return PendingHeadLoss(job)
