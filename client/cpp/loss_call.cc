@@ -192,7 +192,8 @@ class ForwardWork : public LossWork {
       DepthResult& depth = total->depths[i];
       const uint64_t valid = ValidRowsOf(rows[i]);
       if (depth.valid_rows != valid) {
-        return ServerSent("a count of ", depth.valid_rows, " valid rows of depth ", i, "; ", valid, " were sent");
+        return ServerSent("a count of ", depth.valid_rows, " valid rows of depth ", i, "; ", valid,
+                          " were sent");
       }
       depth.normalizer = NormalizerOf(i);
       depth.loss = valid > 0 ? depth.loss_sum / depth.normalizer : 0.0;

@@ -202,7 +202,8 @@ absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
   return status;
 }
 
-absl::Status ValidateScale(const ComputeOptions& options) {
+// `divided`: into depths, which have normalizers of their own.
+absl::Status ValidateScale(const ComputeOptions& options, bool divided) {
   if (options.reduction != v1::REDUCTION_SUM && options.reduction != v1::REDUCTION_MEAN &&
       options.reduction != v1::REDUCTION_NONE) {
     return ArgumentError(
@@ -217,7 +218,7 @@ absl::Status ValidateScale(const ComputeOptions& options) {
       return ArgumentError("options.normalizer", *options.normalizer,
                            absl::StrCat("is ", *options.normalizer, "; it must be finite and not negative"));
     }
-  } else if (options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
+  } else if (!divided && options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
     return ArgumentError("options.normalizer", "nothing",
                          "is absent; with class weights a mean needs the sum of the weights of the targets");
   }
@@ -360,7 +361,7 @@ absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outpu
   status.Update(ValidateTeacher(microbatch, options));
   status.Update(ValidateOutputs(outputs, microbatch.targets.size()));
   status.Update(ValidateClasses(microbatch, outputs.class_count));
-  status.Update(ValidateScale(options));
+  status.Update(ValidateScale(options, !microbatch.depths.empty()));
   status.Update(ValidateDeferral(outputs, options));
   status.Update(ValidateTransport(options));
   if (options.accumulate_gradients && !microbatch.step.has_value()) {

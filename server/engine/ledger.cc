@@ -398,7 +398,8 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
     if (!(it->second.terms() == terms)) {
       return OpenedOtherwise(
           id,
-          " was opened before with other options (rows, loss options, dtype, reduction, normalizer, grad_output "
+          " was opened before with other options (rows, loss options, dtype, reduction, normalizer, "
+          "grad_output "
           "or depths; in deterministic mode also want_grad_hidden, want_row_entropy or whether there is a "
           "top_k)");
     }

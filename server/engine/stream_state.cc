@@ -175,7 +175,8 @@ absl::Status CheckDepths(const StreamSpec& spec) {
     return InvalidField("open.depths", "must be empty with REDUCTION_NONE", absl::StrCat(count));
   }
   if (spec.normalizer.has_value()) {
-    return InvalidField("open.normalizer", "must be absent with open.depths, which have normalizers of their own",
+    return InvalidField("open.normalizer",
+                        "must be absent with open.depths, which have normalizers of their own",
                         absl::StrCat(*spec.normalizer));
   }
   int64_t rows = 0;
@@ -189,7 +190,8 @@ absl::Status CheckDepths(const StreamSpec& spec) {
                           absl::StrCat(depth.rows));
     }
     if (!std::isfinite(depth.weight) || depth.weight < 0.0f) {
-      return InvalidField(absl::StrCat(field, "weight"), "must be finite and >= 0", absl::StrCat(depth.weight));
+      return InvalidField(absl::StrCat(field, "weight"), "must be finite and >= 0",
+                          absl::StrCat(depth.weight));
     }
     if (depth.normalizer.has_value()) {
       LOSSD_RETURN_IF_ERROR(CheckNormalizer(absl::StrCat(field, "normalizer"), *depth.normalizer, spec));
@@ -358,10 +360,11 @@ absl::StatusOr<double> StreamRows::NormalizerOf(absl::string_view field, std::op
   if (spec_.reduction != Reduction::kMean) return 1.0;
   if (!given.has_value() &&
       (spec_.rows != RowRange{0, spec_.microbatch_rows} || spec_.options.use_class_weights)) {
-    return InvalidField(field,
-                        "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
-                        "class weights",
-                        "nothing");
+    return InvalidField(
+        field,
+        "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
+        "class weights",
+        "nothing");
   }
   const double normalizer = given.value_or(static_cast<double>(valid));
   if (normalizer == 0 && valid > 0) {
@@ -462,7 +465,7 @@ int64_t StreamRows::HostBytes() const {
   constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
   return kOverhead + terms_.HostBytes() +
          static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float) +
-                                          spec_.classes.size() * sizeof(int32_t));
+                              spec_.classes.size() * sizeof(int32_t));
 }
 
 RowValues StreamRows::TakeValues() {

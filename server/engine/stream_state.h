@@ -229,8 +229,8 @@ class StreamState : public StreamRows {
   // A slice that was added has been received and queued.
   void OnQueued();
   // A slice of this stream left the device.
-  void FinishSlice(RowRange rows, const kernels::LossSums& sums, int64_t accumulated, int64_t repeated, double queue_seconds,
-                   double compute_seconds);
+  void FinishSlice(RowRange rows, const kernels::LossSums& sums, int64_t accumulated, int64_t repeated,
+                   double queue_seconds, double compute_seconds);
   // INVALID_ARGUMENT naming the first missing row if valid rows were not sent.
   absl::Status HalfClose();
   // Remembers the first failure.

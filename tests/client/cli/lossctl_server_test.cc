@@ -279,6 +279,24 @@ TEST_F(LossctlServerTest, SampledGradientsOfAHeadSplitByVocabularySayTheirError)
               HasSubstr("\ndropped mass"));
 }
 
+TEST_F(LossctlServerTest, DepthsHaveWeightsAndLossesOfTheirOwn) {
+  Run("create head --hidden 6 --vocab 20");
+  const std::string rows = "loss head --random 50 --seed 3 --dtype fp32 ";
+  const std::string divided = rows + "--depth-weights 1,0.25 --accumulate --step 0";
+  EXPECT_THAT(Run(divided),
+              AllOf(ContainsRegex("\ndepth 0 +loss [0-9.]+, weight 1, 25 valid rows, [0-9]+ correct"),
+                    ContainsRegex("\ndepth 1 +loss [0-9.]+, weight 0.25, 25 valid rows")));
+  const auto repeat = nlohmann::json::parse(Run("--json " + divided));
+  EXPECT_EQ(repeat["depths"][1]["repeated_rows"], 25);
+  const auto whole = nlohmann::json::parse(Run("--json " + rows));
+  EXPECT_EQ(whole["depths"].size(), 0u);
+  const double first = repeat["depths"][0]["loss"], second = repeat["depths"][1]["loss"];
+  EXPECT_NEAR(repeat["loss"].get<double>(), first + 0.25 * second, 1e-9);
+  EXPECT_NEAR(whole["loss"].get<double>(), (first + second) / 2, 1e-5);
+  EXPECT_THAT(Run(rows + "--depth-weights 1,1,1", 4), HasSubstr("50 rows cannot be divided into 3 depths"));
+  EXPECT_THAT(Run(rows + "--depth-weights 1,-1", 4), HasSubstr("microbatch.depths[1].weight"));
+}
+
 // The log-probabilities of one call are the old ones of the next: the ratio of every row is 1.
 TEST_F(LossctlServerTest, ObjectivesTakeNumbersOfRowsFromFiles) {
   Run("create head --hidden 6 --vocab 20");

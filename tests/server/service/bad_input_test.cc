@@ -618,6 +618,22 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
         },
         "open.classes[0]", "30"},
        {[](Open& o) { o.set_top_k(kClasses + 1); }, "open.top_k", "31"},
+       {[](Open& o) { o.add_depths()->set_rows(5); }, "open.depths", "5"},
+       {[](Open& o) {
+          o.add_depths()->set_rows(5);
+          o.add_depths()->set_rows(8);
+        },
+        "open.depths[1].rows", "8"},
+       {[](Open& o) {
+          o.add_depths()->set_rows(kRows);
+          o.mutable_depths(0)->set_weight(INFINITY);
+        },
+        "open.depths[0].weight", "inf"},
+       {[](Open& o) {
+          o.add_depths()->set_rows(kRows);
+          o.mutable_depths(0)->set_normalizer(NAN);
+        },
+        "open.depths[0].normalizer", "nan"},
        {[](Open& o) {
           o.mutable_options()->mutable_distillation()->set_teacher("teacher");
           o.mutable_options()->mutable_distillation()->set_divergence(v1::DIVERGENCE_FORWARD_KL);
