@@ -329,6 +329,7 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                          {"old_kl", result.objective.old_kl()},
                          {"ref_kl", result.objective.ref_kl()}}},
                        {"valid_rows", result.valid_rows},
+                       {"unlisted_rows", result.unlisted_rows},
                        {"correct_rows", result.correct_rows},
                        {"accumulated_rows", result.accumulated_rows},
                        {"repeated_rows", result.repeated_rows},
@@ -350,6 +351,10 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
     fields.Add("of it z-loss", absl::StrFormat("%.9g", result.z_loss_sum / result.normalizer));
   }
   fields.Add("rows", absl::StrCat(HumanCount(rows), ", ", HumanCount(result.valid_rows), " valid"));
+  if (result.unlisted_rows > 0) {
+    fields.Add("unlisted", absl::StrCat(HumanCount(result.unlisted_rows),
+                                        " rows, ignored: the head does not have their class"));
+  }
   fields.Add("correct",
              absl::StrFormat("%s (%.2f %%)", HumanCount(result.correct_rows),
                              valid > 0 ? 100.0 * static_cast<double>(result.correct_rows) / valid : 0.0));

@@ -318,6 +318,8 @@ struct LossResult {
   v1::ObjectiveSums objective;  // of ComputeOptions::loss.objective; all 0 without one
 
   uint64_t valid_rows = 0;
+  // Ignored since their target is not among the head's classes of a larger vocabulary (HeadSpec.class_list).
+  uint64_t unlisted_rows = 0;
   uint64_t correct_rows = 0;        // largest logit is the target's
   uint64_t accumulated_rows = 0;    // valid rows added to the accumulators by this call
   uint64_t repeated_rows = 0;       // valid rows that had been added before (a repeat after a broken call)

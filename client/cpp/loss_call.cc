@@ -124,12 +124,22 @@ class ForwardWork : public LossWork {
     return status;
   }
 
+  void KnowClasses(const std::vector<int32_t>& classes) override {
+    // Then a target only says whether the row counts.
+    if (options_.loss.has_distillation() && options_.loss.distillation().target_weight() == 0) return;
+    planned_ = targets_;
+    for (int32_t& target : planned_) {
+      if (!std::binary_search(classes.begin(), classes.end(), target)) target = ignore_index_;
+    }
+    valid_rows_ = CountValid(planned_, ignore_index_);
+  }
+
   uint64_t MovedRows() const override { return valid_rows_; }
   uint64_t sent_row_bytes() const override { return row_bytes() + TeacherRowBytes(); }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(
-        targets_, ignore_index_, streams,
+        planned(), ignore_index_, streams,
         RowsPerStream(max_message_bytes, sizeof(int32_t) + (1 + NumbersOfRow()) * sizeof(float) +
                                              classes_each() * sizeof(int32_t)));
   }
@@ -142,7 +152,7 @@ class ForwardWork : public LossWork {
     work.rows = rows;
     SliceRule with_classes = rule;
     with_classes.max_rows = std::min(rule.max_rows, MostRowsWithClasses(outputs_));
-    work.slices = DivideIntoSlices(targets_, ignore_index_, rows, with_classes, microbatch_.depths);
+    work.slices = DivideIntoSlices(planned(), ignore_index_, rows, with_classes, microbatch_.depths);
     work.hidden = hidden_;
     work.grad_hidden = grad_hidden_;
     work.row_bytes = row_bytes();
@@ -176,7 +186,7 @@ class ForwardWork : public LossWork {
     return microbatch_.teacher_hidden_size * ElementSize(microbatch_.hidden_dtype);
   }
   uint64_t ValidRowsOf(Rows rows) const {
-    return CountValid(absl::MakeSpan(targets_).subspan(rows.begin, rows.size()), ignore_index_);
+    return CountValid(absl::MakeSpan(planned()).subspan(rows.begin, rows.size()), ignore_index_);
   }
   double NormalizerOf(size_t depth) const {
     if (options_.reduction != v1::REDUCTION_MEAN) return 1.0;
@@ -258,6 +268,8 @@ class ForwardWork : public LossWork {
     open->set_top_k(outputs_.top_k);
   }
 
+  const std::vector<int32_t>& planned() const { return planned_.empty() ? targets_ : planned_; }
+
   // Entries of classes_ for each row; 0: all rows have the same.
   uint64_t classes_each() const { return classes_.size() == outputs_.class_count ? 0 : outputs_.class_count; }
 
@@ -270,7 +282,9 @@ class ForwardWork : public LossWork {
   const RowPieces hidden_, grad_hidden_;
   const ComputeOptions options_;
   const int32_t ignore_index_;
-  const uint64_t valid_rows_;
+  uint64_t valid_rows_;
+  std::vector<int32_t>
+      planned_;  // targets_, ignored where the head does not have the class; empty: as targets_
 };
 
 class BackwardWork : public LossWork {
@@ -918,7 +932,7 @@ struct LossCall::Describe {
   v1::HeadDescription response;
 };
 
-LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallOptions& options,
+LossCall::LossCall(Core* core, std::unique_ptr<LossWork> work, const CallOptions& options,
                    LossCallback callback)
     : core_(core),
       work_(std::move(work)),
@@ -1007,7 +1021,7 @@ void LossCall::FinishDescribe(const absl::Status& status) {
         "microbatch.hidden_size", work_->hidden_size(),
         absl::StrCat("is ", work_->hidden_size(), ", but head \"", work_->head(), "\" has ", hidden_size)));
   }
-  const HeadInfo facts{hidden_size, describe->response.slice_limits()};
+  const HeadInfo facts = HeadInfo::Of(describe->response);
   describing_ = false;
   facts_are_fresh_ = !parts_.empty();
   if (parts_.empty()) {
@@ -1019,6 +1033,7 @@ void LossCall::FinishDescribe(const absl::Status& status) {
 
 void LossCall::Launch(const HeadInfo& facts) {
   facts_ = facts;
+  if (facts.classes != nullptr) work_->KnowClasses(*facts.classes);
   const int streams = options_.streams > 0 ? options_.streams : StreamsWanted();
   const std::vector<Rows> ranges = work_->Split(streams, core_->options().max_message_bytes);
   total_.streams = static_cast<int>(ranges.size());
@@ -1227,6 +1242,7 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   AddTo(total_.depths, summary);
   total_.valid_rows += summary.valid_rows();
   total_.correct_rows += summary.correct_rows();
+  total_.unlisted_rows += summary.unlisted_rows();
   total_.accumulated_rows += summary.accumulated_rows();
   total_.repeated_rows += summary.repeated_rows();
   total_.queue_seconds += summary.queue_seconds();

@@ -93,6 +93,9 @@ class LossWork {
   // The GPU whose memory the caller's rows are; nullopt: they are the host's. Known once Validate is OK.
   std::optional<int> gpu() const { return place_.ok() ? place_->gpu : std::nullopt; }
 
+  // The head has these classes of a larger vocabulary, ascending: rows with another target count as ignored.
+  // Comes before Split, or not at all.
+  virtual void KnowClasses(const std::vector<int32_t>& classes) {}
   // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
   // no driver.
   virtual absl::Status Validate() const = 0;
@@ -402,8 +405,7 @@ struct CallOptions {
 
 class LossCall : public std::enable_shared_from_this<LossCall> {
  public:
-  LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallOptions& options,
-           LossCallback callback);
+  LossCall(Core* core, std::unique_ptr<LossWork> work, const CallOptions& options, LossCallback callback);
 
   void Start();
   void Cancel();
@@ -465,7 +467,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
 
   // Set at construction.
   Core* const core_;
-  const std::unique_ptr<const LossWork> work_;
+  const std::unique_ptr<LossWork> work_;
   const CallOptions options_;
   const absl::Time start_;
   const absl::Time deadline_;

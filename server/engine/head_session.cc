@@ -53,12 +53,14 @@ absl::StatusOr<MadeSchedule> MakeSchedule(EngineContext* context, const kernels:
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
-    EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels) {
+    EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
+    kernels::ClassList class_list) {
   std::shared_ptr<HeadSession> session;
   {
     absl::MutexLock lock(&context->mutex);
     // Not make_shared: the constructor is private.
     session.reset(new HeadSession(context, std::move(name), std::move(kernels), &context->versions));
+    session->config_.class_list = std::move(class_list);
   }
   absl::StatusOr<MadeSchedule> made =
       MakeSchedule(context, session->head_->kernels(), session->step_,

@@ -96,6 +96,9 @@ struct StreamSpec {
   std::string teacher;             // the head of options.distillation
   bool gradients_of_head = false;  // options.gradients is to be as the head's config says
   int32_t ignore_index = -100;
+  bool refuse_unlisted = false;  // of a head with a class list: targets that are not in it are refused
+  bool classes_of_head =
+      false;  // targets are counted as the head does, whatever its class list, as retained ones are
   Reduction reduction = Reduction::kSum;
   std::optional<double> normalizer;  // kMean only; see the protocol for when it may be absent
   float grad_output = 1.0f;
@@ -230,6 +233,7 @@ struct StreamSummary {
   double queue_seconds = 0.0;
   double compute_seconds = 0.0;
   std::vector<DepthSummary> depths;  // one for each of StreamSpec::depths
+  int64_t unlisted_rows = 0;         // ignored since their target is not in the head's class list
 };
 
 // Receives what a stream has to tell. Called on the engine's threads and those that give memory back, OnSlice

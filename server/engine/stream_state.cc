@@ -276,10 +276,22 @@ absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const Slic
                                      ", or as many for each of the ", spec.rows.size(), " rows"),
                         absl::StrCat(size));
   }
-  for (size_t i = 0; i < spec.classes.size(); ++i) {
-    if (spec.classes[i] >= 0 && spec.classes[i] < vocab_size) continue;
-    return InvalidField(absl::StrCat("open.classes[", i, "]"),
-                        absl::StrCat("must be in [0, ", vocab_size, ")"), absl::StrCat(spec.classes[i]));
+  return absl::OkStatus();
+}
+
+// Named classes become the head's.
+absl::Status MapClasses(const kernels::HeadConfig& config, std::vector<int32_t>& classes) {
+  const kernels::ClassList& list = config.class_list;
+  for (size_t i = 0; i < classes.size(); ++i) {
+    const int32_t named = classes[i];
+    const bool in_range = named >= 0 && named < (list.empty() ? config.vocab_size : list.full_size());
+    if (in_range && !list.empty()) classes[i] = list.Find(named);
+    if (in_range && classes[i] >= 0) continue;
+    return InvalidField(
+        absl::StrCat("open.classes[", i, "]"),
+        in_range ? "must be in the head's class_list"
+                 : absl::StrCat("must be in [0, ", list.empty() ? config.vocab_size : list.full_size(), ")"),
+        absl::StrCat(named));
   }
   return absl::OkStatus();
 }
@@ -289,6 +301,49 @@ absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const Slic
 int64_t MostRowsWithClasses(const RowWants& wants) {
   const int64_t row_bytes = 4 * int64_t{wants.class_count} + 9 * int64_t{wants.top_k};
   return row_bytes == 0 ? std::numeric_limits<int64_t>::max() : kMostClassResultBytes / row_bytes;
+}
+
+// The head's class that a target, which is not ignore_index, names; kernels::kIgnoredTarget if the head does
+// not have it.
+absl::StatusOr<int32_t> ClassOf(const StreamSpec& spec, const kernels::ClassList& class_list,
+                                int64_t vocab_size, size_t index) {
+  const int32_t target = spec.targets[index];
+  const bool listed = !class_list.empty() && !spec.classes_of_head;
+  const int64_t most = listed ? class_list.full_size() : vocab_size;
+  const auto refuse = [&](const std::string& rule) {
+    return InvalidField(absl::StrCat("open.targets[", index, "]"), rule, absl::StrCat(target));
+  };
+  if (target < 0 || target >= most)
+    return refuse(absl::StrCat("must be in [0, ", most, ") or ignore_index (", spec.ignore_index, ")"));
+  if (!listed) return target;
+  const int32_t found = class_list.Find(target);
+  if (found >= 0) return found;
+  // Then a target only says whether the row counts.
+  const kernels::Distillation& distillation = spec.options.distillation;
+  if (distillation.used() && distillation.target_weight == 0.0f) return 0;
+  if (spec.refuse_unlisted)
+    return refuse("must be in the head's class_list with open.options.refuse_unlisted");
+  return kernels::kIgnoredTarget;
+}
+
+// The normalizer of some rows, of which this stream has so many valid ones. `field` names it in errors;
+// `given`: by the spec.
+absl::StatusOr<double> NormalizerOf(const StreamSpec& spec, absl::string_view field,
+                                    std::optional<double> given, int64_t valid) {
+  if (spec.reduction != Reduction::kMean) return 1.0;
+  if (!given.has_value() &&
+      (spec.rows != RowRange{0, spec.microbatch_rows} || spec.options.use_class_weights)) {
+    return InvalidField(
+        field,
+        "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
+        "class weights",
+        "nothing");
+  }
+  const double normalizer = given.value_or(static_cast<double>(valid));
+  if (normalizer == 0 && valid > 0) {
+    return InvalidField(field, absl::StrCat("must be positive with ", valid, " valid rows"), "0");
+  }
+  return normalizer;
 }
 
 // The factor of gradients. `field` is the normalizer's.
@@ -329,10 +384,12 @@ absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::He
   LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
   LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
   LOSSD_RETURN_IF_ERROR(CheckClasses(spec, config.vocab_size, limits));
+  LOSSD_RETURN_IF_ERROR(MapClasses(config, spec.classes));
 
   limits.max_rows = std::min(limits.max_rows, MostRowsWithClasses(spec.want_rows));
   StreamRows rows(std::move(spec), state, limits, std::move(teacher));
   rows.hidden_size_ = config.hidden_size;
+  rows.class_list_ = config.class_list;
   LOSSD_RETURN_IF_ERROR(rows.MapTargets(config.vocab_size));
   LOSSD_RETURN_IF_ERROR(rows.ResolveNormalizer());
   return rows;
@@ -343,34 +400,19 @@ absl::Status StreamRows::MapTargets(int64_t vocab_size) {
     int32_t& target = spec_.targets[i];
     if (target == spec_.ignore_index) {
       target = kernels::kIgnoredTarget;
-    } else if (target < 0 || target >= vocab_size) {
-      return InvalidField(
-          absl::StrCat("open.targets[", i, "]"),
-          absl::StrCat("must be in [0, ", vocab_size, ") or ignore_index (", spec_.ignore_index, ")"),
-          absl::StrCat(target));
-    } else {
-      ++valid_rows_;
+      continue;
     }
+    LOSSD_TRY(target, ClassOf(spec_, class_list_, vocab_size, i));
+    ++(target == kernels::kIgnoredTarget ? unlisted_rows_ : valid_rows_);
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<double> StreamRows::NormalizerOf(absl::string_view field, std::optional<double> given,
-                                                int64_t valid) const {
-  if (spec_.reduction != Reduction::kMean) return 1.0;
-  if (!given.has_value() &&
-      (spec_.rows != RowRange{0, spec_.microbatch_rows} || spec_.options.use_class_weights)) {
-    return InvalidField(
-        field,
-        "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
-        "class weights",
-        "nothing");
+void StreamRows::NumberClasses(std::vector<int32_t>& classes) const {
+  if (class_list_.empty()) return;
+  for (int32_t& each : classes) {
+    if (each >= 0) each = class_list_.classes()[static_cast<size_t>(each)];
   }
-  const double normalizer = given.value_or(static_cast<double>(valid));
-  if (normalizer == 0 && valid > 0) {
-    return InvalidField(field, absl::StrCat("must be positive with ", valid, " valid rows"), "0");
-  }
-  return normalizer;
 }
 
 absl::Status StreamRows::ResolveDepths() {
@@ -384,7 +426,7 @@ absl::Status StreamRows::ResolveDepths() {
       valid += HasTarget(row) ? 1 : 0;
     }
     const std::string field = absl::StrCat("open.depths[", i, "].normalizer");
-    LOSSD_TRY(const double normalizer, NormalizerOf(field, depth.normalizer, valid));
+    LOSSD_TRY(const double normalizer, NormalizerOf(spec_, field, depth.normalizer, valid));
     LOSSD_TRY(const float scale,
               GradScale(field, double{spec_.grad_output} * double{depth.weight}, normalizer));
     terms_.depths.push_back({.end = end, .weight = depth.weight, .normalizer = normalizer});
@@ -397,7 +439,7 @@ absl::Status StreamRows::ResolveDepths() {
 absl::Status StreamRows::ResolveNormalizer() {
   double normalizer = 1.0;
   if (spec_.depths.empty()) {
-    LOSSD_TRY(normalizer, NormalizerOf("open.normalizer", spec_.normalizer, valid_rows_));
+    LOSSD_TRY(normalizer, NormalizerOf(spec_, "open.normalizer", spec_.normalizer, valid_rows_));
     LOSSD_TRY(grad_scales_.front(), GradScale("open.normalizer", double{spec_.grad_output}, normalizer));
   }
   terms_ = {.microbatch_rows = spec_.microbatch_rows,
@@ -578,6 +620,7 @@ BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microb
   stream.hidden_dtype = kept.terms.hidden_dtype;
   stream.options = kept.terms.options;
   stream.ignore_index = kernels::kIgnoredTarget;
+  stream.classes_of_head = true;
   stream.want_grad_hidden = spec.want_grad_hidden;
   stream.accumulate_gradients = spec.accumulate_gradients;
   for (const auto& [first, part] : kept.parts) {
@@ -610,6 +653,7 @@ StreamState::StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observ
       unsent_valid_rows_(valid_rows()) {
   summary_.state = head_state();
   summary_.normalizer = terms().normalizer;
+  summary_.unlisted_rows = unlisted_rows();
   for (const DepthTerms& depth : terms().depths) {
     summary_.depths.emplace_back().normalizer = depth.normalizer;
   }

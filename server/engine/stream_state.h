@@ -159,7 +159,10 @@ class StreamRows {
   // Bytes of some rows' hidden states.
   int64_t RowBytes(int64_t rows) const;
 
-  int64_t valid_rows() const { return valid_rows_; }  // with a target
+  int64_t valid_rows() const { return valid_rows_; }        // with a target
+  int64_t unlisted_rows() const { return unlisted_rows_; }  // StreamSummary::unlisted_rows
+  // Classes of the head become numbers of the vocabulary that it has some classes of.
+  void NumberClasses(std::vector<int32_t>& classes) const;
   bool HasTarget(int64_t row) const { return *targets({row, row + 1}) != kernels::kIgnoredTarget; }
 
   // INVALID_ARGUMENT if no stream with these rows may send such a slice, whatever it has sent before. `bytes`
@@ -170,9 +173,6 @@ class StreamRows {
   StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher);
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
-  // The normalizer of some rows, in depths one for each. `field` names it in errors; `given`: by the spec.
-  absl::StatusOr<double> NormalizerOf(absl::string_view field, std::optional<double> given,
-                                      int64_t valid_rows) const;
   absl::Status ResolveDepths();
   const float* At(const std::vector<float>& values, RowRange rows) const;
 
@@ -181,8 +181,10 @@ class StreamRows {
   HeadState head_state_;
   SliceLimits limits_;
   int64_t hidden_size_ = 0;
-  TeacherOf teacher_;  // of a stream that is distilled
+  TeacherOf teacher_;              // of a stream that is distilled
+  kernels::ClassList class_list_;  // the head's
   int64_t valid_rows_ = 0;
+  int64_t unlisted_rows_ = 0;
   std::vector<float> grad_scales_ = {1.0f};  // of each depth; one of a microbatch that is not divided
   bool is_backward_ = false;
   std::vector<RetainedRows> retained_;  // by first row

@@ -107,6 +107,26 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   return result;
 }
 
+// The classes of a draft vocabulary; kernels::Validate checks their order.
+absl::StatusOr<kernels::ClassList> ToClassList(const v1::HeadSpec& spec, absl::string_view field_prefix) {
+  const std::string full = absl::StrCat(field_prefix, "full_vocab_size");
+  LOSSD_TRY(const int64_t full_size, ToSize(spec.full_vocab_size(), full));
+  if (spec.class_list().empty()) {
+    if (full_size > 0) return FieldError(full, "be 0 without class_list", full_size);
+    return kernels::ClassList();
+  }
+  std::vector<int32_t> classes;
+  classes.reserve(static_cast<size_t>(spec.class_list_size()));
+  for (const uint32_t number : spec.class_list()) {
+    if (number > static_cast<uint32_t>(std::numeric_limits<int32_t>::max())) {
+      return FieldError(absl::StrCat(field_prefix, "class_list[", classes.size(), "]"), "be below 2^31",
+                        number);
+    }
+    classes.push_back(static_cast<int32_t>(number));
+  }
+  return kernels::ClassList(std::move(classes), full_size);
+}
+
 // One per row, or none if `optional`.
 absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bool optional) {
   if (count == rows || (optional && count == 0)) return absl::OkStatus();
@@ -273,6 +293,7 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   const auto replicas = ToReplicas(spec.replicas(), field("replicas"));
   if (!replicas.ok()) return replicas.status();
   config.replicas = *replicas;
+  LOSSD_TRY(config.class_list, ToClassList(spec, field_prefix));
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
@@ -346,6 +367,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   spec.teacher = open.options().distillation().teacher();
   spec.gradients_of_head = open.options().gradients() == v1::GRADIENTS_UNSPECIFIED;
   if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
+  spec.refuse_unlisted = open.options().refuse_unlisted();
   const auto reduction = ToReduction(open.reduction(), "open.reduction");
   if (!reduction.ok()) return reduction.status();
   spec.reduction = *reduction;
@@ -484,6 +506,11 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_split(ToProto(config.split));
   spec.mutable_shares()->Add(config.shares.begin(), config.shares.end());
   spec.set_replicas(static_cast<uint32_t>(config.replicas));
+  if (!config.class_list.empty()) {
+    const std::vector<int32_t>& classes = config.class_list.classes();
+    spec.mutable_class_list()->Add(classes.begin(), classes.end());
+    spec.set_full_vocab_size(static_cast<uint64_t>(config.class_list.full_size()));
+  }
   spec.set_gradients(ToProto(config.gradients));
   spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;
@@ -579,6 +606,7 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
     objective.set_old_kl(sums.old_kl);
     objective.set_ref_kl(sums.ref_kl);
   }
+  message.set_unlisted_rows(static_cast<uint64_t>(summary.unlisted_rows));
   for (const engine::DepthSummary& depth : summary.depths) *message.add_depths() = ToProto(depth);
   return message;
 }

@@ -451,6 +451,9 @@ TEST_F(ErrorFieldsTest, HeadSpec) {
        {[](Spec& s) { s.add_shares(0); }, "spec.shares", "0"},
        {[](Spec& s) { s.add_shares(uint32_t{1} << 31); }, "spec.shares[0]", "2147483648"},
        {[](Spec& s) { s.set_replicas(65537); }, "spec.replicas", "65537"},
+       {[](Spec& s) { s.add_class_list(5); }, "spec.class_list", "1 entries"},
+       {[](Spec& s) { s.add_class_list(uint32_t{1} << 31); }, "spec.class_list[0]", "2147483648"},
+       {[](Spec& s) { s.set_full_vocab_size(9); }, "spec.full_vocab_size", "9"},
        {[](Spec& s) { s.set_workspace_bytes(uint64_t{1} << 63); }, "spec.workspace_bytes",
         "9223372036854775808"}},
       {"bias", "class_weights", "frozen"}, call);
@@ -481,7 +484,7 @@ TEST_F(ErrorFieldsTest, LossOptions) {
         "open.options.objective.entropy_bonus", "1"},
        {[](Options& o) { o.mutable_distillation()->set_teacher("teacher"); },
         "open.options.distillation.divergence", "0"}},
-      {"ignore_index"}, call);
+      {"ignore_index", "refuse_unlisted"}, call);
 }
 
 TEST_F(ErrorFieldsTest, Distillation) {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one loss call computes, apart from how it travels: the rows of a microbatch, or gradients of retained rows.
 
-Works are immutable; methods may run on several threads at once, each with rows of its own.
+Works are immutable, but for know_classes(); methods may run on several threads at once, each with rows of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lossd import _wire, errors
 from lossd._head_cache import GradientsId, names
-from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent, within
+from lossd._plan import Rows, SliceRule, divide_into_slices, listed, split_ranges, unsent, within
 from lossd._arrays import PairedRows, RowMemory
 from lossd._wire import Room
 from lossd.types import MOST_DEPTHS, ClassOutput, Depth, LossOptions, LossResult, Reduction, RowOutput
@@ -116,6 +116,12 @@ class Work(ABC):
         """Rows whose hidden states or gradients travel."""
         return self.rows
 
+    def know_classes(self, classes: NDArray[np.int32]) -> None:
+        """The head has these classes of a larger vocabulary: rows with another target count as ignored.
+
+        Comes before the methods below, or not at all.
+        """
+
     @property
     def restartable(self) -> bool:
         """Nothing of a call that fails stays, so it may begin again with what it finds."""
@@ -194,6 +200,13 @@ class ForwardWork(Work):
     @property
     def moved_rows(self) -> int:
         return self._valid_rows
+
+    def know_classes(self, classes: NDArray[np.int32]) -> None:
+        distillation = self._options.distillation
+        if distillation is not None and distillation.target_weight == 0:
+            return  # then a target only says whether the row counts
+        self._valid = self._valid & listed(self._targets, classes)
+        self._valid_rows = int(np.count_nonzero(self._valid))
 
     def _check(self) -> None:
         self._scale.check(self._options.use_class_weights and not self._depths)

@@ -195,8 +195,8 @@ class Distillation:
         return loss_pb2.Distillation(**values)
 
 
-@dataclass(frozen=True)
-class LossOptions:
+@dataclass(frozen=True, repr=False)
+class LossOptions(Shown):
     """The loss of a row and how its gradients are computed; docs/math.md has the formulas.
 
     InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number, word or flag.
@@ -224,6 +224,9 @@ class LossOptions:
     # In the place of the cross-entropy; None: nothing is. Then label_smoothing is 0 and use_class_weights False.
     objective: Objective | None = None
     distillation: Distillation | None = None  # of rows that have a teacher, which gradients "exact" and "auto" go with
+    # Of heads with a draft vocabulary (create_head(class_list=)): targets that are not in the list are refused. False: their
+    # rows are ignored, and counted (LossResult.unlisted_rows).
+    refuse_unlisted: bool = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -258,6 +261,7 @@ class LossOptions:
         """Each field under its own name; None is absent."""
         values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
         values["use_class_weights"] = bool(self.use_class_weights)
+        values["refuse_unlisted"] = bool(self.refuse_unlisted)
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
         if self.objective is not None:
@@ -419,6 +423,7 @@ class LossResult(Shown):
     depths: list[DepthResult] = field(default_factory=list, repr=False)  # one for each depth of the call
 
     valid_rows: int = 0
+    unlisted_rows: int = 0  # ignored since their target is not among the head's classes of a larger vocabulary
     correct_rows: int = 0  # largest logit is the target's
     accumulated_rows: int = 0  # added to the accumulators by this call
     repeated_rows: int = 0  # added before already (a repeat after a broken call)
@@ -469,6 +474,7 @@ class LossResult(Shown):
         for depth, sums_of_depth in zip(self.depths, summary.depths):
             depth.add(sums_of_depth)
         self.valid_rows += summary.valid_rows
+        self.unlisted_rows += summary.unlisted_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows
         self.repeated_rows += summary.repeated_rows

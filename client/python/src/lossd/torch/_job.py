@@ -120,6 +120,9 @@ class Module(Protocol):
     continuation: Continuation
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
+    def has_target(self, labels: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which rows are not ignored."""
+
 
 class Job:
     """One microbatch from start() to the end of backward."""
@@ -166,8 +169,7 @@ class Job:
 
     @property
     def _valid(self) -> NDArray[np.bool_]:
-        valid: NDArray[np.bool_] = self.labels != self.module.options.ignore_index
-        return valid
+        return self.module.has_target(self.labels)
 
     @property
     def dtype(self) -> DType:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arrays import known_arguments
+from lossd._plan import listed
 from lossd.torch import _data_parallel, _depths, _input, _modes, _step_tracker
 from lossd.torch._depths import DepthLosses
 from lossd.torch._modes import outside_of_compile
@@ -57,7 +58,8 @@ class LossHead(torch.nn.Module):
             streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
             ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
             logit_scale: float = 1.0, gradients: Gradients | None = None, filter_epsilon: float | None = None,
-            sample_threshold: float | None = None, max_gradient_error: float | None = None) -> None:
+            sample_threshold: float | None = None, max_gradient_error: float | None = None,
+            refuse_unlisted: bool = False) -> None:
         """
         Args:
           head: the head's name on the server.
@@ -89,6 +91,8 @@ class LossHead(torch.nn.Module):
           logit_scale: multiplies the logits before the softcap (1 / temperature).
           gradients: "exact", "filtered", "sampled" or "auto". None: as the head was created.
           filter_epsilon, sample_threshold, max_gradient_error: of gradients that are not exact; see lossd.LossOptions.
+          refuse_unlisted: of a head with a draft vocabulary (create_head(class_list=)): lossd.InvalidArgument for a target
+            that is not among its classes. False: its row is ignored.
         """
         super().__init__()
         _input.check_words(client, head, reduction, state)
@@ -99,7 +103,8 @@ class LossHead(torch.nn.Module):
             {"normalizer": normalizer, "timeout": timeout, "streams": streams, "slice_bytes": slice_bytes,
              "averaged_over": averaged_over, "rank": rank, "world_size": world_size, "filter_epsilon": filter_epsilon,
              "sample_threshold": sample_threshold, "max_gradient_error": max_gradient_error})
-        _input.check_flags(class_weights=class_weights, shift=shift, deferred=deferred, train_head=train_head)
+        _input.check_flags(class_weights=class_weights, shift=shift, deferred=deferred, train_head=train_head,
+                           refuse_unlisted=refuse_unlisted)
         self.extras: tuple[Extra, ...] = _input.names_of_extras(extras, EXTRAS)
         self.client = client
         self.head_name = head
@@ -107,7 +112,7 @@ class LossHead(torch.nn.Module):
         self.options = lossd.LossOptions(
             ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
             logit_scale=logit_scale, use_class_weights=class_weights, gradients=gradients, filter_epsilon=filter_epsilon,
-            sample_threshold=sample_threshold, max_gradient_error=max_gradient_error)
+            sample_threshold=sample_threshold, max_gradient_error=max_gradient_error, refuse_unlisted=bool(refuse_unlisted))
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
@@ -124,6 +129,9 @@ class LossHead(torch.nn.Module):
         description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
+        # Of a head with a draft vocabulary (create_head(class_list=)): its classes, as targets name them.
+        self._classes = np.array(description.spec.class_list, np.int32) if description.spec.class_list else None
+        self._most_label = description.spec.full_vocab_size or self.vocab_size  # labels are below
         self._frozen_on_server = description.spec.frozen
         self.train_head = bool(train_head) and not description.spec.frozen
         self.deterministic = description.slice_limits.row_grid > 0
@@ -316,7 +324,9 @@ class LossHead(torch.nn.Module):
                                "reduction 'mean' or 'sum'")
         _input.check_teacher(teacher_hidden, hidden, distillation, targets)
         if targets is None:
-            targets = torch.full(hidden.shape[:-1], 1 if self.options.ignore_index == 0 else 0, dtype=torch.int64)
+            names = range(2) if self._classes is None else self._classes.tolist()
+            any_class = next(each for each in names if each != self.options.ignore_index)
+            targets = torch.full(hidden.shape[:-1], any_class, dtype=torch.int64)
         options = replace(self.options, distillation=distillation)
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
                                            teacher_hidden))
@@ -352,7 +362,7 @@ class LossHead(torch.nn.Module):
         with self.parallel.before_total(asks, len(hidden)):
             self.client.check_usable()
             rows = _depths.read(self.head_name, self.hidden_size, hidden, targets, row_weights, weights, shift=self.shift,
-                                vocab_size=self.vocab_size, ignore_index=self.options.ignore_index)
+                                vocab_size=self._most_label, ignore_index=self.options.ignore_index)
             if normalizers is not None and len(normalizers) != len(rows.labels):
                 raise ValueError(f"normalizers has {len(normalizers)} numbers for {len(rows.labels)} depths")
             if plan.joins_step:
@@ -399,7 +409,7 @@ class LossHead(torch.nn.Module):
             self.client.check_usable()
             _input.check_shapes(self.head_name, self.hidden_size, self.shift, hidden, targets, rows)
             labels = _input.labels(targets, self.shift, self.options.ignore_index)
-            _input.check_labels(labels, self.vocab_size, self.options.ignore_index)
+            _input.check_labels(labels, self._most_label, self.options.ignore_index)
             if plan.joins_step:
                 self._settle_left_over()
                 self.continuation.begin()
@@ -433,12 +443,19 @@ class LossHead(torch.nn.Module):
 
     def _count(self, labels: NDArray[np.int32]) -> float:
         """The number of valid labels; with class weights their sum."""
-        valid = labels != self.options.ignore_index
+        found = labels[self.has_target(labels)]
         if not self.options.use_class_weights:
-            return float(np.count_nonzero(valid))
+            return float(len(found))
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
-        return float(self._class_weights[labels[valid]].sum(dtype=np.float64))
+        if self._classes is not None:
+            found = np.searchsorted(self._classes, found)
+        return float(self._class_weights[found].sum(dtype=np.float64))
+
+    def has_target(self, labels: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of the labels are classes of the head, so that their rows are not ignored."""
+        valid: NDArray[np.bool_] = labels != self.options.ignore_index
+        return valid if self._classes is None else valid & listed(labels, self._classes)
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
         earlier = _step_tracker.succeed(_step_tracker.Feeder(
