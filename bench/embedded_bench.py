@@ -123,7 +123,8 @@ class Embedded:
                 each.grad = torch.zeros_like(each)
             found[way.__name__ + "_ms"] = peers.milliseconds(way, iterations)["median_ms"]
             HeadOptimizer(head, lr=0.0).discard()
-        found["ratio"] = found["together_ms"] / min(found["one_after_another_ms"], found["begun_together_ms"])
+        for way in (one_after_another, begun_together):
+            found["of_" + way.__name__] = found["together_ms"] / found[way.__name__ + "_ms"]
         return found
 
     def close(self) -> None:
