@@ -9,6 +9,12 @@ are there), those of the three bare products, and those of the same kernels call
 those of peers.py that can be imported. Of the largest number of rows also the memory of the GPU that a head takes at most: a
 local head's loss and gradients without its weight; of the embedded one all that its server has, weight and gradient included, and
 what of that is workspace.
+
+With --depths 2 also as many losses of these rows each, as of a model that predicts several tokens: in one call
+(LossHead.depth_losses), and in calls of their own, one after another or begun together. --target=HOST:PORT measures a server
+that runs instead of an embedded one, through whatever transport its client chooses:
+
+    python3 bench/embedded_bench.py --depths 2 --target 127.0.0.1:7070 --methods "" --json depths.json
 """
 
 from __future__ import annotations
@@ -44,6 +50,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--gradients", default="exact,sampled")
     parser.add_argument("--methods", default="torch.compile,liger,torch.linear_cross_entropy", help="local heads, of peers.py")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--depths", type=int, default=0, help="also time so many losses of the rows in one call and apart [0: not]")
+    parser.add_argument("--target", help="of a server that runs, HOST:PORT, instead of an embedded one")
     parser.add_argument("--commit", default="")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -61,8 +69,10 @@ def of_kernels(program: str, rows: int, hidden: int, vocab: int, kind: str, grad
 class Embedded:
     """A head of a server in this process with the weight [V, D] of the data."""
 
-    def __init__(self, weight: torch.Tensor, gradients: str) -> None:
-        self.client = lossd.embedded(backend="cuda")
+    def __init__(self, weight: torch.Tensor, gradients: str, target: str | None = None) -> None:
+        """`target`: of a server that runs, which has the head then until close()."""
+        self.client = lossd.Client(target) if target else lossd.embedded(backend="cuda")
+        self.served = target is not None
         vocab, hidden = weight.shape
         self.client.create_head(HEAD, hidden_size=hidden, vocab_size=vocab, compute_dtype="bf16", zeros=True)
         self.client.write_tensor(HEAD, "weight", weight.view(torch.int16).cpu().numpy().view(np.uint16), dtype="bf16")
@@ -81,6 +91,47 @@ class Embedded:
         HeadOptimizer(head, lr=0.0).discard()
         return found
 
+    def time_depths(self, hidden: torch.Tensor, targets: torch.Tensor, gradients: str, depths: int,
+                    iterations: int) -> dict[str, float]:
+        """Median milliseconds of `depths` losses of the rows with both gradients, in one call and in calls of their own."""
+        head = LossHead(self.client, HEAD, gradients=gradients)
+        rows = [hidden.detach().clone().requires_grad_(True) for _ in range(depths)]
+        on_host = targets.cpu()
+        of_all = on_host.expand(depths, -1).contiguous()
+        weights = [1.0] + [0.3] * (depths - 1)
+
+        def together() -> None:
+            head.depth_losses(rows, of_all, weights=weights).loss.backward()
+
+        def one_after_another() -> None:
+            for each, weight in zip(rows, weights):
+                head.grad_output = weight
+                (weight * head(each, on_host)).backward()
+
+        def begun_together() -> None:
+            pending = []
+            for each, weight in zip(rows, weights):
+                head.grad_output = weight
+                pending.append(head.start(each, on_host))
+            for loss, weight in zip(pending, weights):
+                (weight * loss.wait()).backward()
+
+        found = {}
+        for way in (together, one_after_another, begun_together):
+            head.grad_output = 1.0
+            for each in rows:
+                each.grad = torch.zeros_like(each)
+            found[way.__name__ + "_ms"] = peers.milliseconds(way, iterations)["median_ms"]
+            HeadOptimizer(head, lr=0.0).discard()
+        for way in (one_after_another, begun_together):
+            found["of_" + way.__name__] = found["together_ms"] / found[way.__name__ + "_ms"]
+        return found
+
+    def close(self) -> None:
+        if self.served:
+            self.client.delete_head(HEAD)
+        self.client.close()
+
     def memory(self) -> dict[str, int]:
         """MiB: what the head has on the GPU, and what of that is neither weight, gradient nor optimizer state."""
         of_head = self.client.describe_head(HEAD).memory
@@ -90,7 +141,7 @@ class Embedded:
 def run_case(name: str, kind: str, counts: list[int], arguments: argparse.Namespace, methods: dict[str, Any]) -> list[dict[str, Any]]:
     n, d, v = peers.SHAPES[name]
     hidden, weight, targets = DATA[kind](max(counts), d, v)
-    embedded = Embedded(weight, arguments.gradients)
+    embedded = Embedded(weight, arguments.gradients, arguments.target)
     cases = []
     for rows in counts:
         x, y = hidden[:rows].contiguous(), targets[:rows].contiguous()
@@ -99,6 +150,9 @@ def run_case(name: str, kind: str, counts: list[int], arguments: argparse.Namesp
                                 "local": {}}
         for gradients in embedded.gradients:
             case["embedded"][gradients] = embedded.time(x, y, gradients, arguments.iterations)
+            if arguments.depths:
+                case.setdefault("depths", {"count": arguments.depths})[gradients] = embedded.time_depths(
+                    x, y, gradients, arguments.depths, arguments.iterations)
         case["cuda_transport"] = list(embedded.client.cuda_transport)
         if arguments.loss_bench:
             case["kernels_ms"] = of_kernels(arguments.loss_bench, rows, d, v, kind, arguments.gradients)
@@ -113,7 +167,7 @@ def run_case(name: str, kind: str, counts: list[int], arguments: argparse.Namesp
             case["memory"] = embedded.memory()
         print(json.dumps(case), flush=True)
         cases.append(case)
-    embedded.client.close()
+    embedded.close()
     return cases
 
 

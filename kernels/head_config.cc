@@ -245,6 +245,33 @@ absl::Status ValidateShares(const HeadConfig& config) {
   return absl::OkStatus();
 }
 
+absl::Status ValidateClassList(const HeadConfig& config) {
+  if (config.class_list.empty()) return absl::OkStatus();
+  const std::vector<int32_t>& classes = config.class_list.classes();
+  const int64_t full_size = config.class_list.full_size();
+  if (classes.size() > kMostListedClasses) {
+    return errors::FieldError("class_list", absl::StrCat("have at most ", kMostListedClasses, " entries"),
+                              absl::StrCat(classes.size(), " entries"));
+  }
+  if (static_cast<int64_t>(classes.size()) != config.vocab_size) {
+    return errors::FieldError("class_list", absl::StrCat("have vocab_size entries, ", config.vocab_size),
+                              absl::StrCat(classes.size(), " entries"));
+  }
+  if (full_size < config.vocab_size || full_size > std::numeric_limits<int32_t>::max()) {
+    return errors::FieldError("full_vocab_size",
+                              absl::StrCat("be in [", config.vocab_size, ", 2^31 - 1] with class_list"),
+                              full_size);
+  }
+  for (size_t i = 0; i < classes.size(); ++i) {
+    const int32_t least = i == 0 ? 0 : classes[i - 1] + 1;
+    if (classes[i] >= least && classes[i] < full_size) continue;
+    return errors::FieldError(absl::StrCat("class_list[", i, "]"),
+                              absl::StrCat("be in [", least, ", ", full_size, "), above the one before it"),
+                              classes[i]);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 namespace {
@@ -303,6 +330,7 @@ absl::Status Validate(const HeadConfig& config) {
     return errors::FieldError("split", "be any, rows or vocabulary", static_cast<int>(config.split));
   }
   LOSSD_RETURN_IF_ERROR(ValidateReplicas(config));
+  LOSSD_RETURN_IF_ERROR(ValidateClassList(config));
   LOSSD_RETURN_IF_ERROR(ValidateShares(config));
   return ValidateResidency(config);
 }

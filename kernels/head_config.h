@@ -8,8 +8,11 @@
 #ifndef LOSSD_KERNELS_HEAD_CONFIG_H_
 #define LOSSD_KERNELS_HEAD_CONFIG_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -193,6 +196,39 @@ enum class Residency : uint8_t {
 inline constexpr int32_t kMostReplicas = 1 << 16;
 
 // The shape of a head, what is computed in which type, and how the head lies on its devices.
+// Which classes of a larger vocabulary a head has (lossd.v1.HeadSpec.class_list). Backends know nothing of
+// it: they count classes from 0. Immutable; copies share the list. Thread-safe.
+class ClassList {
+ public:
+  ClassList() = default;  // none: the head has all classes of its vocabulary
+  ClassList(std::vector<int32_t> classes, int64_t full_size)
+      : classes_(std::make_shared<const std::vector<int32_t>>(std::move(classes))), full_size_(full_size) {}
+
+  bool empty() const { return classes_ == nullptr; }
+  // The numbers of the classes in the larger vocabulary, ascending.
+  const std::vector<int32_t>& classes() const { return *classes_; }
+  int64_t full_size() const { return full_size_; }  // of the larger vocabulary
+  // The head's class with this number in the larger vocabulary; -1: there is none.
+  int32_t Find(int32_t number) const {
+    const auto found = std::lower_bound(classes_->begin(), classes_->end(), number);
+    return found == classes_->end() || *found != number ? -1
+                                                        : static_cast<int32_t>(found - classes_->begin());
+  }
+  // What is left where only the sizes matter.
+  ClassList WithoutClasses() const { return empty() ? ClassList() : ClassList({}, full_size_); }
+
+  friend bool operator==(const ClassList& a, const ClassList& b) {
+    if (a.empty() || b.empty()) return a.empty() == b.empty();
+    return a.full_size_ == b.full_size_ && (a.classes_ == b.classes_ || *a.classes_ == *b.classes_);
+  }
+
+ private:
+  std::shared_ptr<const std::vector<int32_t>> classes_;
+  int64_t full_size_ = 0;
+};
+// More would not fit into the manifest of a checkpoint.
+inline constexpr size_t kMostListedClasses = 65'536;
+
 struct HeadConfig {
   int64_t hidden_size = 0;  // D in [1, 2^24]
   int64_t vocab_size = 0;   // V in [1, 2^31 - 1]
@@ -221,6 +257,9 @@ struct HeadConfig {
   // kHost: every device has all classes. Tensors are rounded to the compute dtype when they are written;
   // bias, norm and class weights stay fp32.
   Residency residency = Residency::kDevice;
+  // vocab_size classes of a larger vocabulary; empty: none. Of the engine: backends are given configs without
+  // it.
+  ClassList class_list = {};
 
   friend bool operator==(const HeadConfig&, const HeadConfig&) = default;
 };

@@ -342,7 +342,10 @@ std::string HeadText(const v1::HeadDescription& head, const Style& style) {
   FieldList fields;
   fields.Add("name", spec.name());
   fields.Add("hidden size", HumanCount(spec.hidden_size()));
-  fields.Add("vocabulary", HumanCount(spec.vocab_size()));
+  fields.Add("vocabulary", spec.full_vocab_size() == 0
+                               ? HumanCount(spec.vocab_size())
+                               : absl::StrCat(HumanCount(spec.vocab_size()), " of ",
+                                              HumanCount(spec.full_vocab_size()), " classes"));
   fields.Add("bias", YesNo(spec.bias()));
   fields.Add("class weights", YesNo(spec.class_weights()));
   fields.Add("norm", NameOf(spec.norm()));

@@ -21,6 +21,7 @@
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
 #include "client/cli/options.h"
+#include "client/cli/tensors.h"
 #include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
@@ -145,14 +146,22 @@ struct CreateFlags {
   std::vector<uint32_t> shares;
   uint32_t replicas = 0;
   v1::Residency residency = v1::RESIDENCY_UNSPECIFIED;
+  std::string class_list;  // a file; empty: none
+  uint64_t full_vocab_size = 0;
 
   bool dry_run = false;
   client::IfExists if_exists = client::IfExists::kError;
   InitialValues values;
 
-  v1::CreateHeadRequest ToRequest() const {
+  absl::StatusOr<v1::CreateHeadRequest> ToRequest() const {
     v1::CreateHeadRequest request;
     v1::HeadSpec* spec = request.mutable_spec();
+    if (!class_list.empty()) {
+      LOSSD_TRY(const TensorData file, LoadTensor(class_list));
+      LOSSD_TRY(const std::vector<int32_t> classes, ToInt32(file));
+      spec->mutable_class_list()->Add(classes.begin(), classes.end());
+    }
+    spec->set_full_vocab_size(full_vocab_size);
     spec->set_name(name);
     spec->set_hidden_size(hidden_size);
     spec->set_vocab_size(vocab_size);
@@ -181,6 +190,12 @@ void AddCreate(CLI::App* app, Context* context) {
   create->add_option("NAME", flags->name, "Name of the new head")->required()->type_name("");
   create->add_option("--hidden", flags->hidden_size, "Hidden size D")->required();
   create->add_option("--vocab", flags->vocab_size, "Vocabulary size V")->required();
+  CLI::Option* classes = create
+                             ->add_option("--class-list", flags->class_list,
+                                          "The head's classes, V numbers of a larger vocabulary, ascending")
+                             ->type_name("FILE.npy|FILE.safetensors[:TENSOR]");
+  create->add_option("--full-vocab", flags->full_vocab_size, "Of --class-list: size of the larger vocabulary")
+      ->needs(classes);
   create->add_flag("--bias", flags->bias, "Add a bias [V]");
   create->add_flag("--class-weights", flags->class_weights, "Add class weights [V], initially 1");
   AddWord(create, "--norm", &flags->norm, Words<v1::Norm>(), "Norm before the classifier [none]");
@@ -223,9 +238,10 @@ void AddCreate(CLI::App* app, Context* context) {
       ->excludes(dry_run);
   AddInitialValues(create, &flags->values);
   SetClientAction(create, context, [=](client::Client& client) {
-    return PrintHead(context, flags->dry_run ? client.PlanHead(flags->ToRequest(), context->timeout())
-                                             : client.CreateHead(flags->ToRequest(), context->timeout(),
-                                                                 flags->if_exists));
+    LOSSD_TRY(const v1::CreateHeadRequest request, flags->ToRequest());
+    return PrintHead(context, flags->dry_run
+                                  ? client.PlanHead(request, context->timeout())
+                                  : client.CreateHead(request, context->timeout(), flags->if_exists));
   });
 }
 

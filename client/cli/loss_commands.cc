@@ -144,6 +144,7 @@ struct LossFlags {
   bool accumulate = false;
   std::optional<uint64_t> step;
   uint64_t microbatch_id = 0;
+  std::vector<float> depth_weights;  // empty: the rows are not divided
   std::string grad_out, rows_out;
   std::vector<int32_t> classes;
   uint32_t top_k = 0;
@@ -295,6 +296,44 @@ absl::Status CheckOutputs(const LossFlags& flags) {
   return CheckOutputPath(flags.rows_out, 5);
 }
 
+nlohmann::ordered_json DepthsJson(const LossFlags& flags, const client::LossResult& result) {
+  auto depths = nlohmann::ordered_json::array();
+  for (size_t i = 0; i < result.depths.size(); ++i) {
+    const client::DepthResult& depth = result.depths[i];
+    depths.push_back({{"weight", flags.depth_weights[i]},
+                      {"loss", depth.loss},
+                      {"loss_sum", depth.loss_sum},
+                      {"normalizer", depth.normalizer},
+                      {"valid_rows", depth.valid_rows},
+                      {"correct_rows", depth.correct_rows},
+                      {"accumulated_rows", depth.accumulated_rows},
+                      {"repeated_rows", depth.repeated_rows}});
+  }
+  return depths;
+}
+
+void AddDepths(const LossFlags& flags, const client::LossResult& result, FieldList& fields) {
+  for (size_t i = 0; i < result.depths.size(); ++i) {
+    const client::DepthResult& depth = result.depths[i];
+    fields.Add(
+        absl::StrCat("depth ", i),
+        absl::StrFormat("loss %.9g, weight %g, %s valid rows, %s correct", depth.loss, flags.depth_weights[i],
+                        HumanCount(depth.valid_rows), HumanCount(depth.correct_rows)));
+  }
+}
+
+// As many depths as there are weights, with equal rows.
+absl::StatusOr<std::vector<client::Depth>> DepthsOf(const LossFlags& flags, uint64_t rows) {
+  const uint64_t count = flags.depth_weights.size();
+  if (count > 0 && rows % count != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("--depth-weights: ", rows, " rows cannot be divided into ",
+                                                   count, " depths with as many rows each"));
+  }
+  std::vector<client::Depth> depths;
+  for (const float weight : flags.depth_weights) depths.push_back({.rows = rows / count, .weight = weight});
+  return depths;
+}
+
 void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                  const client::LossResult& result) {
   if (context.json) {
@@ -318,6 +357,7 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                        {"divergence_sum", result.divergence_sum},
                        {"target_loss_sum", result.target_loss_sum},
                        {"valid_rows", result.valid_rows},
+                       {"unlisted_rows", result.unlisted_rows},
                        {"correct_rows", result.correct_rows},
                        {"accumulated_rows", result.accumulated_rows},
                        {"repeated_rows", result.repeated_rows},
@@ -327,13 +367,15 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                        {"sent_bytes", result.sent_bytes},
                        {"received_bytes", result.received_bytes},
                        {"streams", result.streams},
-                       {"repeats", result.repeats}});
+                       {"repeats", result.repeats},
+                       {"depths", DepthsJson(flags, result)}});
     return;
   }
   const double valid = static_cast<double>(result.valid_rows);
   FieldList fields;
   fields.Add("loss", absl::StrFormat("%.9g", result.loss));
-  if (result.z_loss_sum != 0) {
+  AddDepths(flags, result, fields);
+  if (result.z_loss_sum != 0 && result.depths.empty()) {
     fields.Add("of it z-loss", absl::StrFormat("%.9g", result.z_loss_sum / result.normalizer));
   }
   if (flags.loss.loss.has_distillation()) {
@@ -342,6 +384,10 @@ void PrintResult(const Context& context, const LossFlags& flags, uint64_t rows,
                                result.target_loss_sum / result.normalizer));
   }
   fields.Add("rows", absl::StrCat(HumanCount(rows), ", ", HumanCount(result.valid_rows), " valid"));
+  if (result.unlisted_rows > 0) {
+    fields.Add("unlisted", absl::StrCat(HumanCount(result.unlisted_rows),
+                                        " rows, ignored: the head does not have their class"));
+  }
   fields.Add("correct",
              absl::StrFormat("%s (%.2f %%)", HumanCount(result.correct_rows),
                              valid > 0 ? 100.0 * static_cast<double>(result.correct_rows) / valid : 0.0));
@@ -545,6 +591,7 @@ absl::Status RunLoss(Context* context, const LossFlags& flags, client::Client& c
   microbatch.advantages = advantages;
   microbatch.old_logprobs = old_logprobs;
   microbatch.ref_logprobs = ref_logprobs;
+  LOSSD_TRY(microbatch.depths, DepthsOf(flags, rows->rows));
 
   client::LossOutputs outputs;
   std::vector<uint8_t> gradient(flags.grad_out.empty() ? 0 : rows->hidden.size());
@@ -603,6 +650,12 @@ void AddLossCommand(CLI::App* app, Context* context) {
       ->group(rows);
   AddWord(loss, "--dtype", &flags->dtype, Words<v1::DType>(),
           "Element type to transfer [the file's; random: bf16]")
+      ->group(rows);
+
+  loss->add_option("--depth-weights", flags->depth_weights,
+                   "Divide the rows into as many depths, of equal rows, with these weights")
+      ->delimiter(',')
+      ->type_name("WEIGHT,...")
       ->group(rows);
 
   AddLossOptions(loss, &flags->loss);

@@ -228,6 +228,11 @@ void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
           "--use-class-weights", [loss](int64_t count) { loss->set_use_class_weights(count > 0); },
           "Use the head's class weights")
       ->group(kLossGroup);
+  command
+      ->add_flag_function(
+          "--refuse-unlisted", [loss](int64_t count) { loss->set_refuse_unlisted(count > 0); },
+          "Refuse targets that are not in the head's class list [their rows are ignored]")
+      ->group(kLossGroup);
   AddWordFunction(
       command, "--gradients", [loss](v1::Gradients gradients) { loss->set_gradients(gradients); },
       Words<v1::Gradients>(), "How gradients are computed [as the head says]")

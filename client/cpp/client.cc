@@ -450,6 +450,12 @@ std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   return absl::StrCat("[", absl::StrJoin(values, ", "), "]");
 }
 
+// As it stands in an error: of long lists the beginning.
+std::string Brief(const std::string& value) {
+  constexpr size_t kMost = 200;
+  return value.size() <= kMost ? value : absl::StrCat(value.substr(0, kMost), "...");
+}
+
 // Whether the specification says what the field is to be.
 bool Says(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   if (field->is_repeated()) return spec.GetReflection()->FieldSize(spec, field) > 0;
@@ -468,8 +474,9 @@ absl::Status CheckSame(const v1::HeadSpec& described, const v1::HeadSpec& asked)
     const FieldDescriptor* const field = v1::HeadSpec::descriptor()->field(i);
     const std::string is = ValueOf(has, field), wants = ValueOf(wanted, field);
     if (!Says(wanted, field) || is == wants) continue;
-    different.push_back(absl::StrCat(field->name(), " ", is, " instead of ", wants));
-    if (!first.has_value()) first = {absl::StrCat("spec.", field->name()), "differs from the head's", wants};
+    different.push_back(absl::StrCat(field->name(), " ", Brief(is), " instead of ", Brief(wants)));
+    if (!first.has_value())
+      first = {absl::StrCat("spec.", field->name()), "differs from the head's", Brief(wants)};
   }
   if (different.empty()) return absl::OkStatus();
   return errors::WithViolation(

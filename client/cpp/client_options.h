@@ -154,6 +154,21 @@ struct ClientOptions {
 // if it fails, which counts as a stream that breaks.
 enum class Memory { kHost, kDevice };
 
+// A run of rows of a microbatch with a part of its own in the loss, such as the rows that predict the token
+// after the next one. See lossd.v1.Depth.
+struct Depth {
+  uint64_t rows = 0;
+  float weight = 1.0f;  // multiplies the loss and the gradients of the rows; finite, >= 0
+  // REDUCTION_MEAN: what the sum over the rows is divided by. Absent: the number of their valid targets; with
+  // loss.use_class_weights it must be given.
+  std::optional<double> normalizer;
+  // Where the rows and their gradients lie, [rows, D] each, if not all depths lie one behind the other
+  // (Microbatch::hidden, LossOutputs::grad_hidden, which are null then); not owned. All depths have `hidden`,
+  // or none; all have `grad_hidden`, or none. Either may be null if the depth has no row.
+  const void* hidden = nullptr;
+  void* grad_hidden = nullptr;
+};
+
 // The rows of one loss computation.
 struct Microbatch {
   std::string head;
@@ -164,7 +179,7 @@ struct Microbatch {
 
   uint64_t hidden_size = 0;  // D
   v1::DType hidden_dtype = v1::DTYPE_BF16;
-  // [N, D] of hidden_dtype; not owned. May be null if N == 0 or no row is valid.
+  // [N, D] of hidden_dtype; not owned. May be null if N == 0 or no row is valid, or if depths have the rows.
   const void* hidden = nullptr;
   Memory memory = Memory::kHost;  // of `hidden` and LossOutputs::grad_hidden
   // With Memory::kDevice: a stream (cudaStream_t, CUstream) of the GPU that has `hidden`. The client's copies
@@ -181,6 +196,9 @@ struct Microbatch {
   absl::Span<const float> advantages;
   absl::Span<const float> old_logprobs;
   absl::Span<const float> ref_logprobs;
+  // Divides the rows into depths, in order; at most 64, which have N rows together. Empty: they are not
+  // divided. Not with REDUCTION_NONE. The one pass over the weights serves all depths.
+  std::vector<Depth> depths;
 
   // With ComputeOptions::loss.distillation: the rows' hidden states of the teacher, [N, teacher_hidden_size]
   // of hidden_dtype, in memory of the same kind as `hidden`; not owned.
@@ -225,7 +243,8 @@ struct ComputeOptions {
   // With REDUCTION_NONE there are no gradients yet (see retain), and LossResult::loss is the sum.
   v1::Reduction reduction = v1::REDUCTION_MEAN;
   // REDUCTION_MEAN: what sums are divided by. Absent: the number of valid targets of the microbatch; with
-  // loss.use_class_weights it must be given (the sum of u_y over valid rows).
+  // loss.use_class_weights it must be given (the sum of u_y over valid rows). With Microbatch::depths each
+  // depth has its own instead.
   std::optional<double> normalizer;
   // The gradient of the final objective with respect to this loss; multiplies every gradient. Absent: 1.
   std::optional<float> grad_output;
@@ -272,13 +291,27 @@ struct BackwardOptions {
   int max_attempts = 0;
 };
 
+// The sums over the rows of one depth; each member means what it means in LossResult.
+struct DepthResult {
+  double loss = 0;  // before Depth::weight
+  double loss_sum = 0;
+  double z_loss_sum = 0;
+  double entropy_sum = 0;
+  double normalizer = 1;
+  uint64_t valid_rows = 0;
+  uint64_t correct_rows = 0;
+  uint64_t accumulated_rows = 0;
+  uint64_t repeated_rows = 0;
+};
+
 // The sums of one loss computation, and what it cost.
 struct LossResult {
-  double loss = 0;         // loss_sum / normalizer; 0 if no row is valid
+  // loss_sum / normalizer; with depths the sum of weight * DepthResult::loss. 0 if no row is valid.
+  double loss = 0;
   double loss_sum = 0;     // over valid rows: z-loss included, row weights applied
   double z_loss_sum = 0;   // the z-loss part of loss_sum
   double entropy_sum = 0;  // nats; only with LossOutputs::row_entropy
-  double normalizer = 1;   // as used; 1 for REDUCTION_SUM
+  double normalizer = 1;   // as used; 1 for REDUCTION_SUM and with depths
   // Probability that GRADIENTS_FILTERED left out of the gradients, summed over valid rows.
   double dropped_mass = 0;
   // Of sampled gradients (GRADIENTS_SAMPLED, GRADIENTS_AUTO), summed over valid rows: the expected square of
@@ -294,9 +327,12 @@ struct LossResult {
   double target_loss_sum = 0;
 
   uint64_t valid_rows = 0;
-  uint64_t correct_rows = 0;      // largest logit is the target's
-  uint64_t accumulated_rows = 0;  // valid rows added to the accumulators by this call
-  uint64_t repeated_rows = 0;     // valid rows that had been added before (a repeat after a broken call)
+  // Ignored since their target is not among the head's classes of a larger vocabulary (HeadSpec.class_list).
+  uint64_t unlisted_rows = 0;
+  uint64_t correct_rows = 0;        // largest logit is the target's
+  uint64_t accumulated_rows = 0;    // valid rows added to the accumulators by this call
+  uint64_t repeated_rows = 0;       // valid rows that had been added before (a repeat after a broken call)
+  std::vector<DepthResult> depths;  // one for each of Microbatch::depths
 
   // Where the server stood.
   uint64_t incarnation = 0;

@@ -21,10 +21,22 @@ std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
   return it->second;
 }
 
+HeadInfo HeadInfo::Of(const v1::HeadDescription& description) {
+  const v1::HeadSpec& spec = description.spec();
+  HeadInfo facts{spec.hidden_size(), description.slice_limits(), description.has_history()};
+  if (!spec.class_list().empty()) {
+    facts.classes =
+        std::make_shared<const std::vector<int32_t>>(spec.class_list().begin(), spec.class_list().end());
+  }
+  return facts;
+}
+
 void HeadCache::Learn(const v1::HeadDescription& description) {
+  const v1::HeadSpec& spec = description.spec();
+  if (spec.full_vocab_size() > 0 && spec.class_list().empty()) return;  // ListHeads leaves lists out
+  HeadInfo facts = HeadInfo::Of(description);
   absl::MutexLock lock(&mu_);
-  facts_[description.spec().name()] = {description.spec().hidden_size(), description.slice_limits(),
-                                       description.has_history()};
+  facts_[spec.name()] = std::move(facts);
 }
 
 void HeadCache::ForgetFacts(absl::string_view head) {

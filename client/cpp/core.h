@@ -50,6 +50,10 @@ struct HeadInfo {
   uint64_t hidden_size = 0;  // D
   v1::SliceLimits limits;
   bool histories = false;  // the server knows of histories, and so of optimizers that begin with a step
+  // HeadSpec.class_list of a head with a draft vocabulary, ascending; null: it has none.
+  std::shared_ptr<const std::vector<int32_t>> classes = nullptr;
+
+  static HeadInfo Of(const v1::HeadDescription& description);
 };
 
 // Names the gradients that a server process has accumulated for a head since they were last zero.

@@ -31,8 +31,19 @@ struct CallersRows {
   const void* address = nullptr;  // null: there are none
 };
 
+// The pieces of all rows of a call.
+std::vector<CallersRows> PlacesOf(const Microbatch& microbatch, const LossOutputs& outputs) {
+  std::vector<CallersRows> places;
+  for (const void* address : HiddenOf(microbatch).Addresses())
+    places.push_back({"microbatch.hidden", address});
+  places.push_back({"microbatch.teacher_hidden", microbatch.teacher_hidden});
+  for (const void* address : GradientsOf(microbatch, outputs).Addresses())
+    places.push_back({"outputs.grad_hidden", address});
+  return places;
+}
+
 // The GPU whose memory all these addresses are; nullopt: memory of the host.
-absl::StatusOr<std::optional<int>> Locate(Memory memory, std::initializer_list<CallersRows> all) {
+absl::StatusOr<std::optional<int>> Locate(Memory memory, const std::vector<CallersRows>& all) {
   std::optional<int> gpu;
   absl::string_view first;
   for (const CallersRows& rows : all) {
@@ -67,10 +78,15 @@ absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(absl::string_view fie
 }
 
 absl::StatusOr<RowsPlace> PlaceOf(absl::string_view stream_field, const std::optional<void*>& stream,
-                                  Memory memory, std::initializer_list<CallersRows> rows) {
+                                  Memory memory, const std::vector<CallersRows>& rows) {
   LOSSD_TRY(const std::optional<int> gpu, Locate(memory, rows));
   LOSSD_TRY(auto after, PointOf(stream_field, stream, memory, gpu));
   return RowsPlace{gpu, std::move(after)};
+}
+
+// Memory for gradients is the caller's to write to.
+uint8_t* GradientsAt(const RowPieces& grad_hidden, uint64_t row, uint64_t row_bytes) {
+  return const_cast<uint8_t*>(grad_hidden.At(row, row_bytes));
 }
 
 class ForwardWork : public LossWork {
@@ -80,9 +96,7 @@ class ForwardWork : public LossWork {
                  options.accumulate_gradients || options.retain, microbatch.hidden_size,
                  microbatch.hidden_dtype,
                  PlaceOf("microbatch.stream", microbatch.stream, microbatch.memory,
-                         {{"microbatch.hidden", microbatch.hidden},
-                          {"microbatch.teacher_hidden", microbatch.teacher_hidden},
-                          {"outputs.grad_hidden", outputs.grad_hidden}})),
+                         PlacesOf(microbatch, outputs))),
         targets_(microbatch.targets.begin(), microbatch.targets.end()),
         row_weights_(microbatch.row_weights.begin(), microbatch.row_weights.end()),
         advantages_(microbatch.advantages.begin(), microbatch.advantages.end()),
@@ -93,6 +107,8 @@ class ForwardWork : public LossWork {
         target_weights_(microbatch.target_weights.begin(), microbatch.target_weights.end()),
         microbatch_(microbatch),
         outputs_(outputs),
+        hidden_(HiddenOf(microbatch)),
+        grad_hidden_(GradientsOf(microbatch, outputs)),
         options_(options),
         ignore_index_(IgnoreIndex(options.loss)),
         valid_rows_(CountValid(targets_, ignore_index_)) {
@@ -112,12 +128,22 @@ class ForwardWork : public LossWork {
     return status;
   }
 
+  void KnowClasses(const std::vector<int32_t>& classes) override {
+    // Then a target only says whether the row counts.
+    if (options_.loss.has_distillation() && options_.loss.distillation().target_weight() == 0) return;
+    planned_ = targets_;
+    for (int32_t& target : planned_) {
+      if (!std::binary_search(classes.begin(), classes.end(), target)) target = ignore_index_;
+    }
+    valid_rows_ = CountValid(planned_, ignore_index_);
+  }
+
   uint64_t MovedRows() const override { return valid_rows_; }
   uint64_t sent_row_bytes() const override { return row_bytes() + TeacherRowBytes(); }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
     return SplitRanges(
-        targets_, ignore_index_, streams,
+        planned(), ignore_index_, streams,
         RowsPerStream(max_message_bytes, sizeof(int32_t) + (1 + NumbersOfRow()) * sizeof(float) +
                                              classes_each() * sizeof(int32_t) +
                                              microbatch_.target_count * (sizeof(int32_t) + sizeof(float))));
@@ -131,15 +157,16 @@ class ForwardWork : public LossWork {
     work.rows = rows;
     SliceRule with_classes = rule;
     with_classes.max_rows = std::min(rule.max_rows, MostRowsWithClasses(outputs_));
-    work.slices = DivideIntoSlices(targets_, ignore_index_, rows, with_classes);
-    work.hidden = static_cast<const char*>(microbatch_.hidden);
+    work.slices = DivideIntoSlices(planned(), ignore_index_, rows, with_classes, microbatch_.depths);
+    work.hidden = hidden_;
+    work.grad_hidden = grad_hidden_;
     work.row_bytes = row_bytes();
     work.teacher = static_cast<const char*>(microbatch_.teacher_hidden);
     work.teacher_row_bytes = TeacherRowBytes();
     work.outputs = outputs_;
     work.gpu = gpu();
     work.after = after();
-    LOSSD_RETURN_IF_ERROR(FillUnsent(outputs_, rows, work.slices));
+    LOSSD_RETURN_IF_ERROR(FillUnsent(outputs_, grad_hidden_, rows, work.slices));
     return work;
   }
 
@@ -147,6 +174,7 @@ class ForwardWork : public LossWork {
     if (total->valid_rows != valid_rows_) {
       return ServerSent("a count of ", total->valid_rows, " valid rows; ", valid_rows_, " were sent");
     }
+    if (!microbatch_.depths.empty()) return ConcludeDepths(total);
     if (options_.reduction == v1::REDUCTION_MEAN) total->normalizer = Normalizer();
     total->loss = valid_rows_ > 0 ? total->loss_sum / total->normalizer : 0.0;
     return absl::OkStatus();
@@ -162,6 +190,42 @@ class ForwardWork : public LossWork {
   uint64_t TeacherRowBytes() const {
     return microbatch_.teacher_hidden_size * ElementSize(microbatch_.hidden_dtype);
   }
+  uint64_t ValidRowsOf(Rows rows) const {
+    return CountValid(absl::MakeSpan(planned()).subspan(rows.begin, rows.size()), ignore_index_);
+  }
+  double NormalizerOf(size_t depth) const {
+    if (options_.reduction != v1::REDUCTION_MEAN) return 1.0;
+    return microbatch_.depths[depth].normalizer.value_or(
+        static_cast<double>(ValidRowsOf(RowsOfDepths(microbatch_.depths)[depth])));
+  }
+
+  absl::Status ConcludeDepths(LossResult* total) const {
+    const std::vector<Rows> rows = RowsOfDepths(microbatch_.depths);
+    if (total->depths.size() != rows.size())
+      return ServerSent("sums of ", total->depths.size(), " depths; ", rows.size(), " were sent");
+    for (size_t i = 0; i < rows.size(); ++i) {
+      DepthResult& depth = total->depths[i];
+      const uint64_t valid = ValidRowsOf(rows[i]);
+      if (depth.valid_rows != valid) {
+        return ServerSent("a count of ", depth.valid_rows, " valid rows of depth ", i, "; ", valid,
+                          " were sent");
+      }
+      depth.normalizer = NormalizerOf(i);
+      depth.loss = valid > 0 ? depth.loss_sum / depth.normalizer : 0.0;
+      total->loss += double{microbatch_.depths[i].weight} * depth.loss;
+    }
+    return absl::OkStatus();
+  }
+
+  void SetDepths(v1::OpenMicrobatch* open) const {
+    for (size_t i = 0; i < microbatch_.depths.size(); ++i) {
+      v1::Depth* const depth = open->add_depths();
+      depth->set_rows(microbatch_.depths[i].rows);
+      depth->set_weight(microbatch_.depths[i].weight);
+      if (options_.reduction == v1::REDUCTION_MEAN) depth->set_normalizer(NormalizerOf(i));
+    }
+  }
+
   double Normalizer() const { return options_.normalizer.value_or(static_cast<double>(valid_rows_)); }
 
   v1::OpenMicrobatch MakeOpen(Rows rows) const {
@@ -175,7 +239,9 @@ class ForwardWork : public LossWork {
     open.set_hidden_dtype(microbatch_.hidden_dtype);
     *open.mutable_options() = options_.loss;
     open.set_reduction(options_.reduction);
-    if (options_.reduction == v1::REDUCTION_MEAN) open.set_normalizer(Normalizer());
+    if (microbatch_.depths.empty() && options_.reduction == v1::REDUCTION_MEAN)
+      open.set_normalizer(Normalizer());
+    SetDepths(&open);
     if (options_.grad_output.has_value()) open.set_grad_output(*options_.grad_output);
     open.set_retain(options_.retain);
     SetWanted(&open);
@@ -201,7 +267,7 @@ class ForwardWork : public LossWork {
   }
 
   void SetWanted(v1::OpenMicrobatch* open) const {
-    open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
+    open->set_want_grad_hidden(!grad_hidden_.empty());
     open->set_accumulate_gradients(accumulates());
     open->set_want_row_loss(!outputs_.row_loss.empty());
     open->set_want_row_lse(!outputs_.row_lse.empty());
@@ -211,6 +277,8 @@ class ForwardWork : public LossWork {
     open->set_class_count(outputs_.class_count);
     open->set_top_k(outputs_.top_k);
   }
+
+  const std::vector<int32_t>& planned() const { return planned_.empty() ? targets_ : planned_; }
 
   // Entries of classes_ for each row; 0: all rows have the same.
   uint64_t classes_each() const { return classes_.size() == outputs_.class_count ? 0 : outputs_.class_count; }
@@ -223,9 +291,12 @@ class ForwardWork : public LossWork {
   const std::vector<float> target_weights_;
   Microbatch microbatch_;  // refers to the copies above
   const LossOutputs outputs_;
+  const RowPieces hidden_, grad_hidden_;
   const ComputeOptions options_;
   const int32_t ignore_index_;
-  const uint64_t valid_rows_;
+  uint64_t valid_rows_;
+  std::vector<int32_t>
+      planned_;  // targets_, ignored where the head does not have the class; empty: as targets_
 };
 
 class BackwardWork : public LossWork {
@@ -284,9 +355,10 @@ class BackwardWork : public LossWork {
     work.server_cuts = true;
     work.row_bytes = row_bytes();
     work.outputs = outputs_;
+    work.grad_hidden = RowPieces(outputs_.grad_hidden);
     work.gpu = gpu();
     work.after = after();
-    LOSSD_RETURN_IF_ERROR(FillUnsent(outputs_, rows, {}));
+    LOSSD_RETURN_IF_ERROR(FillUnsent(outputs_, work.grad_hidden, rows, {}));
     return work;
   }
 
@@ -303,15 +375,17 @@ class BackwardWork : public LossWork {
 
 }  // namespace
 
-absl::Status LossWork::FillUnsent(const LossOutputs& outputs, Rows rows,
+absl::Status LossWork::FillUnsent(const LossOutputs& outputs, const RowPieces& grad_hidden, Rows rows,
                                   absl::Span<const Rows> slices) const {
   LossOutputs on_host = outputs;
-  if (gpu().has_value()) on_host.grad_hidden = nullptr;
+  on_host.grad_hidden = nullptr;
   FillUnsentRows(on_host, row_bytes_, rows, slices);
-  if (!gpu().has_value() || outputs.grad_hidden == nullptr) return absl::OkStatus();
+  if (grad_hidden.empty()) return absl::OkStatus();
   for (const Rows& unsent : UnsentRows(rows, slices)) {
-    uint8_t* const to = static_cast<uint8_t*>(outputs.grad_hidden) + unsent.begin * row_bytes_;
-    LOSSD_RETURN_IF_ERROR(FillZeros(to, unsent.size() * row_bytes_, gpu(), after().get()));
+    for (const Rows& part : grad_hidden.Cut(unsent)) {
+      LOSSD_RETURN_IF_ERROR(FillZeros(GradientsAt(grad_hidden, part.begin, row_bytes_),
+                                      part.size() * row_bytes_, gpu(), after().get()));
+    }
   }
   return absl::OkStatus();
 }
@@ -358,7 +432,7 @@ void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
     first->mutable_open()->set_region(region_->id());
     return;
   }
-  if (work.outputs.grad_hidden == nullptr || work.rows.size() == 0) return;
+  if (work.grad_hidden.empty() || work.rows.size() == 0) return;
   absl::MutexLock lock(&mu_);
   uint64_t rows = std::min(work.rows.size(), ShareOf(*region_) / work.row_bytes);
   for (; rows > 0 && !room_.has_value(); rows /= 2) {
@@ -548,8 +622,8 @@ grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t
 }
 
 absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows) {
-  const auto* data = reinterpret_cast<const uint8_t*>(work.hidden) + rows.begin * work.row_bytes;
-  return absl::MakeConstSpan(data, rows.size() * work.row_bytes);
+  if (work.hidden.empty()) return {};
+  return absl::MakeConstSpan(work.hidden.At(rows.begin, work.row_bytes), rows.size() * work.row_bytes);
 }
 
 absl::Span<const uint8_t> TeacherOf(const StreamWork& work, Rows rows) {
@@ -610,7 +684,7 @@ absl::Status StreamAnswers::HandleSlice(const v1::SliceResult& result, const wir
 
 absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t gradient_bytes,
                                        uint64_t rows) const {
-  const uint64_t expected = work_.outputs.grad_hidden != nullptr ? rows * work_.row_bytes : 0;
+  const uint64_t expected = work_.grad_hidden.empty() ? 0 : rows * work_.row_bytes;
   if (gradient_bytes != expected) {
     return ServerSent(errors::ExactBytes(gradient_bytes), " of gradients for ", Text(result.rows()), "; ",
                       expected, " were expected");
@@ -634,8 +708,8 @@ absl::Status StreamAnswers::CheckSizes(const v1::SliceResult& result, size_t gra
 
 absl::Status StreamAnswers::TakeGradients(const wire::PayloadView& payload, const uint8_t* in_region,
                                           Rows rows) const {
-  if (work_.outputs.grad_hidden == nullptr) return absl::OkStatus();
-  uint8_t* const to = static_cast<uint8_t*>(work_.outputs.grad_hidden) + rows.begin * work_.row_bytes;
+  if (work_.grad_hidden.empty()) return absl::OkStatus();
+  uint8_t* const to = GradientsAt(work_.grad_hidden, rows.begin, work_.row_bytes);
   if (in_region != nullptr) return places_->Fetch(in_region, rows.size() * work_.row_bytes, to);
   if (work_.gpu.has_value()) {
     std::vector<uint8_t> bytes(payload.size());
@@ -666,6 +740,10 @@ absl::Status StreamAnswers::HandleSummary(const v1::MicrobatchSummary& summary) 
   }
   if (summary.state().incarnation() != accepted_->state().incarnation()) {
     return ServerSent("another incarnation in the summary than in `accepted`");
+  }
+  if (summary.depths_size() != work_.first.open().depths_size()) {
+    return ServerSent("sums of ", summary.depths_size(), " depths; ", work_.first.open().depths_size(),
+                      " were sent");
   }
   summary_ = summary;
   return absl::OkStatus();
@@ -866,7 +944,7 @@ struct LossCall::Describe {
   v1::HeadDescription response;
 };
 
-LossCall::LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallOptions& options,
+LossCall::LossCall(Core* core, std::unique_ptr<LossWork> work, const CallOptions& options,
                    LossCallback callback)
     : core_(core),
       work_(std::move(work)),
@@ -955,7 +1033,7 @@ void LossCall::FinishDescribe(const absl::Status& status) {
         "microbatch.hidden_size", work_->hidden_size(),
         absl::StrCat("is ", work_->hidden_size(), ", but head \"", work_->head(), "\" has ", hidden_size)));
   }
-  const HeadInfo facts{hidden_size, describe->response.slice_limits()};
+  const HeadInfo facts = HeadInfo::Of(describe->response);
   describing_ = false;
   facts_are_fresh_ = !parts_.empty();
   if (parts_.empty()) {
@@ -967,6 +1045,7 @@ void LossCall::FinishDescribe(const absl::Status& status) {
 
 void LossCall::Launch(const HeadInfo& facts) {
   facts_ = facts;
+  if (facts.classes != nullptr) work_->KnowClasses(*facts.classes);
   const int streams = options_.streams > 0 ? options_.streams : StreamsWanted();
   const std::vector<Rows> ranges = work_->Split(streams, core_->options().max_message_bytes);
   total_.streams = static_cast<int>(ranges.size());
@@ -1147,6 +1226,21 @@ void AddTo(v1::ObjectiveSums& total, const v1::ObjectiveSums& more) {
   total.set_ref_kl(total.ref_kl() + more.ref_kl());
 }
 
+void AddTo(std::vector<DepthResult>& total, const v1::MicrobatchSummary& more) {
+  total.resize(std::max(total.size(), static_cast<size_t>(more.depths_size())));
+  for (int i = 0; i < more.depths_size(); ++i) {
+    const v1::DepthSummary& sums = more.depths(i);
+    DepthResult& depth = total[static_cast<size_t>(i)];
+    depth.loss_sum += sums.loss_sum();
+    depth.z_loss_sum += sums.z_loss_sum();
+    depth.entropy_sum += sums.entropy_sum();
+    depth.valid_rows += sums.valid_rows();
+    depth.correct_rows += sums.correct_rows();
+    depth.accumulated_rows += sums.accumulated_rows();
+    depth.repeated_rows += sums.repeated_rows();
+  }
+}
+
 }  // namespace
 
 void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
@@ -1159,8 +1253,10 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   AddTo(total_.objective, summary.objective());
   total_.divergence_sum += summary.divergence_sum();
   total_.target_loss_sum += summary.target_loss_sum();
+  AddTo(total_.depths, summary);
   total_.valid_rows += summary.valid_rows();
   total_.correct_rows += summary.correct_rows();
+  total_.unlisted_rows += summary.unlisted_rows();
   total_.accumulated_rows += summary.accumulated_rows();
   total_.repeated_rows += summary.repeated_rows();
   total_.queue_seconds += summary.queue_seconds();

@@ -53,12 +53,13 @@ struct StreamWork {
   Rows rows;                       // the range it opens
   bool server_cuts = false;        // no slices are sent; the server answers any it likes
   std::vector<Rows> slices;        // else: to be sent; ascending, disjoint, inside `rows`
-  const char* hidden = nullptr;    // hidden states of row 0 of the microbatch
+  RowPieces hidden;                // hidden states of the microbatch
   uint64_t row_bytes = 0;          // of a row of hidden states
   const char* teacher = nullptr;   // the teacher's, if the rows have one, likewise
   uint64_t teacher_row_bytes = 0;  // 0: they have none
   LossOutputs outputs;             // of the whole microbatch
-  std::optional<int> gpu;          // whose memory `hidden` and outputs.grad_hidden are; nullopt: the host's
+  RowPieces grad_hidden;           // where gradients go, in the place of outputs.grad_hidden
+  std::optional<int> gpu;          // whose memory `hidden` and `grad_hidden` are; nullopt: the host's
   std::shared_ptr<const StreamPoint> after;  // copies of that GPU's memory begin after it; null: at once
 };
 
@@ -92,6 +93,9 @@ class LossWork {
   // The GPU whose memory the caller's rows are; nullopt: they are the host's. Known once Validate is OK.
   std::optional<int> gpu() const { return place_.ok() ? place_->gpu : std::nullopt; }
 
+  // The head has these classes of a larger vocabulary, ascending: rows with another target count as ignored.
+  // Comes before Split, or not at all.
+  virtual void KnowClasses(const std::vector<int32_t>& classes) {}
   // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
   // no driver.
   virtual absl::Status Validate() const = 0;
@@ -122,7 +126,8 @@ class LossWork {
   absl::Status located() const { return place_.status(); }
   std::shared_ptr<const StreamPoint> after() const { return place_.ok() ? place_->after : nullptr; }
   // Writes the results of ignored rows to the outputs of the rows in `rows` that are in no slice.
-  absl::Status FillUnsent(const LossOutputs& outputs, Rows rows, absl::Span<const Rows> slices) const;
+  absl::Status FillUnsent(const LossOutputs& outputs, const RowPieces& grad_hidden, Rows rows,
+                          absl::Span<const Rows> slices) const;
 
  private:
   const std::string head_;
@@ -400,8 +405,7 @@ struct CallOptions {
 
 class LossCall : public std::enable_shared_from_this<LossCall> {
  public:
-  LossCall(Core* core, std::unique_ptr<const LossWork> work, const CallOptions& options,
-           LossCallback callback);
+  LossCall(Core* core, std::unique_ptr<LossWork> work, const CallOptions& options, LossCallback callback);
 
   void Start();
   void Cancel();
@@ -463,7 +467,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
 
   // Set at construction.
   Core* const core_;
-  const std::unique_ptr<const LossWork> work_;
+  const std::unique_ptr<LossWork> work_;
   const CallOptions options_;
   const absl::Time start_;
   const absl::Time deadline_;

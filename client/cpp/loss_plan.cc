@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <limits>
 #include <utility>
@@ -32,6 +33,7 @@ constexpr uint64_t kMaxStreamsInRegion = 4;
 
 constexpr uint64_t kMaxRows = std::numeric_limits<int32_t>::max();
 constexpr int kMaxStreams = 1024;
+constexpr size_t kMostDepths = 64;
 constexpr int32_t kDefaultIgnoreIndex = -100;
 
 absl::Status WrongCount(absl::string_view field, uint64_t entries, uint64_t rows) {
@@ -70,10 +72,82 @@ absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_ind
   for (const auto& [field, count] : counts) {
     if (count != 0 && count != rows) return WrongCount(field, count, rows);
   }
-  if (microbatch.hidden == nullptr && CountValid(microbatch.targets, ignore_index) > 0) {
+  if (HiddenOf(microbatch).empty() && CountValid(microbatch.targets, ignore_index) > 0) {
     return ArgumentError("microbatch.hidden", "null", "is null");
   }
   return absl::OkStatus();
+}
+
+absl::Status ValidateDepth(const std::string& field, const Depth& depth, const ComputeOptions& options) {
+  if (!std::isfinite(depth.weight) || depth.weight < 0) {
+    return ArgumentError(field + "weight", depth.weight,
+                         absl::StrCat("is ", depth.weight, "; it must be finite and not negative"));
+  }
+  if (depth.normalizer.has_value()) {
+    if (options.reduction != v1::REDUCTION_MEAN)
+      return ArgumentError(field + "normalizer", *depth.normalizer, "is for the mean only");
+    if (!std::isfinite(*depth.normalizer) || *depth.normalizer < 0) {
+      return ArgumentError(field + "normalizer", *depth.normalizer,
+                           absl::StrCat("is ", *depth.normalizer, "; it must be finite and not negative"));
+    }
+  } else if (options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
+    return ArgumentError(field + "normalizer", "nothing",
+                         "is absent; with class weights a mean needs the sum of the weights of the targets");
+  }
+  return absl::OkStatus();
+}
+
+// Memory of the depths: of all that have rows, or of none, and then not of the microbatch too.
+absl::Status ValidatePieces(absl::string_view member, absl::string_view whole_field, const void* whole,
+                            const std::vector<Depth>& depths,
+                            const std::function<const void*(const Depth&)>& of) {
+  const bool apart = std::any_of(depths.begin(), depths.end(), [&](const Depth& depth) { return of(depth); });
+  if (!apart) return absl::OkStatus();
+  if (whole != nullptr) {
+    return ArgumentError(whole_field, "given",
+                         absl::StrCat("is given, and so is ", member, " of microbatch.depths"));
+  }
+  for (size_t i = 0; i < depths.size(); ++i) {
+    if (depths[i].rows == 0 || of(depths[i]) != nullptr) continue;
+    return ArgumentError(absl::StrCat("microbatch.depths[", i, "].", member), "null",
+                         "is null; other depths have one");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateDepths(const Microbatch& microbatch, const LossOutputs& outputs,
+                            const ComputeOptions& options) {
+  const std::vector<Depth>& depths = microbatch.depths;
+  if (depths.empty()) return absl::OkStatus();
+  if (depths.size() > kMostDepths) {
+    return ArgumentError("microbatch.depths", depths.size(),
+                         absl::StrCat("has ", depths.size(), " entries; the most is ", kMostDepths));
+  }
+  if (options.reduction == v1::REDUCTION_NONE)
+    return ArgumentError("microbatch.depths", depths.size(), "is given; it does not go with REDUCTION_NONE");
+  if (options.normalizer.has_value()) {
+    return ArgumentError("options.normalizer", *options.normalizer,
+                         "is given; microbatch.depths have normalizers of their own");
+  }
+  uint64_t left = microbatch.targets.size();
+  for (size_t i = 0; i < depths.size(); ++i) {
+    const std::string field = absl::StrCat("microbatch.depths[", i, "].");
+    LOSSD_RETURN_IF_ERROR(ValidateDepth(field, depths[i], options));
+    if (depths[i].rows > left) {
+      return ArgumentError(field + "rows", depths[i].rows,
+                           absl::StrCat("is ", depths[i].rows, ", and ", left, " rows are left"));
+    }
+    left -= depths[i].rows;
+  }
+  if (left > 0) {
+    const uint64_t rows = microbatch.targets.size();
+    return ArgumentError("microbatch.depths", rows - left,
+                         absl::StrCat("have ", rows - left, " rows of the ", rows));
+  }
+  LOSSD_RETURN_IF_ERROR(ValidatePieces("hidden", "microbatch.hidden", microbatch.hidden, depths,
+                                       [](const Depth& depth) { return depth.hidden; }));
+  return ValidatePieces("grad_hidden", "outputs.grad_hidden", outputs.grad_hidden, depths,
+                        [](const Depth& depth) { return depth.grad_hidden; });
 }
 
 // What rows with a teacher bring, and others must not.
@@ -84,7 +158,7 @@ absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions&
                          "is given; it goes with options.loss.distillation only");
   }
   if (!distilled) return absl::OkStatus();
-  if (microbatch.teacher_hidden == nullptr && microbatch.hidden != nullptr) {
+  if (microbatch.teacher_hidden == nullptr && !HiddenOf(microbatch).empty()) {
     return ArgumentError("microbatch.teacher_hidden", "null", "is null");
   }
   const uint64_t rows = std::max<uint64_t>(microbatch.targets.size(), 1);
@@ -149,7 +223,8 @@ absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
   return status;
 }
 
-absl::Status ValidateScale(const ComputeOptions& options) {
+// `divided`: into depths, which have normalizers of their own.
+absl::Status ValidateScale(const ComputeOptions& options, bool divided) {
   if (options.reduction != v1::REDUCTION_SUM && options.reduction != v1::REDUCTION_MEAN &&
       options.reduction != v1::REDUCTION_NONE) {
     return ArgumentError(
@@ -164,7 +239,7 @@ absl::Status ValidateScale(const ComputeOptions& options) {
       return ArgumentError("options.normalizer", *options.normalizer,
                            absl::StrCat("is ", *options.normalizer, "; it must be finite and not negative"));
     }
-  } else if (options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
+  } else if (!divided && options.reduction == v1::REDUCTION_MEAN && options.loss.use_class_weights()) {
     return ArgumentError("options.normalizer", "nothing",
                          "is absent; with class weights a mean needs the sum of the weights of the targets");
   }
@@ -240,6 +315,62 @@ void FillIgnored(const LossOutputs& outputs, uint64_t row_bytes, Rows rows) {
 
 }  // namespace
 
+// ---- The caller's memory ----
+
+RowPieces::RowPieces(const void* all) {
+  if (all != nullptr) pieces_.push_back({0, static_cast<const uint8_t*>(all)});
+}
+
+RowPieces RowPieces::HiddenOf(const std::vector<Depth>& depths) {
+  RowPieces pieces;
+  uint64_t row = 0;
+  for (const Depth& depth : depths) {
+    if (depth.hidden != nullptr && depth.rows > 0)
+      pieces.pieces_.push_back({row, static_cast<const uint8_t*>(depth.hidden)});
+    row += depth.rows;
+  }
+  return pieces;
+}
+
+RowPieces RowPieces::GradientsOf(const std::vector<Depth>& depths) {
+  std::vector<Depth> gradients = depths;
+  for (Depth& depth : gradients) depth.hidden = depth.grad_hidden;
+  return HiddenOf(gradients);
+}
+
+const uint8_t* RowPieces::At(uint64_t row, uint64_t row_bytes) const {
+  const auto next = std::upper_bound(pieces_.begin(), pieces_.end(), row,
+                                     [](uint64_t r, const Piece& piece) { return r < piece.first_row; });
+  const Piece& piece = *std::prev(next);
+  return piece.at + (row - piece.first_row) * row_bytes;
+}
+
+std::vector<Rows> RowPieces::Cut(Rows rows) const {
+  std::vector<Rows> cut;
+  for (const Piece& piece : pieces_) {
+    if (piece.first_row <= rows.begin || piece.first_row >= rows.end) continue;
+    cut.push_back({rows.begin, piece.first_row});
+    rows.begin = piece.first_row;
+  }
+  cut.push_back(rows);
+  return cut;
+}
+
+std::vector<const void*> RowPieces::Addresses() const {
+  std::vector<const void*> addresses;
+  for (const Piece& piece : pieces_) addresses.push_back(piece.at);
+  return addresses;
+}
+
+RowPieces HiddenOf(const Microbatch& microbatch) {
+  return microbatch.hidden != nullptr ? RowPieces(microbatch.hidden) : RowPieces::HiddenOf(microbatch.depths);
+}
+
+RowPieces GradientsOf(const Microbatch& microbatch, const LossOutputs& outputs) {
+  return outputs.grad_hidden != nullptr ? RowPieces(outputs.grad_hidden)
+                                        : RowPieces::GradientsOf(microbatch.depths);
+}
+
 int32_t IgnoreIndex(const v1::LossOptions& options) {
   return options.has_ignore_index() ? options.ignore_index() : kDefaultIgnoreIndex;
 }
@@ -247,11 +378,12 @@ int32_t IgnoreIndex(const v1::LossOptions& options) {
 absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outputs,
                           const ComputeOptions& options) {
   absl::Status status = ValidateMicrobatch(microbatch, IgnoreIndex(options.loss));
+  status.Update(ValidateDepths(microbatch, outputs, options));
   status.Update(ValidateTeacher(microbatch, options));
   status.Update(ValidateOutputs(outputs, microbatch.targets.size()));
   status.Update(ValidateClasses(microbatch, outputs.class_count));
   status.Update(ValidateSoftTargets(microbatch, options));
-  status.Update(ValidateScale(options));
+  status.Update(ValidateScale(options, !microbatch.depths.empty()));
   status.Update(ValidateDeferral(outputs, options));
   status.Update(ValidateTransport(options));
   if (options.accumulate_gradients && !microbatch.step.has_value()) {
@@ -315,6 +447,28 @@ std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ig
     }
     slices.push_back(slice);
     row = NextValid(targets, ignore_index, slice.end, range.end);
+  }
+  return slices;
+}
+
+std::vector<Rows> RowsOfDepths(const std::vector<Depth>& depths) {
+  std::vector<Rows> rows;
+  for (const Depth& depth : depths) {
+    const uint64_t begin = rows.empty() ? 0 : rows.back().end;
+    rows.push_back({begin, begin + depth.rows});
+  }
+  return rows;
+}
+
+std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
+                                   const SliceRule& rule, const std::vector<Depth>& depths) {
+  if (depths.empty()) return DivideIntoSlices(targets, ignore_index, range, rule);
+  std::vector<Rows> slices;
+  for (const Rows& depth : RowsOfDepths(depths)) {
+    const Rows part{std::max(depth.begin, range.begin), std::min(depth.end, range.end)};
+    if (part.begin >= part.end) continue;
+    const std::vector<Rows> of_depth = DivideIntoSlices(targets, ignore_index, part, rule);
+    slices.insert(slices.end(), of_depth.begin(), of_depth.end());
   }
   return slices;
 }

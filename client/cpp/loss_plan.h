@@ -33,6 +33,38 @@ struct Rows {
 // may get to themselves: 128 rows of a head of 128,256 classes took 5.3 ms in two streams, 3.5 ms in one.
 inline constexpr uint64_t kMinRowsPerStream = 128;
 
+// Memory of the caller's for the rows of a microbatch, in one piece or in several. Addresses of one piece
+// only may be counted on from an address in it.
+//
+// Thread-compatible.
+class RowPieces {
+ public:
+  // The memory of all rows; null: there is none.
+  explicit RowPieces(const void* all = nullptr);
+  // One piece for each depth that has rows.
+  static RowPieces HiddenOf(const std::vector<Depth>& depths);
+  static RowPieces GradientsOf(const std::vector<Depth>& depths);
+
+  bool empty() const { return pieces_.empty(); }
+  // The row's address. Not of memory that is empty.
+  const uint8_t* At(uint64_t row, uint64_t row_bytes) const;
+  // Cuts rows where one piece ends and the next one begins.
+  std::vector<Rows> Cut(Rows rows) const;
+  // The address of each piece.
+  std::vector<const void*> Addresses() const;
+
+ private:
+  struct Piece {
+    uint64_t first_row = 0;
+    const uint8_t* at = nullptr;
+  };
+  std::vector<Piece> pieces_;  // by first row
+};
+
+// Where the hidden states and their gradients are: with the depths, or in one piece each.
+RowPieces HiddenOf(const Microbatch& microbatch);
+RowPieces GradientsOf(const Microbatch& microbatch, const LossOutputs& outputs);
+
 // The class that marks a row as ignored.
 int32_t IgnoreIndex(const v1::LossOptions& options);
 
@@ -70,6 +102,11 @@ inline uint64_t MostRowsWithClasses(const LossOutputs& outputs) {
 // runs of ignored rows are in none.
 std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
                                    const SliceRule& rule);
+// The same, and each slice has rows of one depth. `depths` may be empty.
+std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
+                                   const SliceRule& rule, const std::vector<Depth>& depths);
+// The rows of each depth.
+std::vector<Rows> RowsOfDepths(const std::vector<Depth>& depths);
 
 // Slices as large as slice_bytes (ComputeOptions) and the server's limits allow. INVALID_ARGUMENT if a single
 // row exceeds the server's limit.

@@ -201,7 +201,10 @@ absl::StatusOr<v1::HeadDescription> HeadOperations::DescribeHead(const v1::Descr
 
 absl::StatusOr<v1::ListHeadsResponse> HeadOperations::ListHeads(const v1::ListHeadsRequest& request) {
   v1::ListHeadsResponse response;
-  for (const engine::HeadSnapshot& head : engine_->List()) *response.add_heads() = messages::ToProto(head);
+  for (const engine::HeadSnapshot& head : engine_->List()) {
+    *response.add_heads() = messages::ToProto(head);
+    response.mutable_heads()->rbegin()->mutable_spec()->clear_class_list();  // lists are long
+  }
   return response;
 }
 

@@ -427,7 +427,7 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.hidden = memory;
   slice.targets = DeclaredAt(declared_.targets, index);
   slice.row_weights = DeclaredAt(declared_.row_weights, index);
-  slice.grad_scale = stream.grad_scale();
+  slice.grad_scale = stream.grad_scale(gap.begin);  // it adds nothing
   slice.grad_loss = DeclaredAt(declared_.grad_loss, index);
   slice.grad_lse = DeclaredAt(declared_.grad_lse, index);
   slice.grad_entropy = DeclaredAt(declared_.grad_entropy, index);

@@ -108,6 +108,16 @@ EngineStats Engine::stats() const {
 
 // ---- Heads ----
 
+namespace {
+
+// Backends count classes from 0, whatever they are called.
+kernels::HeadConfig ForBackend(kernels::HeadConfig config) {
+  config.class_list = {};
+  return config;
+}
+
+}  // namespace
+
 absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
                                               const kernels::HeadConfig& config) const {
   LOSSD_RETURN_IF_ERROR(CheckConfig(context_->options, config));
@@ -116,7 +126,8 @@ absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
     if (context_->loop.stopping()) return ShuttingDown();
     if (auto status = heads_.CheckFree(name); !status.ok()) return status;
   }
-  const absl::StatusOr<kernels::PlannedHead> planned = context_->backend->PlanWholeHead(config, {});
+  const absl::StatusOr<kernels::PlannedHead> planned =
+      context_->backend->PlanWholeHead(ForBackend(config), {});
   if (!planned.ok()) return planned.status();
   HeadSnapshot head;
   head.name = std::string(name);
@@ -140,10 +151,11 @@ absl::Status Engine::CreateHead(absl::string_view name, const kernels::HeadConfi
   absl::Status created;
   absl::Status ran = context_->loop.Run([&] {
     absl::StatusOr<SessionPtr> session = nullptr;
-    auto kernels = context_->backend->CreateHead(config);
+    auto kernels = context_->backend->CreateHead(ForBackend(config));
     created = context_->NoteIfLost(kernels.status());
     if (created.ok()) {
-      session = HeadSession::Create(context_.get(), std::string(name), *std::move(kernels));
+      session =
+          HeadSession::Create(context_.get(), std::string(name), *std::move(kernels), config.class_list);
       created = session.status();
     }
     absl::MutexLock lock(&context_->mutex);

@@ -157,6 +157,8 @@ void Flight::TakeResults() {
               output.top_logprobs);
     CopyFirst(results_.top_classes, results_.wants.top_k, slice->index, rows, wants.top_k,
               output.top_classes);
+    slice->stream->NumberClasses(output.argmax);
+    slice->stream->NumberClasses(output.top_classes);
   }
 }
 

@@ -56,12 +56,14 @@ absl::StatusOr<MadeSchedule> MakeSchedule(EngineContext* context, const kernels:
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
-    EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels) {
+    EngineContext* context, std::string name, std::unique_ptr<kernels::HeadKernels> kernels,
+    kernels::ClassList class_list) {
   std::shared_ptr<HeadSession> session;
   {
     absl::MutexLock lock(&context->mutex);
     // Not make_shared: the constructor is private.
     session.reset(new HeadSession(context, std::move(name), std::move(kernels), &context->versions));
+    session->config_.class_list = std::move(class_list);
   }
   absl::StatusOr<MadeSchedule> made = MakeSchedule(
       context, session->head_->kernels(), session->step_,
@@ -271,8 +273,8 @@ Flight::Parts HeadSession::flight_parts() {
 }
 
 void HeadSession::FinishSlice(const SliceWork& slice, double compute_seconds) {
-  slice.stream->FinishSlice(slice.sums, slice.accumulated_rows, slice.repeated_rows, slice.queue_seconds,
-                            compute_seconds);
+  slice.stream->FinishSlice(slice.rows, slice.sums, slice.accumulated_rows, slice.repeated_rows,
+                            slice.queue_seconds, compute_seconds);
   total_rows_ += slice.rows.size();
 }
 

@@ -46,9 +46,10 @@ class HeadSession final : public DeviceLoop::Source,
                           public std::enable_shared_from_this<HeadSession> {
  public:
   // On the device thread, without the lock. The context outlives the session. Allocates what the head's
-  // schedule needs besides the head.
+  // schedule needs besides the head. `class_list`: config().class_list, which the kernels do not know.
   static absl::StatusOr<std::shared_ptr<HeadSession>> Create(EngineContext* context, std::string name,
-                                                             std::unique_ptr<kernels::HeadKernels> kernels);
+                                                             std::unique_ptr<kernels::HeadKernels> kernels,
+                                                             kernels::ClassList class_list = {});
 
   // ---- Parts; the first three are constant, but for config().shares ----
   const std::string& name() const { return name_; }

@@ -386,6 +386,16 @@ void Ledger::Update(MicrobatchRecord& record, Change change) {
   Count(record);
 }
 
+size_t MicrobatchTerms::DepthOf(int64_t row) const {
+  const auto depth = std::upper_bound(depths.begin(), depths.end(), row,
+                                      [](int64_t r, const DepthTerms& terms) { return r < terms.end; });
+  return depth == depths.end() ? 0 : static_cast<size_t>(depth - depths.begin());
+}
+
+int64_t MicrobatchTerms::EndOfDepth(int64_t row) const {
+  return depths.empty() ? microbatch_rows : depths[DepthOf(row)].end;
+}
+
 absl::Status Ledger::CheckLimits(uint64_t id, bool is_new, int64_t rows) const {
   if (declared_rows_ + rows > max_rows_) {
     return absl::ResourceExhaustedError(absl::StrCat("the step's ledger holds ", declared_rows_, " rows; ",
@@ -409,8 +419,9 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
     if (!(it->second.terms() == terms)) {
       return OpenedOtherwise(
           id,
-          " was opened before with other options (rows, loss options, dtype, reduction, normalizer or "
-          "grad_output; in deterministic mode also want_grad_hidden, want_row_entropy or whether there is a "
+          " was opened before with other options (rows, loss options, dtype, reduction, normalizer, "
+          "grad_output "
+          "or depths; in deterministic mode also want_grad_hidden, want_row_entropy or whether there is a "
           "top_k)");
     }
     if (const auto row = it->second.FirstDiffering(rows, contents); row.has_value()) {

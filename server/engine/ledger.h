@@ -29,6 +29,14 @@
 
 namespace lossd::engine {
 
+// A depth of a microbatch, as resolved (lossd.v1.Depth).
+struct DepthTerms {
+  int64_t end = 0;  // behind its last row; it begins where the one before it ends
+  float weight = 1.0f;
+  double normalizer = 1.0;
+  friend bool operator==(const DepthTerms&, const DepthTerms&) = default;
+};
+
 // What all streams of one microbatch must agree on.
 struct MicrobatchTerms {
   int64_t microbatch_rows = 0;
@@ -43,6 +51,14 @@ struct MicrobatchTerms {
   bool want_row_entropy = false;
   bool want_top_classes = false;
   int32_t target_count = 0;  // of soft targets
+  std::vector<DepthTerms> depths;  // empty: the microbatch is not divided
+
+  // Host memory that the terms have beside the struct.
+  int64_t HostBytes() const { return static_cast<int64_t>(depths.size() * sizeof(DepthTerms)); }
+  // The depth of a row; 0 of a microbatch that is not divided.
+  size_t DepthOf(int64_t row) const;
+  // Behind the last row of the depth of `row`.
+  int64_t EndOfDepth(int64_t row) const;
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
 };
 
@@ -86,12 +102,13 @@ struct RowValues {
 // a chunk that is being computed) or settled (accumulated, or ignored and so nothing to accumulate).
 //
 // Memory: 5 bytes per declared row and 4 for each kind of float that RowContents gives, and some hundred for
-// the microbatch and each run of rows.
+// the microbatch and each run of rows, and what the terms have (MicrobatchTerms::HostBytes).
 // Thread-compatible.
 class MicrobatchRecord {
  public:
   // A microbatch of which no row has been declared.
-  explicit MicrobatchRecord(const MicrobatchTerms& terms) : terms_(terms) {}
+  explicit MicrobatchRecord(const MicrobatchTerms& terms)
+      : terms_(terms), bytes_(kRecordBytes + terms.HostBytes()) {}
 
   // ---- Declared rows ----
   // The first of the rows that has been declared with other contents; nothing if none has.
@@ -174,7 +191,7 @@ class MicrobatchRecord {
   int64_t declared_rows_ = 0;
   int64_t settled_rows_ = 0;
   int64_t accumulated_rows_ = 0;  // of the settled ones, those with a target
-  int64_t bytes_ = kRecordBytes;
+  int64_t bytes_;
   bool kept_ = false;
 };
 

@@ -79,6 +79,14 @@ struct SoftTargets {
   std::vector<float> weights;    // [rows, count]
 };
 
+// A run of rows of a microbatch with its part in the loss; as lossd.v1.Depth.
+struct Depth {
+  int64_t rows = 0;
+  float weight = 1.0f;
+  std::optional<double> normalizer;  // kMean only; see the protocol for when it may be absent
+};
+inline constexpr int64_t kMostDepths = 64;  // of a microbatch
+
 // Opens a stream. Field names equal those of lossd.v1.OpenMicrobatch, and errors name them so.
 struct StreamSpec {
   std::string head;
@@ -95,6 +103,9 @@ struct StreamSpec {
   std::string teacher;             // the head of options.distillation
   bool gradients_of_head = false;  // options.gradients is to be as the head's config says
   int32_t ignore_index = -100;
+  bool refuse_unlisted = false;  // of a head with a class list: targets that are not in it are refused
+  bool classes_of_head =
+      false;  // targets are counted as the head does, whatever its class list, as retained ones are
   Reduction reduction = Reduction::kSum;
   std::optional<double> normalizer;  // kMean only; see the protocol for when it may be absent
   float grad_output = 1.0f;
@@ -107,6 +118,7 @@ struct StreamSpec {
   std::vector<float> row_weights;  // empty or [rows.size()]
   SoftTargets soft;                // target_count, target_classes and target_weights; with options.rest
   ObjectiveRows numbers;           // fields of lossd.v1.OpenMicrobatch: there if options.objective needs them
+  std::vector<Depth> depths;       // of the whole microbatch, in order of rows; empty: it is not divided
   // Classes of which log-probabilities are wanted: [want_rows.class_count], the same for all rows, or
   // [rows.size(), want_rows.class_count].
   std::vector<int32_t> classes;
@@ -211,6 +223,14 @@ struct SliceOutput {
   double compute_seconds = 0.0;  // of its chunk, until results were ready
 };
 
+// What the rows of a stream in one depth have come to; see lossd.v1.DepthSummary.
+struct DepthSummary {
+  kernels::LossSums sums;
+  int64_t accumulated_rows = 0;
+  int64_t repeated_rows = 0;
+  double normalizer = 1.0;
+};
+
 // What a stream has come to; see lossd.v1.MicrobatchSummary.
 struct StreamSummary {
   HeadState state;
@@ -220,6 +240,8 @@ struct StreamSummary {
   double normalizer = 1.0;
   double queue_seconds = 0.0;
   double compute_seconds = 0.0;
+  std::vector<DepthSummary> depths;  // one for each of StreamSpec::depths
+  int64_t unlisted_rows = 0;         // ignored since their target is not in the head's class list
 };
 
 // Receives what a stream has to tell. Called on the engine's threads and those that give memory back, OnSlice

@@ -131,6 +131,16 @@ absl::Status CheckRanges(const StreamSpec& spec) {
   return CheckRowValues("open.row_weights", spec.row_weights, rows, /*optional=*/true);
 }
 
+absl::Status CheckNormalizer(absl::string_view field, double normalizer, const StreamSpec& spec) {
+  if (spec.reduction != Reduction::kMean) {
+    return InvalidField(field, "goes with REDUCTION_MEAN only", absl::StrCat(normalizer));
+  }
+  if (!(std::isfinite(normalizer) && normalizer >= 0)) {
+    return InvalidField(field, "must be finite and positive", absl::StrCat(normalizer));
+  }
+  return absl::OkStatus();
+}
+
 // Numbers of rows that the objective needs are there, and no others.
 absl::Status CheckObjective(const StreamSpec& spec) {
   const kernels::Objective& objective = spec.options.objective;
@@ -154,6 +164,48 @@ absl::Status CheckObjective(const StreamSpec& spec) {
   return absl::OkStatus();
 }
 
+// The depths divide the rows, with weights and normalizers that the reduction takes.
+absl::Status CheckDepths(const StreamSpec& spec) {
+  if (spec.depths.empty()) return absl::OkStatus();
+  const auto count = static_cast<int64_t>(spec.depths.size());
+  if (count > kMostDepths) {
+    return InvalidField("open.depths", absl::StrCat("must be at most ", kMostDepths), absl::StrCat(count));
+  }
+  if (spec.reduction == Reduction::kNone) {
+    return InvalidField("open.depths", "must be empty with REDUCTION_NONE", absl::StrCat(count));
+  }
+  if (spec.normalizer.has_value()) {
+    return InvalidField("open.normalizer",
+                        "must be absent with open.depths, which have normalizers of their own",
+                        absl::StrCat(*spec.normalizer));
+  }
+  int64_t rows = 0;
+  for (size_t i = 0; i < spec.depths.size(); ++i) {
+    const Depth& depth = spec.depths[i];
+    const std::string field = absl::StrCat("open.depths[", i, "].");
+    if (depth.rows < 0 || depth.rows > spec.microbatch_rows - rows) {
+      return InvalidField(absl::StrCat(field, "rows"),
+                          absl::StrCat("must be in [0, ", spec.microbatch_rows - rows, "], the rest of the ",
+                                       spec.microbatch_rows, " rows of the microbatch"),
+                          absl::StrCat(depth.rows));
+    }
+    if (!std::isfinite(depth.weight) || depth.weight < 0.0f) {
+      return InvalidField(absl::StrCat(field, "weight"), "must be finite and >= 0",
+                          absl::StrCat(depth.weight));
+    }
+    if (depth.normalizer.has_value()) {
+      LOSSD_RETURN_IF_ERROR(CheckNormalizer(absl::StrCat(field, "normalizer"), *depth.normalizer, spec));
+    }
+    rows += depth.rows;
+  }
+  if (rows != spec.microbatch_rows) {
+    return InvalidField("open.depths",
+                        absl::StrCat("must have all ", spec.microbatch_rows, " rows of the microbatch"),
+                        absl::StrCat(rows));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckNumbers(const StreamSpec& spec) {
   LOSSD_RETURN_IF_ERROR(CheckObjective(spec));
   if (spec.reduction == Reduction::kNone && (spec.want_grad_hidden || spec.accumulate_gradients)) {
@@ -169,12 +221,10 @@ absl::Status CheckNumbers(const StreamSpec& spec) {
   if (!std::isfinite(spec.grad_output)) {
     return InvalidField("open.grad_output", "must be finite", absl::StrCat(spec.grad_output));
   }
-  if (spec.normalizer.has_value() && spec.reduction != Reduction::kMean) {
-    return InvalidField("open.normalizer", "goes with REDUCTION_MEAN only", absl::StrCat(*spec.normalizer));
+  if (spec.normalizer.has_value()) {
+    LOSSD_RETURN_IF_ERROR(CheckNormalizer("open.normalizer", *spec.normalizer, spec));
   }
-  if (spec.normalizer.has_value() && !(std::isfinite(*spec.normalizer) && *spec.normalizer >= 0)) {
-    return InvalidField("open.normalizer", "must be finite and positive", absl::StrCat(*spec.normalizer));
-  }
+  LOSSD_RETURN_IF_ERROR(CheckDepths(spec));
   assert(kernels::Validate(spec.options).ok());
   return absl::OkStatus();
 }
@@ -226,10 +276,22 @@ absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const Slic
                                      ", or as many for each of the ", spec.rows.size(), " rows"),
                         absl::StrCat(size));
   }
-  for (size_t i = 0; i < spec.classes.size(); ++i) {
-    if (spec.classes[i] >= 0 && spec.classes[i] < vocab_size) continue;
-    return InvalidField(absl::StrCat("open.classes[", i, "]"),
-                        absl::StrCat("must be in [0, ", vocab_size, ")"), absl::StrCat(spec.classes[i]));
+  return absl::OkStatus();
+}
+
+// Named classes become the head's.
+absl::Status MapClasses(const kernels::HeadConfig& config, std::vector<int32_t>& classes) {
+  const kernels::ClassList& list = config.class_list;
+  for (size_t i = 0; i < classes.size(); ++i) {
+    const int32_t named = classes[i];
+    const bool in_range = named >= 0 && named < (list.empty() ? config.vocab_size : list.full_size());
+    if (in_range && !list.empty()) classes[i] = list.Find(named);
+    if (in_range && classes[i] >= 0) continue;
+    return InvalidField(
+        absl::StrCat("open.classes[", i, "]"),
+        in_range ? "must be in the head's class_list"
+                 : absl::StrCat("must be in [0, ", list.empty() ? config.vocab_size : list.full_size(), ")"),
+        absl::StrCat(named));
   }
   return absl::OkStatus();
 }
@@ -278,6 +340,56 @@ int64_t MostRowsWithClasses(const RowWants& wants) {
   return row_bytes == 0 ? std::numeric_limits<int64_t>::max() : kMostClassResultBytes / row_bytes;
 }
 
+// The head's class that a target, which is not ignore_index, names; kernels::kIgnoredTarget if the head does
+// not have it.
+absl::StatusOr<int32_t> ClassOf(const StreamSpec& spec, const kernels::ClassList& class_list,
+                                int64_t vocab_size, size_t index) {
+  const int32_t target = spec.targets[index];
+  const bool listed = !class_list.empty() && !spec.classes_of_head;
+  const int64_t most = listed ? class_list.full_size() : vocab_size;
+  const auto refuse = [&](const std::string& rule) {
+    return InvalidField(absl::StrCat("open.targets[", index, "]"), rule, absl::StrCat(target));
+  };
+  if (target < 0 || target >= most)
+    return refuse(absl::StrCat("must be in [0, ", most, ") or ignore_index (", spec.ignore_index, ")"));
+  if (!listed) return target;
+  const int32_t found = class_list.Find(target);
+  if (found >= 0) return found;
+  // Then a target only says whether the row counts.
+  const kernels::Distillation& distillation = spec.options.distillation;
+  if (distillation.used() && distillation.target_weight == 0.0f) return 0;
+  if (spec.refuse_unlisted)
+    return refuse("must be in the head's class_list with open.options.refuse_unlisted");
+  return kernels::kIgnoredTarget;
+}
+
+// The normalizer of some rows, of which this stream has so many valid ones. `field` names it in errors;
+// `given`: by the spec.
+absl::StatusOr<double> NormalizerOf(const StreamSpec& spec, absl::string_view field,
+                                    std::optional<double> given, int64_t valid) {
+  if (spec.reduction != Reduction::kMean) return 1.0;
+  if (!given.has_value() &&
+      (spec.rows != RowRange{0, spec.microbatch_rows} || spec.options.use_class_weights)) {
+    return InvalidField(
+        field,
+        "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
+        "class weights",
+        "nothing");
+  }
+  const double normalizer = given.value_or(static_cast<double>(valid));
+  if (normalizer == 0 && valid > 0) {
+    return InvalidField(field, absl::StrCat("must be positive with ", valid, " valid rows"), "0");
+  }
+  return normalizer;
+}
+
+// The factor of gradients. `field` is the normalizer's.
+absl::StatusOr<float> GradScale(absl::string_view field, double grad_output, double normalizer) {
+  const float scale = normalizer == 0 ? 0.0f : static_cast<float>(grad_output / normalizer);
+  if (std::isfinite(scale)) return scale;
+  return InvalidField(field, "makes grad_output / normalizer overflow", absl::StrCat(normalizer));
+}
+
 }  // namespace
 
 absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> values, int64_t rows,
@@ -309,11 +421,18 @@ absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::He
   LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
   LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
   LOSSD_RETURN_IF_ERROR(CheckClasses(spec, config.vocab_size, limits));
+  if (spec.options.has_soft_targets() && !config.class_list.empty()) {
+    return FieldError(absl::StatusCode::kUnimplemented, "open.options.rest",
+                      "must be absent: the rows of a head with a draft vocabulary have one target each",
+                      kernels::Name(spec.options.rest));
+  }
   LOSSD_RETURN_IF_ERROR(CheckSoftTargets(spec, config.vocab_size));
+  LOSSD_RETURN_IF_ERROR(MapClasses(config, spec.classes));
 
   limits.max_rows = std::min(limits.max_rows, MostRowsWithClasses(spec.want_rows));
   StreamRows rows(std::move(spec), state, limits, std::move(teacher));
   rows.hidden_size_ = config.hidden_size;
+  rows.class_list_ = config.class_list;
   LOSSD_RETURN_IF_ERROR(rows.MapTargets(config.vocab_size));
   rows.digest_ = DigestOf(rows.spec_.soft, rows.spec_.targets);
   LOSSD_RETURN_IF_ERROR(rows.ResolveNormalizer());
@@ -325,41 +444,47 @@ absl::Status StreamRows::MapTargets(int64_t vocab_size) {
     int32_t& target = spec_.targets[i];
     if (target == spec_.ignore_index) {
       target = kernels::kIgnoredTarget;
-    } else if (target < 0 || target >= vocab_size) {
-      return InvalidField(
-          absl::StrCat("open.targets[", i, "]"),
-          absl::StrCat("must be in [0, ", vocab_size, ") or ignore_index (", spec_.ignore_index, ")"),
-          absl::StrCat(target));
-    } else {
-      ++valid_rows_;
+      continue;
     }
+    LOSSD_TRY(target, ClassOf(spec_, class_list_, vocab_size, i));
+    ++(target == kernels::kIgnoredTarget ? unlisted_rows_ : valid_rows_);
+  }
+  return absl::OkStatus();
+}
+
+void StreamRows::NumberClasses(std::vector<int32_t>& classes) const {
+  if (class_list_.empty()) return;
+  for (int32_t& each : classes) {
+    if (each >= 0) each = class_list_.classes()[static_cast<size_t>(each)];
+  }
+}
+
+absl::Status StreamRows::ResolveDepths() {
+  grad_scales_.clear();
+  int64_t begin = 0;
+  for (size_t i = 0; i < spec_.depths.size(); ++i) {
+    const Depth& depth = spec_.depths[i];
+    const int64_t end = begin + depth.rows;
+    int64_t valid = 0;  // of this stream
+    for (int64_t row = std::max(begin, spec_.rows.begin); row < std::min(end, spec_.rows.end); ++row) {
+      valid += HasTarget(row) ? 1 : 0;
+    }
+    const std::string field = absl::StrCat("open.depths[", i, "].normalizer");
+    LOSSD_TRY(const double normalizer, NormalizerOf(spec_, field, depth.normalizer, valid));
+    LOSSD_TRY(const float scale,
+              GradScale(field, double{spec_.grad_output} * double{depth.weight}, normalizer));
+    terms_.depths.push_back({.end = end, .weight = depth.weight, .normalizer = normalizer});
+    grad_scales_.push_back(scale);
+    begin = end;
   }
   return absl::OkStatus();
 }
 
 absl::Status StreamRows::ResolveNormalizer() {
   double normalizer = 1.0;
-  if (spec_.reduction == Reduction::kMean) {
-    if (spec_.normalizer.has_value()) {
-      normalizer = *spec_.normalizer;
-    } else if (spec_.rows == RowRange{0, spec_.microbatch_rows} && !spec_.options.use_class_weights) {
-      normalizer = static_cast<double>(valid_rows_);
-    } else {
-      return InvalidField(
-          "open.normalizer",
-          "is required with REDUCTION_MEAN unless one call carries the whole microbatch without "
-          "class weights",
-          "nothing");
-    }
-    if (normalizer == 0 && valid_rows_ > 0) {
-      return InvalidField("open.normalizer",
-                          absl::StrCat("must be positive with ", valid_rows_, " valid rows"), "0");
-    }
-  }
-  grad_scale_ = normalizer == 0 ? 0.0f : static_cast<float>(double{spec_.grad_output} / normalizer);
-  if (!std::isfinite(grad_scale_)) {
-    return InvalidField("open.normalizer", "makes grad_output / normalizer overflow",
-                        absl::StrCat(normalizer));
+  if (spec_.depths.empty()) {
+    LOSSD_TRY(normalizer, NormalizerOf(spec_, "open.normalizer", spec_.normalizer, valid_rows_));
+    LOSSD_TRY(grad_scales_.front(), GradScale("open.normalizer", double{spec_.grad_output}, normalizer));
   }
   terms_ = {.microbatch_rows = spec_.microbatch_rows,
             .options = spec_.options,
@@ -371,7 +496,7 @@ absl::Status StreamRows::ResolveNormalizer() {
             .want_row_entropy = limits_.has_grid() && spec_.want_rows.entropy,
             .want_top_classes = limits_.has_grid() && spec_.want_rows.top_k > 0,
             .target_count = spec_.soft.count};
-  return absl::OkStatus();
+  return spec_.depths.empty() ? absl::OkStatus() : ResolveDepths();
 }
 
 void StreamRows::SetRetained(std::vector<RetainedRows> retained, RowGradients gradients) {
@@ -437,9 +562,10 @@ int64_t StreamRows::HostBytes() const {
                         spec_.numbers.old_logprobs.size() + spec_.numbers.ref_logprobs.size() +
                         spec_.soft.weights.size() + 3 * digest_.sums.size();
   constexpr size_t kTargetAndFlag = sizeof(int32_t) + sizeof(uint8_t);
-  return kOverhead + static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float) +
-                                          spec_.classes.size() * sizeof(int32_t) +
-                                          spec_.soft.classes.size() * sizeof(int32_t));
+  return kOverhead + terms_.HostBytes() +
+         static_cast<int64_t>(spec_.targets.size() * kTargetAndFlag + floats * sizeof(float) +
+                              spec_.classes.size() * sizeof(int32_t) +
+                              spec_.soft.classes.size() * sizeof(int32_t));
 }
 
 RowValues StreamRows::TakeValues() {
@@ -487,6 +613,12 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
   }
   if (rows.size() > limits_.max_rows) {
     return InvalidField("slice.rows", absl::StrCat("must have at most ", limits_.max_rows, " rows"),
+                        Text(rows));
+  }
+  if (rows.end > terms_.EndOfDepth(rows.begin)) {
+    return InvalidField("slice.rows",
+                        absl::StrCat("must have rows of one depth only (open.depths); row ",
+                                     terms_.EndOfDepth(rows.begin), " is of the next one"),
                         Text(rows));
   }
   if (bytes != SliceBytes(*this, rows.size())) {
@@ -557,6 +689,7 @@ BackwardRows RowsOf(const BackwardSpec& spec, const DeferredMicrobatches::Microb
   stream.hidden_dtype = kept.terms.hidden_dtype;
   stream.options = kept.terms.options;
   stream.ignore_index = kernels::kIgnoredTarget;
+  stream.classes_of_head = true;
   stream.want_grad_hidden = spec.want_grad_hidden;
   stream.accumulate_gradients = spec.accumulate_gradients;
   for (const auto& [first, part] : kept.parts) {
@@ -589,6 +722,10 @@ StreamState::StreamState(StreamRows rows, std::shared_ptr<StreamObserver> observ
       unsent_valid_rows_(valid_rows()) {
   summary_.state = head_state();
   summary_.normalizer = terms().normalizer;
+  summary_.unlisted_rows = unlisted_rows();
+  for (const DepthTerms& depth : terms().depths) {
+    summary_.depths.emplace_back().normalizer = depth.normalizer;
+  }
 }
 
 absl::Status StreamState::CheckNew(RowRange rows, int64_t bytes, bool in_place) const {
@@ -630,8 +767,14 @@ void StreamState::OnQueued() {
   ++outstanding_;
 }
 
-void StreamState::FinishSlice(const kernels::LossSums& sums, int64_t accumulated, int64_t repeated,
-                              double queue_seconds, double compute_seconds) {
+void StreamState::FinishSlice(RowRange rows, const kernels::LossSums& sums, int64_t accumulated,
+                              int64_t repeated, double queue_seconds, double compute_seconds) {
+  if (!summary_.depths.empty()) {
+    DepthSummary& depth = summary_.depths[terms().DepthOf(rows.begin)];
+    depth.sums += sums;
+    depth.accumulated_rows += accumulated;
+    depth.repeated_rows += repeated;
+  }
   summary_.sums += sums;
   summary_.accumulated_rows += accumulated;
   summary_.repeated_rows += repeated;

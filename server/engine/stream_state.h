@@ -118,8 +118,9 @@ class StreamRows {
   SliceLimits limits() const { return limits_; }
   int64_t hidden_size() const { return hidden_size_; }
   const TeacherOf& teacher() const { return teacher_; }
-  // g, the factor of every gradient: grad_output / normalizer.
-  float grad_scale() const { return grad_scale_; }
+  // g, the factor of every gradient of the row: grad_output / normalizer, with depths those of its depth and
+  // times its weight.
+  float grad_scale(int64_t row) const { return grad_scales_[terms_.DepthOf(row)]; }
   // Targets of some rows of this stream.
   const int32_t* targets(RowRange rows) const {
     return spec_.targets.data() + (rows.begin - spec_.rows.begin);
@@ -165,7 +166,10 @@ class StreamRows {
   // targets have, which stay in memory of the host. So that memory is bounded as the hidden states are.
   int64_t RetainedBytes() const;
 
-  int64_t valid_rows() const { return valid_rows_; }  // with a target
+  int64_t valid_rows() const { return valid_rows_; }        // with a target
+  int64_t unlisted_rows() const { return unlisted_rows_; }  // StreamSummary::unlisted_rows
+  // Classes of the head become numbers of the vocabulary that it has some classes of.
+  void NumberClasses(std::vector<int32_t>& classes) const;
   bool HasTarget(int64_t row) const { return *targets({row, row + 1}) != kernels::kIgnoredTarget; }
 
   // INVALID_ARGUMENT if no stream with these rows may send such a slice, whatever it has sent before. `bytes`
@@ -176,6 +180,7 @@ class StreamRows {
   StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher);
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
+  absl::Status ResolveDepths();
   const float* At(const std::vector<float>& values, RowRange rows) const;
 
   StreamSpec spec_;
@@ -183,9 +188,11 @@ class StreamRows {
   HeadState head_state_;
   SliceLimits limits_;
   int64_t hidden_size_ = 0;
-  TeacherOf teacher_;  // of a stream that is distilled
+  TeacherOf teacher_;              // of a stream that is distilled
+  kernels::ClassList class_list_;  // the head's
   int64_t valid_rows_ = 0;
-  float grad_scale_ = 1.0f;
+  int64_t unlisted_rows_ = 0;
+  std::vector<float> grad_scales_ = {1.0f};  // of each depth; one of a microbatch that is not divided
   bool is_backward_ = false;
   std::vector<RetainedRows> retained_;  // by first row
   RowGradients gradients_;
@@ -232,8 +239,8 @@ class StreamState : public StreamRows {
   // A slice that was added has been received and queued.
   void OnQueued();
   // A slice of this stream left the device.
-  void FinishSlice(const kernels::LossSums& sums, int64_t accumulated, int64_t repeated, double queue_seconds,
-                   double compute_seconds);
+  void FinishSlice(RowRange rows, const kernels::LossSums& sums, int64_t accumulated, int64_t repeated,
+                   double queue_seconds, double compute_seconds);
   // INVALID_ARGUMENT naming the first missing row if valid rows were not sent.
   absl::Status HalfClose();
   // Remembers the first failure.

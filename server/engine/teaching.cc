@@ -61,6 +61,9 @@ absl::StatusOr<TeacherOf> CheckDistillation(HeadSession& student, std::shared_pt
   if (teacher.get() == &student) {
     return InvalidField(kTeacher, "must be another head than open.head", spec->teacher);
   }
+  if (student.config().class_list != teacher->config().class_list) {
+    return InvalidField(kTeacher, "must have the class_list of the head, or none as the head", spec->teacher);
+  }
   if (spec->retain) {
     return NotYet("open.retain",
                   "must be false with open.options.distillation: hidden states of a teacher "

@@ -135,7 +135,7 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   slice.retained_offset = stream.RetainedOffset(rows);
   if (stream.teacher()) slice.teacher_hidden = memory + stream.RowBytes(rows.size());
   stream.PutValues(rows, slice);
-  slice.grad_scale = stream.grad_scale();
+  slice.grad_scale = stream.grad_scale(rows.begin);
   slice.grad_hidden = stream.spec().want_grad_hidden ? memory : nullptr;
   NameSamples(stream, rows, slice);
   return slice;

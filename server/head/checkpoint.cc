@@ -30,6 +30,16 @@ absl::Status CheckSame(absl::string_view field, const T& saved, const T& head) {
       absl::StrCat("the checkpoint has ", field, " ", saved, ", the head has ", head));
 }
 
+// Short enough for a message.
+std::string DigestOf(const kernels::ClassList& list) {
+  if (list.empty()) return "of all classes";
+  const std::vector<int32_t>& classes = list.classes();
+  const size_t bytes = classes.size() * sizeof(int32_t);
+  Checksum checksum;
+  checksum.Update({reinterpret_cast<const uint8_t*>(classes.data()), bytes});
+  return absl::StrFormat("of %d out of %d classes (%s)", classes.size(), list.full_size(), checksum.Digest());
+}
+
 }  // namespace
 
 absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::HeadConfig& head) {
@@ -46,7 +56,7 @@ absl::Status CheckLoadable(const kernels::HeadConfig& saved, const kernels::Head
   for (const absl::Status& check : checks) {
     if (!check.ok()) return check;
   }
-  return absl::OkStatus();
+  return CheckSame("class_list", DigestOf(saved.class_list), DigestOf(head.class_list));
 }
 
 std::string AutomaticName(uint64_t step) { return absl::StrFormat("step-%010d", step); }

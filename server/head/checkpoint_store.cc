@@ -113,6 +113,7 @@ CheckpointInfo ReadInfo(const std::string& directory, const std::string& name, i
   if (!manifest.ok()) return info;
   info.bytes = ShardBytes(*manifest) + manifest_bytes;
   info.subject = std::move(manifest->subject);
+  info.subject.config.class_list = info.subject.config.class_list.WithoutClasses();  // lists are long
   info.saved_at = manifest->saved_at;
   info.automatic = manifest->automatic;
   info.save_number = manifest->save_number;

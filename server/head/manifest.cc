@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/safetensors.h"
@@ -141,6 +142,30 @@ std::string DigestOf(const Json& json) {
   return checksum.Digest();
 }
 
+// The first class and then how far each is behind the one before it, "3,1,20": one value, since a manifest
+// has only so many, and short.
+std::string EncodeClasses(const std::vector<int32_t>& classes) {
+  std::string text;
+  for (size_t i = 0; i < classes.size(); ++i) {
+    absl::StrAppend(&text, i == 0 ? "" : ",", i == 0 ? classes[i] : classes[i] - classes[i - 1]);
+  }
+  return text;
+}
+
+// False if it is not what EncodeClasses writes.
+bool DecodeClasses(absl::string_view text, std::vector<int32_t>* classes) {
+  int64_t last = 0;
+  for (const absl::string_view part : absl::StrSplit(text, ',')) {
+    int32_t step = 0;
+    if (!absl::SimpleAtoi(part, &step) || step < 0 || (step == 0 && !classes->empty())) return false;
+    last += step;
+    if (last > std::numeric_limits<int32_t>::max() || classes->size() == kernels::kMostListedClasses)
+      return false;
+    classes->push_back(static_cast<int32_t>(last));
+  }
+  return true;
+}
+
 Json EncodeSubject(const CheckpointSubject& subject) {
   const kernels::HeadConfig& config = subject.config;
   Json json = {{"name", subject.head},
@@ -161,6 +186,10 @@ Json EncodeSubject(const CheckpointSubject& subject) {
   if (config.replicas > 0) json["replicas"] = config.replicas;
   if (config.residency != kernels::Residency::kDevice)
     json["residency"] = std::string(Name(config.residency));
+  if (!config.class_list.empty()) {
+    json["class_list"] = EncodeClasses(config.class_list.classes());
+    json["full_vocab_size"] = config.class_list.full_size();
+  }
   return json;
 }
 
@@ -189,6 +218,11 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
     }
   }
   if (head.contains("replicas")) config.replicas = ToInt32(head.at("replicas"));
+  if (head.contains("class_list")) {
+    std::vector<int32_t> classes;
+    if (!DecodeClasses(head.at("class_list").get_ref<const std::string&>(), &classes)) return false;
+    config.class_list = {std::move(classes), head.at("full_vocab_size").get_ref<const int64_t&>()};
+  }
   return absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &subject->incarnation) &&
          FromName<kernels::Norm>(kNorms, head.at("norm").get<std::string>(), &config.norm) &&
          FromName<kernels::DType>(kDTypes, head.at("compute_dtype").get<std::string>(),

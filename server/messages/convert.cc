@@ -123,6 +123,26 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   return result;
 }
 
+// The classes of a draft vocabulary; kernels::Validate checks their order.
+absl::StatusOr<kernels::ClassList> ToClassList(const v1::HeadSpec& spec, absl::string_view field_prefix) {
+  const std::string full = absl::StrCat(field_prefix, "full_vocab_size");
+  LOSSD_TRY(const int64_t full_size, ToSize(spec.full_vocab_size(), full));
+  if (spec.class_list().empty()) {
+    if (full_size > 0) return FieldError(full, "be 0 without class_list", full_size);
+    return kernels::ClassList();
+  }
+  std::vector<int32_t> classes;
+  classes.reserve(static_cast<size_t>(spec.class_list_size()));
+  for (const uint32_t number : spec.class_list()) {
+    if (number > static_cast<uint32_t>(std::numeric_limits<int32_t>::max())) {
+      return FieldError(absl::StrCat(field_prefix, "class_list[", classes.size(), "]"), "be below 2^31",
+                        number);
+    }
+    classes.push_back(static_cast<int32_t>(number));
+  }
+  return kernels::ClassList(std::move(classes), full_size);
+}
+
 // One per row, or none if `optional`.
 absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bool optional) {
   if (count == rows || (optional && count == 0)) return absl::OkStatus();
@@ -134,6 +154,22 @@ absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bo
 absl::StatusOr<int32_t> ToCount(absl::string_view field, uint32_t count) {
   if (count <= uint32_t{std::numeric_limits<int32_t>::max()}) return static_cast<int32_t>(count);
   return FieldError(field, "be below 2^31", count);
+}
+
+// What the engine checks of depths is left to it; no more of them are made than it takes.
+absl::StatusOr<std::vector<engine::Depth>> ToDepths(
+    const google::protobuf::RepeatedPtrField<v1::Depth>& messages) {
+  if (messages.size() > engine::kMostDepths) {
+    return FieldError("open.depths.size", absl::StrCat("be at most ", engine::kMostDepths), messages.size());
+  }
+  std::vector<engine::Depth> depths;
+  for (const v1::Depth& message : messages) {
+    engine::Depth& depth = depths.emplace_back();
+    LOSSD_TRY(depth.rows, ToSize(message.rows(), absl::StrCat("open.depths[", depths.size() - 1, "].rows")));
+    if (message.has_weight()) depth.weight = message.weight();
+    if (message.has_normalizer()) depth.normalizer = message.normalizer();
+  }
+  return depths;
 }
 
 // Takes the generation that an opening message or a step names. Another process draws other numbers, so it
@@ -276,6 +312,7 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
   const auto residency = ToResidency(spec.residency(), field("residency"));
   if (!residency.ok()) return residency.status();
   config.residency = *residency;
+  LOSSD_TRY(config.class_list, ToClassList(spec, field_prefix));
   config.gradients = *gradients;
   config.workspace_bytes = *workspace_bytes;
   if (absl::Status status = kernels::Validate(config); !status.ok()) {
@@ -349,6 +386,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   spec.teacher = open.options().distillation().teacher();
   spec.gradients_of_head = open.options().gradients() == v1::GRADIENTS_UNSPECIFIED;
   if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
+  spec.refuse_unlisted = open.options().refuse_unlisted();
   const auto reduction = ToReduction(open.reduction(), "open.reduction");
   if (!reduction.ok()) return reduction.status();
   spec.reduction = *reduction;
@@ -367,6 +405,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   LOSSD_TRY(spec.soft.count, ToCount("open.target_count", open.target_count()));
   spec.soft.classes.assign(open.target_classes().begin(), open.target_classes().end());
   spec.soft.weights.assign(open.target_weights().begin(), open.target_weights().end());
+  LOSSD_TRY(spec.depths, ToDepths(open.depths()));
   absl::Status counts = CheckCount("open.targets", open.targets_size(), spec.rows.size(), /*optional=*/false);
   counts.Update(CheckCount("open.row_weights", open.row_weights_size(), spec.rows.size(), /*optional=*/true));
   counts.Update(CheckCount("open.advantages", open.advantages_size(), spec.rows.size(), /*optional=*/true));
@@ -489,6 +528,11 @@ v1::HeadSpec ToProto(const std::string& head, const kernels::HeadConfig& config)
   spec.set_replicas(static_cast<uint32_t>(config.replicas));
   spec.set_residency(config.residency == kernels::Residency::kHost ? v1::RESIDENCY_HOST
                                                                    : v1::RESIDENCY_DEVICE);
+  if (!config.class_list.empty()) {
+    const std::vector<int32_t>& classes = config.class_list.classes();
+    spec.mutable_class_list()->Add(classes.begin(), classes.end());
+    spec.set_full_vocab_size(static_cast<uint64_t>(config.class_list.full_size()));
+  }
   spec.set_gradients(ToProto(config.gradients));
   spec.set_workspace_bytes(static_cast<uint64_t>(config.workspace_bytes));
   return spec;
@@ -559,6 +603,19 @@ v1::HeadDescription ToProto(const engine::HeadSnapshot& head) {
   return message;
 }
 
+v1::DepthSummary ToProto(const engine::DepthSummary& depth) {
+  v1::DepthSummary message;
+  message.set_loss_sum(depth.sums.loss);
+  message.set_z_loss_sum(depth.sums.z_loss);
+  message.set_entropy_sum(depth.sums.entropy);
+  message.set_valid_rows(static_cast<uint64_t>(depth.sums.valid_rows));
+  message.set_correct_rows(static_cast<uint64_t>(depth.sums.correct_rows));
+  message.set_accumulated_rows(static_cast<uint64_t>(depth.accumulated_rows));
+  message.set_repeated_rows(static_cast<uint64_t>(depth.repeated_rows));
+  message.set_normalizer(depth.normalizer);
+  return message;
+}
+
 v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
   v1::MicrobatchSummary message;
   *message.mutable_state() = ToProto(summary.state);
@@ -586,6 +643,8 @@ v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary) {
     objective.set_old_kl(sums.old_kl);
     objective.set_ref_kl(sums.ref_kl);
   }
+  message.set_unlisted_rows(static_cast<uint64_t>(summary.unlisted_rows));
+  for (const engine::DepthSummary& depth : summary.depths) *message.add_depths() = ToProto(depth);
   return message;
 }
 

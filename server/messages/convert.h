@@ -54,6 +54,7 @@ v1::SliceLimits ToProto(const engine::SliceLimits& limits);
 v1::MemoryUsage ToProto(const kernels::MemoryBytes& memory);
 v1::Choice ToProto(const kernels::Choice& choice);
 v1::HeadDescription ToProto(const engine::HeadSnapshot& head);
+v1::DepthSummary ToProto(const engine::DepthSummary& depth);
 v1::MicrobatchSummary ToProto(const engine::StreamSummary& summary);
 // Everything but the gradient, which is the payload.
 v1::SliceResult ToProto(const engine::SliceOutput& output);

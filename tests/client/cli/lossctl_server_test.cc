@@ -298,6 +298,44 @@ TEST_F(LossctlServerTest, SampledGradientsOfAHeadSplitByVocabularySayTheirError)
               HasSubstr("\ndropped mass"));
 }
 
+TEST_F(LossctlServerTest, DepthsHaveWeightsAndLossesOfTheirOwn) {
+  Run("create head --hidden 6 --vocab 20");
+  const std::string rows = "loss head --random 50 --seed 3 --dtype fp32 ";
+  const std::string divided = rows + "--depth-weights 1,0.25 --accumulate --step 0";
+  EXPECT_THAT(Run(divided),
+              AllOf(ContainsRegex("\ndepth 0 +loss [0-9.]+, weight 1, 25 valid rows, [0-9]+ correct"),
+                    ContainsRegex("\ndepth 1 +loss [0-9.]+, weight 0.25, 25 valid rows")));
+  const auto repeat = nlohmann::json::parse(Run("--json " + divided));
+  EXPECT_EQ(repeat["depths"][1]["repeated_rows"], 25);
+  const auto whole = nlohmann::json::parse(Run("--json " + rows));
+  EXPECT_EQ(whole["depths"].size(), 0u);
+  const double first = repeat["depths"][0]["loss"], second = repeat["depths"][1]["loss"];
+  EXPECT_NEAR(repeat["loss"].get<double>(), first + 0.25 * second, 1e-9);
+  EXPECT_NEAR(whole["loss"].get<double>(), (first + second) / 2, 1e-5);
+  EXPECT_THAT(Run(rows + "--depth-weights 1,1,1", 4), HasSubstr("50 rows cannot be divided into 3 depths"));
+  EXPECT_THAT(Run(rows + "--depth-weights 1,-1", 4), HasSubstr("microbatch.depths[1].weight"));
+}
+
+TEST_F(LossctlServerTest, ADraftVocabularyComesFromAFile) {
+  constexpr int32_t kClasses[] = {2, 3, 5, 8};
+  auto writer =
+      formats::CreateSafetensors(folder_.File("classes.safetensors"),
+                                 {{{.name = "classes", .dtype = formats::DType::kInt32, .shape = {4}}}});
+  ASSERT_TRUE(writer.ok()) << writer.status();
+  ASSERT_TRUE((*writer)->Append({reinterpret_cast<const uint8_t*>(kClasses), sizeof(kClasses)}).ok());
+  ASSERT_TRUE((*writer)->Finish().ok());
+  const std::string create =
+      "create head --hidden 6 --vocab 4 --class-list classes.safetensors --full-vocab ";
+  EXPECT_THAT(Run(create + "8", 4), HasSubstr("spec.class_list[3]"));
+  EXPECT_THAT(Run(create + "20"), ContainsRegex("\nvocabulary +4 of 20 classes"));
+  EXPECT_EQ(nlohmann::json::parse(Run("--json describe head"))["class_list"], nlohmann::json({2, 3, 5, 8}));
+  // Random targets are below 4, where the head has two classes.
+  const auto loss = nlohmann::json::parse(Run("--json loss head --random 50 --reduction sum"));
+  EXPECT_EQ(loss["valid_rows"].get<int>() + loss["unlisted_rows"].get<int>(), 50);
+  EXPECT_THAT(Run("loss head --random 50"), HasSubstr("\nunlisted "));
+  EXPECT_THAT(Run("loss head --random 50 --refuse-unlisted", 4), HasSubstr("refuse_unlisted"));
+}
+
 // The log-probabilities of one call are the old ones of the next: the ratio of every row is 1.
 TEST_F(LossctlServerTest, ObjectivesTakeNumbersOfRowsFromFiles) {
   Run("create head --hidden 6 --vocab 20");

@@ -212,7 +212,7 @@ Call::Call(const json& call) {
         call,
         {"head", "step", "id", "accumulate", "hidden_size", "dtype", "targets", "row_weights", "options",
          "reduction", "normalizer", "grad_output", "retain", "grad_hidden", "row_results"},
-        {"classes", "top_k", "target_classes", "target_weights"});
+        {"classes", "top_k", "target_classes", "target_weights", "depths"});
   }
   rows_ = call[backward ? "grad_loss" : "targets"].size();
   const uint64_t bytes = rows_ * call["hidden_size"].get<uint64_t>() * ElementSize(DTypeNamed(call["dtype"]));
@@ -238,6 +238,12 @@ void Call::MakeForward(const json& call) {
                          .accumulate_gradients = call["accumulate"],
                          .retain = call["retain"]};
   if (!call["normalizer"].is_null()) options.normalizer = call["normalizer"].get<double>();
+  for (const json& depth : call.value("depths", json::array())) {
+    CheckMembers(depth, {"rows", "weight", "normalizer"});
+    microbatch.depths.push_back({.rows = depth["rows"], .weight = depth["weight"]});
+    if (!depth["normalizer"].is_null())
+      microbatch.depths.back().normalizer = depth["normalizer"].get<double>();
+  }
   names_ = call["row_results"];
   LossOutputs outputs;
   if (!grad_hidden_.empty()) outputs.grad_hidden = grad_hidden_.data();
@@ -333,6 +339,7 @@ json CallOfPlan(const json& c) {
     call["grad_lse"] = call["grad_entropy"] = nullptr;
     return call;
   }
+  if (c.contains("depths")) call["depths"] = c["depths"];
   const bool retain = c.value("retain", false);
   std::vector<int32_t> targets;
   for (const json& run : c.at("targets")) targets.insert(targets.end(), run[0], run[1]);
@@ -371,7 +378,7 @@ void RunSlice(const json& c) {
   const Rows rows{c["rows"][0], c["rows"][1]};
   const std::string hidden = Payload(0, rows.end * c["row_bytes"].get<uint64_t>());
   StreamWork stream;
-  stream.hidden = hidden.data();
+  stream.hidden = internal::RowPieces(hidden.data());
   stream.row_bytes = c["row_bytes"];
   EXPECT_EQ(ToString(internal::EncodeSlice(stream, rows, [] {}).value()),
             FromHex(c["hex"]) + Payload(c["payload"][0], c["payload"][1]));
@@ -407,7 +414,7 @@ std::unique_ptr<google::protobuf::Message> MessageNamed(const std::string& name)
 
 void RunPlan(const json& c) {
   CheckMembers(c, {"hidden_size", "dtype", "limits", "slice_bytes", "streams", "max_message_bytes"},
-               {"targets", "backward_rows", "ignore_index", "retain", "streams_planned", "fails"});
+               {"targets", "backward_rows", "ignore_index", "retain", "depths", "streams_planned", "fails"});
   const Call call(CallOfPlan(c));
   v1::SliceLimits limits;
   Parse(c["limits"], &limits);

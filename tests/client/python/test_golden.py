@@ -107,7 +107,8 @@ def _forward(call: Case) -> ForwardWork:
         scale=Scale(call["reduction"], call["normalizer"], call["grad_output"]),
         reduction=types.REDUCTIONS[call["reduction"]], retain=call["retain"],
         outputs=Outputs(gradient, results, several), classes=classes,
-        soft=as_soft_targets(call.get("target_classes"), call.get("target_weights"), rows))
+        soft=as_soft_targets(call.get("target_classes"), call.get("target_weights"), rows),
+        depths=[types.Depth(**depth) for depth in call.get("depths", [])])
 
 
 def _backward(call: Case) -> BackwardWork:
@@ -200,6 +201,7 @@ def _call_of_plan(case: Case) -> Case:
     if "backward_rows" in case:
         return call | {"grad_loss": [1.0] * case["backward_rows"], "grad_lse": None, "grad_entropy": None}
     retain = case.get("retain", False)
+    call |= {"depths": case["depths"]} if "depths" in case else {}
     return call | {"targets": [target for count, target in case["targets"] for _ in range(count)],
                    "row_weights": None, "options": {"ignore_index": case.get("ignore_index", -100)},
                    "reduction": "none" if retain else "sum", "normalizer": None, "grad_output": 1.0, "retain": retain,
@@ -212,7 +214,7 @@ def _with_bytes(slices: list[_plan.Rows], row_bytes: int) -> list[list[int]]:
 
 def run_plan(case: Case) -> None:
     check_members(case, ("hidden_size", "dtype", "limits", "slice_bytes", "streams", "max_message_bytes"),
-                  ("targets", "backward_rows", "ignore_index", "retain", "streams_planned", "fails"))
+                  ("targets", "backward_rows", "ignore_index", "retain", "depths", "streams_planned", "fails"))
     work = work_of(_call_of_plan(case))
     limits = json_format.ParseDict(case["limits"], loss_pb2.SliceLimits())
 

@@ -66,7 +66,8 @@ def test_a_head_takes_every_loss_option():
 
 def test_every_loss_option_arrives(client, make_head):
     options = {"ignore_index": -7, "label_smoothing": 0.1, "z_loss": 0.2, "softcap": 3.0, "logit_scale": 0.5,
-               "gradients": "auto", "filter_epsilon": 0.01, "sample_threshold": 0.02, "max_gradient_error": 0.03}
+               "gradients": "auto", "filter_epsilon": 0.01, "sample_threshold": 0.02, "max_gradient_error": 0.03,
+               "refuse_unlisted": True}
     head = LossHead(client, make_head(hidden_size=D, vocab_size=V, class_weights=True), class_weights=True, **options)
     assert head.options == lossd.LossOptions(use_class_weights=True, **options)
     assert len(options) + 4 == len(dataclasses.fields(lossd.LossOptions)), \

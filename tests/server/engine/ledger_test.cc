@@ -146,6 +146,28 @@ constexpr int32_t kIgnored = kernels::kIgnoredTarget;
 
 MicrobatchTerms Terms(int64_t rows) { return {.microbatch_rows = rows}; }
 
+TEST(MicrobatchTermsTest, DepthsFollowEachOther) {
+  MicrobatchTerms terms = Terms(10);
+  EXPECT_EQ(terms.DepthOf(9), 0u);
+  EXPECT_EQ(terms.EndOfDepth(3), 10);
+  EXPECT_EQ(terms.HostBytes(), 0);
+  for (const int64_t end : {4, 4, 9, 10}) terms.depths.push_back({.end = end});
+  for (const auto& [row, depth] : {std::pair{0, 0u}, {3, 0u}, {4, 2u}, {8, 2u}, {9, 3u}}) {
+    EXPECT_EQ(terms.DepthOf(row), depth) << row;
+    EXPECT_EQ(terms.EndOfDepth(row), terms.depths[depth].end) << row;
+  }
+  // What the ledger keeps of them counts.
+  const RowContents contents{.targets = {}};
+  Ledger with(100, 4), without(100, 4);
+  ASSERT_TRUE(with.Declare(1, terms, {0, 0}, contents).ok());
+  ASSERT_TRUE(without.Declare(1, Terms(10), {0, 0}, contents).ok());
+  EXPECT_EQ(with.bytes() - without.bytes(), terms.HostBytes());
+  EXPECT_GT(terms.HostBytes(), 0);
+  MicrobatchTerms other = terms;
+  other.depths[2].weight = 2.0f;
+  EXPECT_EQ(with.Declare(1, other, {0, 0}, contents).code(), absl::StatusCode::kFailedPrecondition);
+}
+
 std::vector<int32_t> Targets(size_t rows, int32_t value = 1) { return std::vector<int32_t>(rows, value); }
 
 TEST(LedgerTest, SettlesRowsOnce) {

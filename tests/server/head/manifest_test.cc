@@ -56,7 +56,8 @@ Manifest SomeManifest(std::mt19937_64& random) {
                                  .workspace_bytes = int64_t{1} << 40,
                                  .split = kernels::Split::kVocabulary,
                                  .shares = {3, 0, 4},
-                                 .replicas = 2},
+                                 .replicas = 2,
+                                 .class_list = {{0, 2, 3, 9, 10, 11, 19}, 20}},
                       .step = random() % (uint64_t{1} << 53) | 1,
                       .incarnation = random()};
   AppliedStep& step = manifest.subject.last_step.emplace();
@@ -227,7 +228,7 @@ TEST_F(ManifestTest, BadValues) {
     refused(json, field);
   }
   for (const auto& [field, value] : whole["head"].items()) {
-    if (field == "split" || field == "shares" || field == "replicas") continue;
+    if (field == "split" || field == "shares" || field == "replicas" || field == "class_list") continue;
     Json json = whole;
     json["head"].erase(field);
     refused(json, "head without " + field);
@@ -254,6 +255,14 @@ TEST_F(ManifestTest, BadValues) {
     json["head"]["replicas"] = replicas;
     refused(json, "replicas " + replicas.dump());
   }
+  EXPECT_EQ(whole["head"]["class_list"], "0,2,1,6,1,1,8");
+  for (const Json& list : {Json(""), Json("0,2,1,6,1,1"), Json("0,2,1,6,1,1,-8"), Json("0,2,1,6,1,0,8"),
+                           Json("0,2,1,6,1,1,9"), Json("0,2,1,6,1,1,2147483647"), Json("0,2,1,6,1,1,x"),
+                           Json::array({0, 2, 3, 9, 10, 11, 19}), Json(7)}) {
+    json = whole;
+    json["head"]["class_list"] = list;
+    refused(json, "class_list " + list.dump());
+  }
   json = whole;
   json["last_step"]["optimizer"]["learning_rate"] = -1.0;
   refused(json, "learning rate");
@@ -279,7 +288,11 @@ TEST_F(ManifestTest, BadValues) {
 // As many shards as there may be, each with as many tensors as there are, are within the limits of the text.
 TEST_F(ManifestTest, TheLargestManifest) {
   Manifest manifest = SomeManifest(random_);
-  manifest.subject.config.vocab_size = int64_t{1} << 24;
+  manifest.subject.config.vocab_size = kernels::kMostListedClasses;
+  std::vector<int32_t> listed;
+  constexpr int32_t kMost = std::numeric_limits<int32_t>::max();
+  for (int32_t i = 0; i < 65'536; ++i) listed.push_back(i * (kMost / 65'536));
+  manifest.subject.config.class_list = {std::move(listed), kMost};
   manifest.subject.config.norm = kernels::Norm::kLayerNorm;
   manifest.subject.config.has_class_weights = true;
   manifest.shards.clear();

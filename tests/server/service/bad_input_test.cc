@@ -463,6 +463,9 @@ TEST_F(ErrorFieldsTest, HeadSpec) {
        {[](Spec& s) { s.set_replicas(65537); }, "spec.replicas", "65537"},
        {[](Spec& s) { s.set_residency(static_cast<v1::Residency>(9)); }, "spec.residency", "9"},
        {[](Spec& s) { s.set_residency(v1::RESIDENCY_HOST); }, "spec.residency", "host"},
+       {[](Spec& s) { s.add_class_list(5); }, "spec.class_list", "1 entries"},
+       {[](Spec& s) { s.add_class_list(uint32_t{1} << 31); }, "spec.class_list[0]", "2147483648"},
+       {[](Spec& s) { s.set_full_vocab_size(9); }, "spec.full_vocab_size", "9"},
        {[](Spec& s) { s.set_workspace_bytes(uint64_t{1} << 63); }, "spec.workspace_bytes",
         "9223372036854775808"}},
       {"bias", "class_weights", "frozen"}, call);
@@ -499,7 +502,7 @@ TEST_F(ErrorFieldsTest, LossOptions) {
         "open.options.objective.entropy_bonus", "1"},
        {[](Options& o) { o.mutable_distillation()->set_teacher("teacher"); },
         "open.options.distillation.divergence", "0"}},
-      {"ignore_index"}, call);
+      {"ignore_index", "refuse_unlisted"}, call);
 }
 
 TEST_F(ErrorFieldsTest, Distillation) {
@@ -642,6 +645,23 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, 0, 0.0f, 0, &o); }, "open.target_count", "0"},
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, kClasses + 1, 0.01f, 0, &o); }, "open.target_count",
         "31"},
+       {[](Open& o) { o.set_top_k(kClasses + 1); }, "open.top_k", "31"},
+       {[](Open& o) { o.add_depths()->set_rows(5); }, "open.depths", "5"},
+       {[](Open& o) {
+          o.add_depths()->set_rows(5);
+          o.add_depths()->set_rows(8);
+        },
+        "open.depths[1].rows", "8"},
+       {[](Open& o) {
+          o.add_depths()->set_rows(kRows);
+          o.mutable_depths(0)->set_weight(INFINITY);
+        },
+        "open.depths[0].weight", "inf"},
+       {[](Open& o) {
+          o.add_depths()->set_rows(kRows);
+          o.mutable_depths(0)->set_normalizer(NAN);
+        },
+        "open.depths[0].normalizer", "nan"},
        {[](Open& o) {
           SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
           o.add_target_classes(1);

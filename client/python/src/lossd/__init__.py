@@ -53,11 +53,22 @@ from lossd.errors import (
     Unavailable,
     Unimplemented,
 )
-from lossd.types import SGD, AdamW, Distillation, LossOptions, LossResult, Objective, ObjectiveSums, RetryOptions
+from lossd.types import (
+    SGD,
+    AdamW,
+    Depth,
+    DepthResult,
+    Distillation,
+    LossOptions,
+    LossResult,
+    Objective,
+    ObjectiveSums,
+    RetryOptions,
+)
 
 __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
-    "ClientClosed", "DataLoss", "DeadlineExceeded", "Distillation", "EmbeddedClient", "FailedPrecondition", "ForkedClient", "HeadDescription",
+    "ClientClosed", "DataLoss", "DeadlineExceeded", "Depth", "DepthResult", "Distillation", "EmbeddedClient", "FailedPrecondition", "ForkedClient", "HeadDescription",
     "HeadDevice", "HeadHistory", "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
     "MemoryUsage", "NonFinite", "NotFound", "Objective", "ObjectiveSums", "Paging", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
     "ResourceExhausted", "Restarted",

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import functools
 import inspect
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lossd import _cuda, errors, types
 from lossd._regions import SharedRegion
-from lossd.types import ClassOutput, DType, RowOutput
+from lossd.types import ClassOutput, Depth, DType, RowOutput
 
 
 # Errors of calls with arguments that do not exist.
@@ -150,6 +152,55 @@ class PairedRows(RowMemory):
         raise NotImplementedError
 
 
+class JoinedRows(RowMemory):
+    """Rows that lie apart, one array behind the other. What is read or written at once lies in one of them."""
+
+    def __init__(self, name: str, parts: Sequence[RowMemory]) -> None:
+        """`parts`: at least one. InvalidArgument, naming the argument `name`, if they are on different devices."""
+        self.device = next((part.device for part in parts if part.nbytes), "")
+        for part in parts:
+            if part.nbytes and part.device != self.device:
+                raise errors.InvalidArgument(
+                    f"{name} has depths on {self.device or 'the host'} and on {part.device or 'the host'}")
+        self._parts = [part for part in parts if part.nbytes]
+        self._ends = list(itertools.accumulate(part.nbytes for part in self._parts))
+        self.nbytes = self._ends[-1] if self._ends else 0
+
+    def _at(self, begin: int, end: int) -> tuple[RowMemory, int, int]:
+        """The part that has these bytes, and their place in it."""
+        part = self._parts[bisect.bisect_right(self._ends, begin)]
+        before = self._ends[bisect.bisect_right(self._ends, begin)] - part.nbytes
+        assert end - before <= part.nbytes
+        return part, begin - before, end - before
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
+
+    def read(self, begin: int, end: int) -> memoryview:
+        part, first, last = self._at(begin, end)
+        return part.read(first, last)
+
+    def write(self, begin: int, data: memoryview) -> None:
+        part, first, _ = self._at(begin, begin + data.nbytes)
+        part.write(first, data)
+
+    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
+        part, first, last = self._at(begin, end)
+        part.to_region(first, last, region, offset)
+
+    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
+        part, first, last = self._at(begin, end)
+        part.from_region(first, last, region, offset)
+
+    def zero(self, begin: int, end: int) -> None:
+        while begin < end:
+            last = min(end, self._ends[bisect.bisect_right(self._ends, begin)])
+            part, first, until = self._at(begin, last)
+            part.zero(first, until)
+            begin = last
+
+
 class CudaRows(RowMemory):
     """An array of a GPU, as any library has it (`__cuda_array_interface__`)."""
 
@@ -241,6 +292,36 @@ def as_rows(name: str, values: Any, dtype: DType | None) -> tuple[DType, tuple[i
     if len(shape) != 2:
         raise errors.InvalidArgument(f"{name} has shape {shape}; it must be [N, D]")
     return kind, (shape[0], shape[1]), rows
+
+
+def rows_of_depths(values: Any, dtype: DType | None, depths: Sequence[Depth]) -> tuple[DType, tuple[int, int], RowMemory]:
+    """as_rows() of hidden states, or of a list or tuple with an array for each depth."""
+    if not depths or not isinstance(values, (list, tuple)):
+        return as_rows("hidden", values, dtype)
+    if len(values) != len(depths):
+        raise errors.InvalidArgument(f"hidden has {len(values)} arrays for {len(depths)} depths")
+    found = [as_rows(f"hidden[{index}]", part, dtype) for index, part in enumerate(values)]
+    kind, (_, width), _ = found[0]
+    for index, ((other, shape, _), depth) in enumerate(zip(found, depths)):
+        if other != kind or shape != (depth.rows, width):
+            raise errors.InvalidArgument(f"hidden[{index}] has shape {shape} and is {other}; depths[{index}] needs "
+                                         f"{(depth.rows, width)} and {kind}")
+    return kind, (sum(depth.rows for depth in depths), width), JoinedRows("hidden", [rows for _, _, rows in found])
+
+
+def gradients_of_depths(wanted: Any, kind: DType, width: int, hidden: RowMemory,
+                        depths: Sequence[Depth]) -> tuple[Any, RowMemory | None]:
+    """gradient_rows() of hidden states with an array for each depth: a list of arrays."""
+    if wanted is False:
+        return None, None
+    if wanted is True:
+        wanted = [True] * len(depths)
+    elif not isinstance(wanted, (list, tuple)) or len(wanted) != len(depths) or any(isinstance(part, bool) for part in wanted):
+        raise errors.InvalidArgument(
+            f"grad_hidden must be a bool or a list of {len(depths)} arrays, one for each depth, as hidden is")
+    found = [gradient_rows(part, kind, (depth.rows, width), hidden if depth.rows else None)
+             for part, depth in zip(wanted, depths)]
+    return [array for array, _ in found], JoinedRows("grad_hidden", [rows for _, rows in found if rows is not None])
 
 
 def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int) -> tuple[RowMemory | None, int]:

@@ -10,6 +10,9 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lossd import errors
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
@@ -19,6 +22,7 @@ class HeadInfo:
     hidden_size: int  # D
     limits: loss_pb2.SliceLimits
     histories: bool = True  # the server knows of histories, and so of optimizers that begin with a step
+    classes: NDArray[np.int32] | None = None  # HeadSpec.class_list, ascending; None: the head has no draft vocabulary
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,10 @@ class HeadCache:
             return self._facts.get(head)
 
     def learn(self, description: head_pb2.HeadDescription) -> HeadInfo:
-        facts = HeadInfo(description.spec.hidden_size, description.slice_limits, description.HasField("history"))
+        """Of an answer that is about one head: ListHeads leaves class lists out."""
+        spec = description.spec
+        classes = np.array(spec.class_list, np.int32) if spec.class_list else None
+        facts = HeadInfo(spec.hidden_size, description.slice_limits, description.HasField("history"), classes)
         with self._lock:
             self._facts[description.spec.name] = facts
         return facts

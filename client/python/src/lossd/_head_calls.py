@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _tensors, errors, types
 from lossd._connections import Connections, Deadline
@@ -98,11 +98,17 @@ def check_same(has: HeadSpec, wanted: HeadSpec) -> None:
     different = {name: pair for name, pair in pairs.items()
                  if pair[0] != pair[1] and (isinstance(pair[1], bool) or pair[1])}
     if different:
-        words = ", ".join(f"{name} {is_} instead of {wants}" for name, (is_, wants) in different.items())
+        words = ", ".join(f"{name} {_short(is_)} instead of {_short(wants)}" for name, (is_, wants) in different.items())
         first = next(iter(different))
         raise errors.AlreadyExists(
             f'head "{wanted.name}" exists with {words}. Give what it has, or another name, or delete it first',
             types_pb2.ErrorDetail(field=f"spec.{first}", value=str(different[first][1])))
+
+
+def _short(value: Any) -> Any:
+    """As it stands in an error: of long lists the beginning."""
+    text = str(value)
+    return value if len(text) <= 200 else f"{text[:200]}... of {len(value)}"
 
 
 def checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
@@ -120,6 +126,19 @@ def checked_replicas(replicas: int) -> int:
         raise errors.InvalidArgument(f"spec.replicas must be a whole number in [0, 65536], got {replicas!r}",
                                      types_pb2.ErrorDetail(field="spec.replicas", value=str(replicas)))
     return int(replicas)
+
+
+def checked_classes(class_list: ArrayLike) -> list[int]:
+    """InvalidArgument unless these are whole numbers in [0, 2^31), one behind the other."""
+    array = np.asarray(class_list)
+    if array.size == 0:
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 1 << 31:
+        raise errors.InvalidArgument(
+            f"spec.class_list must be [vocab_size] of whole numbers in [0, 2^31), got shape {array.shape} and dtype {array.dtype}",
+            types_pb2.ErrorDetail(field="spec.class_list", value=str(array.dtype)))
+    numbers: list[int] = array.tolist()
+    return numbers
 
 
 M = TypeVar("M", bound=Message)
@@ -148,6 +167,7 @@ class HeadCalls:
                     frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
                     workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), replicas: int = 0,
                     residency: Residency = "device",
+                    class_list: ArrayLike = (), full_vocab_size: int = 0,
                     seed: int = 0, zeros: bool = False, tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
                     exist_ok: bool | None = None, dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
@@ -165,6 +185,10 @@ class HeadCalls:
             devices, which divide its classes; the copies divide the rows. 0 and 1: one on all devices.
           residency: of a frozen head: "device", or "host": its values live in memory of the host, and are copied to a pool on
             the device when rows need them (docs/training/distillation.md); for many teachers of which few are used at a time.
+          class_list, full_vocab_size: a draft vocabulary: the numbers of the head's classes in a larger vocabulary of
+            `full_vocab_size` classes, ascending, `vocab_size` of them. Targets, named classes, argmax and top classes of its
+            losses are numbers of the larger vocabulary; rows with a target that is not in the list are ignored
+            (LossOptions.refuse_unlisted). Rows of tensors are the head's.
           if_exists: what becomes of a head of this name: "error" (None): AlreadyExists; "keep": it stays as it is, values,
             step and optimizer, as when a training goes on; "reset": as new, by reset_head(), which one of several ranks calls
             before the others begin. With "keep" and "reset" AlreadyExists names what its specification has otherwise.
@@ -180,7 +204,8 @@ class HeadCalls:
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
             split=types.enum_value("split", types.SPLITS, split), shares=checked_shares(shares, "spec.shares"),
-            replicas=checked_replicas(replicas), residency=types.enum_value("residency", types.RESIDENCIES, residency))
+            replicas=checked_replicas(replicas), residency=types.enum_value("residency", types.RESIDENCIES, residency),
+            class_list=checked_classes(class_list), full_vocab_size=full_vocab_size)
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
         request = head_pb2.CreateHeadRequest(spec=spec)

@@ -136,13 +136,14 @@ class SliceRules:
         self._facts: HeadInfo | None = None  # guarded by _lock
         self._fresh = False  # _facts were learnt during this call, since a stream was refused; guarded by _lock
 
-    def learn(self) -> None:
-        """Finds the head's limits; blocks if the client does not know them yet."""
+    def learn(self) -> HeadInfo:
+        """Finds the head's limits; blocks if the client does not know them yet. What is known of the head."""
         facts = self._head_cache.facts(self._work.head)
         if facts is None or facts.hidden_size != self._work.hidden_size:
             facts = self._ask()
         with self._lock:
             self._facts = facts
+        return facts
 
     def rule(self) -> SliceRule:
         with self._lock:
@@ -399,7 +400,9 @@ class LossCall:
         core, cancellation, deadline = self._core, self._cancellation, self.deadline
         rules = SliceRules(core.head_cache, self._work, self._check, self._options.slice_bytes,
                            lambda head: core.describe(head, deadline, cancellation))
-        rules.learn()
+        facts = rules.learn()
+        if facts.classes is not None:
+            self._work.know_classes(facts.classes)
         parts = RoundParts(core.connections, core.threads, self._work, self._check, rules, deadline)
         streams = self._options.streams or max(1, core.connections.idle())
         with core.threads.lend(streams - 1) as lent:

@@ -132,6 +132,19 @@ def divide_into_slices(valid: NDArray[np.bool_], rows: Rows, rule: SliceRule) ->
     return slices
 
 
+def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which targets are among the classes of a head, which are ascending."""
+    places = np.minimum(np.searchsorted(classes, targets), len(classes) - 1)
+    found: NDArray[np.bool_] = classes[places] == targets
+    return found
+
+
+def within(rows: Rows, parts: list[Rows]) -> list[Rows]:
+    """What a range has of each of the parts, without those that it has nothing of."""
+    shared = (Rows(max(part.begin, rows.begin), min(part.end, rows.end)) for part in parts)
+    return [part for part in shared if part.end > part.begin]
+
+
 def make_slice_rule(row_bytes: int, slice_bytes: int | None, limits: loss_pb2.SliceLimits) -> SliceRule:
     """Slices as large as `slice_bytes` and the server's limits allow. Raises if one row is too large.
 

@@ -61,6 +61,7 @@ class StreamAnswers:
         self._accept = accept
         self._places = places or SlicePlaces(None, may_wait=False)
         self._answers = AnswerTracker(plan.rows, plan.slices)
+        self._depths = plan.depths
         self._accepted: loss_pb2.MicrobatchAccepted | None = None
         self._summary: loss_pb2.MicrobatchSummary | None = None
         self.received_bytes = self.received_in_messages = 0  # of payload
@@ -161,6 +162,8 @@ class StreamAnswers:
                 f"the summary of {summary.valid_rows} valid rows after results of {self._answers.answered_rows} rows")
         if summary.state.incarnation != self._accepted.state.incarnation:
             raise errors.server_sent("another incarnation in the summary than in `accepted`")
+        if len(summary.depths) != self._depths:
+            raise errors.server_sent(f"sums of {len(summary.depths)} depths; {self._depths} were sent")
         self._summary = summary
 
 

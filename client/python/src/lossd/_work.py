@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one loss call computes, apart from how it travels: the rows of a microbatch, or gradients of retained rows.
 
-Works are immutable; methods may run on several threads at once, each with rows of its own.
+Works are immutable, but for know_classes(); methods may run on several threads at once, each with rows of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,10 +20,10 @@ from numpy.typing import NDArray
 
 from lossd import _wire, errors
 from lossd._head_cache import GradientsId, names
-from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
+from lossd._plan import Rows, SliceRule, divide_into_slices, listed, split_ranges, unsent, within
 from lossd._arrays import PairedRows, RowMemory, SoftTargets
 from lossd._wire import Room
-from lossd.types import ClassOutput, LossOptions, LossResult, Reduction, RowOutput
+from lossd.types import MOST_DEPTHS, ClassOutput, Depth, LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
 
 _MAX_OPEN_BYTES = 4 << 20  # opening messages, with targets and weights, stay below what any gRPC peer takes
@@ -69,11 +70,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What one stream sends."""
+    """What one stream sends, and how much of its summary is expected."""
 
     first: bytes  # opens the call
     rows: Rows  # the range it opens
     slices: list[Rows] | None  # to be sent; None: nothing is, the server cuts
+    depths: int = 0
 
 
 class Work(ABC):
@@ -113,6 +115,12 @@ class Work(ABC):
     def moved_rows(self) -> int:
         """Rows whose hidden states or gradients travel."""
         return self.rows
+
+    def know_classes(self, classes: NDArray[np.int32]) -> None:
+        """The head has these classes of a larger vocabulary: rows with another target count as ignored.
+
+        Comes before the methods below, or not at all.
+        """
 
     @property
     def restartable(self) -> bool:
@@ -163,10 +171,10 @@ class ForwardWork(Work):
                  reduction: loss_pb2.Reduction, retain: bool, outputs: Outputs, run: str = "",
                  numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
                  teacher: RowMemory | None = None, teacher_row_bytes: int = 0, classes: NDArray[np.int32] | None = None,
-                 soft: SoftTargets | None = None) -> None:
+                 soft: SoftTargets | None = None, depths: Sequence[Depth] = ()) -> None:
         """`numbers`: those of options.objective, by the names of the protocol's fields and in their order. `teacher`: hidden
         states of options.distillation's teacher, [N, teacher_row_bytes]. `classes`: [K] or [N, K], those that outputs.classes
-        is for. `soft`: with options.rest."""
+        is for. `soft`: with options.rest. `depths`: divide the rows, in order; empty: they are not divided."""
         super().__init__(head=head, step=step, id=id, accumulate=accumulate, in_step=accumulate or retain,
                          rows=len(targets), hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
         self.hidden = hidden
@@ -179,6 +187,9 @@ class ForwardWork(Work):
         self._numbers = numbers
         self._classes = classes
         self._soft = soft
+        self._depths = tuple(depths)
+        ends = list(itertools.accumulate(depth.rows for depth in self._depths))
+        self._rows_of_depths = [Rows(end - depth.rows, end) for depth, end in zip(self._depths, ends)]
         self._options = options
         self._scale = scale
         self._reduction = reduction
@@ -191,8 +202,16 @@ class ForwardWork(Work):
     def moved_rows(self) -> int:
         return self._valid_rows
 
+    def know_classes(self, classes: NDArray[np.int32]) -> None:
+        distillation = self._options.distillation
+        if distillation is not None and distillation.target_weight == 0:
+            return  # then a target only says whether the row counts
+        self._valid = self._valid & listed(self._targets, classes)
+        self._valid_rows = int(np.count_nonzero(self._valid))
+
     def _check(self) -> None:
-        self._scale.check(self._options.use_class_weights)
+        self._scale.check(self._options.use_class_weights and not self._depths)
+        self._check_depths()
         weights = {} if self._row_weights is None else {"row_weights": self._row_weights}
         for name, values in {**weights, **self._numbers}.items():
             if len(values) != self.rows:
@@ -212,6 +231,23 @@ class ForwardWork(Work):
             raise errors.InvalidArgument("retain=True goes with reduction='none' only")
         if deferred and (self.accumulate or self.outputs.grad_hidden is not None):
             raise errors.InvalidArgument("with reduction='none' gradients come by backward(), after retain=True")
+
+    def _check_depths(self) -> None:
+        if not self._depths:
+            return
+        if len(self._depths) > MOST_DEPTHS:
+            raise errors.InvalidArgument(f"depths has {len(self._depths)} entries; the most is {MOST_DEPTHS}")
+        if self._scale.reduction == "none":
+            raise errors.InvalidArgument("reduction is 'none'; with depths it must be 'sum' or 'mean'")
+        if self._scale.normalizer is not None:
+            raise errors.InvalidArgument(f"normalizer is {self._scale.normalizer}; depths have normalizers of their own")
+        if self._rows_of_depths[-1].end != self.rows:
+            raise errors.InvalidArgument(f"depths have {self._rows_of_depths[-1].end} rows; targets has {self.rows}")
+        for index, depth in enumerate(self._depths):
+            try:
+                Scale(self._scale.reduction, depth.normalizer, 1.0).check(self._options.use_class_weights)
+            except errors.InvalidArgument as error:
+                raise errors.InvalidArgument(f"depths[{index}].{error}") from None
 
     def _check_objective(self) -> None:
         objective = self._options.objective
@@ -236,7 +272,8 @@ class ForwardWork(Work):
         most = self.outputs.most_rows()
         if most is not None:
             rule = dataclasses.replace(rule, max_rows=min(rule.max_rows, most))
-        slices = divide_into_slices(self._valid, rows, rule)
+        parts = within(rows, self._rows_of_depths) if self._depths else [rows]
+        slices = [piece for part in parts for piece in divide_into_slices(self._valid, part, rule)]
         for piece in unsent(rows, slices):
             self.outputs.fill_ignored(piece, self.row_bytes)
         arrays: dict[str, NDArray[Any]] = {"targets": self._targets[rows.begin:rows.end]}
@@ -248,14 +285,29 @@ class ForwardWork(Work):
         classes: dict[str, NDArray[Any]] = {}
         if self._classes is not None:
             classes["classes"] = self._classes if self._classes.ndim == 1 else self._classes[rows.begin:rows.end]
-        top = loss_pb2.OpenMicrobatch(top_k=self.outputs.top_k)
+        top = loss_pb2.OpenMicrobatch(top_k=self.outputs.top_k, depths=self._depths_to_proto())
         soft: dict[str, NDArray[Any]] = {}
         if self._soft is not None:
             top.target_count = self._soft.count
             soft["target_classes"] = self._soft.classes[rows.begin:rows.end]
             soft["target_weights"] = self._soft.weights[rows.begin:rows.end]
         opening = _wire.encode_opening("open", self._open(rows), arrays, last, numbers, count, classes, top, soft)
-        return StreamPlan(opening, rows, slices)
+        return StreamPlan(opening, rows, slices, len(self._depths))
+
+    def _normalizer_of(self, depth: int) -> float:
+        if self._scale.reduction != "mean":
+            return 1.0
+        given = self._depths[depth].normalizer
+        return float(self._valid_rows_of(depth)) if given is None else given
+
+    def _valid_rows_of(self, depth: int) -> int:
+        rows = self._rows_of_depths[depth]
+        return int(np.count_nonzero(self._valid[rows.begin:rows.end]))
+
+    def _depths_to_proto(self) -> list[loss_pb2.Depth]:
+        mean = self._scale.reduction == "mean"
+        return [loss_pb2.Depth(rows=depth.rows, weight=depth.weight, normalizer=self._normalizer_of(index) if mean else None)
+                for index, depth in enumerate(self._depths)]
 
     def _normalizer(self) -> float:
         return float(self._valid_rows) if self._scale.normalizer is None else self._scale.normalizer
@@ -268,7 +320,7 @@ class ForwardWork(Work):
             head=self.head, step=self.step, microbatch_id=self.id, microbatch_rows=self.rows,
             rows=types_pb2.RowRange(begin=rows.begin, end=rows.end), hidden_dtype=self._dtype,
             options=self._options.to_proto(), reduction=self._reduction,
-            normalizer=self._normalizer() if mean else None, grad_output=self._scale.grad_output,
+            normalizer=self._normalizer() if mean and not self._depths else None, grad_output=self._scale.grad_output,
             want_grad_hidden=self.outputs.grad_hidden is not None, accumulate_gradients=self.accumulate,
             want_row_loss="loss" in want, want_row_lse="lse" in want, want_row_entropy="entropy" in want,
             want_row_logprob="logprob" in want, want_row_argmax="argmax" in want)
@@ -276,9 +328,23 @@ class ForwardWork(Work):
     def conclude(self, total: LossResult) -> None:
         if total.valid_rows != self._valid_rows:
             raise errors.server_sent(f"a count of {total.valid_rows} valid rows; {self._valid_rows} were sent")
+        if self._depths:
+            return self._conclude_depths(total)
         if self._scale.reduction == "mean":
             total.normalizer = self._normalizer()
         total.loss = total.loss_sum / total.normalizer if self._valid_rows else 0.0
+
+
+    def _conclude_depths(self, total: LossResult) -> None:
+        if len(total.depths) != len(self._depths):
+            raise errors.server_sent(f"sums of {len(total.depths)} depths; {len(self._depths)} were sent")
+        for index, (found, depth) in enumerate(zip(total.depths, self._depths)):
+            valid = self._valid_rows_of(index)
+            if found.valid_rows != valid:
+                raise errors.server_sent(f"a count of {found.valid_rows} valid rows of depth {index}; {valid} were sent")
+            found.normalizer = self._normalizer_of(index)
+            found.loss = found.loss_sum / found.normalizer if valid else 0.0
+            total.loss += depth.weight * found.loss
 
 
 class BackwardWork(Work):

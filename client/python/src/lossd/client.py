@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from lossd._interrupts import SIGNAL_SECONDS, Slots, run_apart
 from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss, StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
 from lossd.descriptions import ServerDescription, StreamList, read
-from lossd.types import Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
+from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 
 _LOSSES = "/lossd.v1.LossService/"
@@ -188,16 +188,17 @@ class Client(HeadCalls):
     # ---- Loss ----
 
     def compute_loss(
-            self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
-            dtype: DType | None = None, row_weights: ArrayLike | None = None, advantages: ArrayLike | None = None,
-            old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
+            self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *,
+            step: int | None = None, id: int = 0, dtype: DType | None = None, row_weights: ArrayLike | None = None,
+            advantages: ArrayLike | None = None, old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
-            retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
-            classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None, slice_bytes: int | None = None,
+            retain: bool = False, grad_hidden: bool | NDArray[Any] | Sequence[NDArray[Any]] = False,
+            rows: Iterable[RowOutput] = (), classes: ArrayLike | None = None, top_k: int = 0,
+            streams: int | None = None, slice_bytes: int | None = None,
             timeout: float | None = None, ready: Callable[[], None] | None = None,
             teacher_hidden: NDArray[Any] | None = None, target_classes: ArrayLike | None = None,
-            target_weights: ArrayLike | None = None) -> LossResult:
+            target_weights: ArrayLike | None = None, depths: Sequence[Depth] = ()) -> LossResult:
         """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
         return self.compute_loss_async(
             head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, advantages=advantages,
@@ -205,19 +206,20 @@ class Client(HeadCalls):
             normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
             grad_hidden=grad_hidden, rows=rows, classes=classes, top_k=top_k, streams=streams, slice_bytes=slice_bytes,
             timeout=timeout, ready=ready, teacher_hidden=teacher_hidden, target_classes=target_classes,
-            target_weights=target_weights).wait()
+            target_weights=target_weights, depths=depths).wait()
 
     def compute_loss_async(
-            self, head: str, hidden: NDArray[Any], targets: ArrayLike, *, step: int | None = None, id: int = 0,
-            dtype: DType | None = None, row_weights: ArrayLike | None = None, advantages: ArrayLike | None = None,
-            old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
+            self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *,
+            step: int | None = None, id: int = 0, dtype: DType | None = None, row_weights: ArrayLike | None = None,
+            advantages: ArrayLike | None = None, old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
             options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
-            retain: bool = False, grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (),
-            classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None, slice_bytes: int | None = None,
+            retain: bool = False, grad_hidden: bool | NDArray[Any] | Sequence[NDArray[Any]] = False,
+            rows: Iterable[RowOutput] = (), classes: ArrayLike | None = None, top_k: int = 0,
+            streams: int | None = None, slice_bytes: int | None = None,
             timeout: float | None = None, ready: Callable[[], None] | None = None,
             teacher_hidden: NDArray[Any] | None = None, target_classes: ArrayLike | None = None,
-            target_weights: ArrayLike | None = None) -> PendingLoss:
+            target_weights: ArrayLike | None = None, depths: Sequence[Depth] = ()) -> PendingLoss:
         """Starts a loss computation.
 
         Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
@@ -262,13 +264,20 @@ class Client(HeadCalls):
             class that a row names more than once add up. Weights are finite and not negative. K is at most 256, and at most
             V. Copied. `targets` says which rows are ignored, and whose results "logprob" and correct_rows are. A row whose
             target, or a class with a weight, has the probability 0 fails.
+          depths: divide the rows, in order, into parts of the loss with weights, normalizers and sums of their own
+            (LossResult.depths), such as those of models that predict several tokens: at most 64. One pass over the weights
+            serves them all. Then `hidden` may be a list or tuple with an array [rows, D] for each depth, which need not
+            lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
         """
         self._connections.check_usable()
-        kind, shape, data = _arrays.as_rows("hidden", hidden, dtype)
+        kind, shape, data = _arrays.rows_of_depths(hidden, dtype, depths)
         labels = _arrays.as_targets(targets)
         if len(labels) != shape[0]:
             raise errors.InvalidArgument(f"targets has {len(labels)} entries for {shape[0]} rows of hidden")
-        gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
+        if depths and isinstance(hidden, (list, tuple)):
+            gradient, place = _arrays.gradients_of_depths(grad_hidden, kind, shape[1], data, depths)
+        else:
+            gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
         teacher, teacher_row_bytes = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0])
         wanted = _arrays.row_arrays(rows, len(labels))
         named = _arrays.as_classes(classes, len(labels))
@@ -282,8 +291,10 @@ class Client(HeadCalls):
             row_weights=_arrays.as_floats("row_weights", row_weights), options=options, numbers=numbers,
             scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(place, wanted, _arrays.class_arrays(named, top_k, len(labels))), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes)
-        return self._start(work, gradient, streams, slice_bytes, timeout, _arrays.ready_with(work.memory or data, ready))
+            outputs=Outputs(place, wanted, _arrays.class_arrays(named, top_k, len(labels))), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes,
+            depths=depths)
+        return self._start(work, _per_depth(gradient, depths), streams, slice_bytes, timeout,
+                           _arrays.ready_with(work.memory or data, ready))
 
     def distill(
             self, head: str, hidden: NDArray[Any], teacher_hidden: NDArray[Any], distillation: Distillation,
@@ -352,7 +363,7 @@ class Client(HeadCalls):
             grad_lse=_arrays.as_floats("grad_lse", grad_lse),
             grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy),
             outputs=Outputs(place), run=self._run)
-        return self._start(work, gradient, streams, 1, timeout, None)  # no slices are sent
+        return self._start(work, (gradient, []), streams, 1, timeout, None)  # no slices are sent
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
@@ -391,7 +402,7 @@ class Client(HeadCalls):
             self.close()
             raise
 
-    def _start(self, work: Work, gradient: NDArray[Any] | None, streams: int | None, slice_bytes: int | None,
+    def _start(self, work: Work, gradients: tuple[Any, list[Any]], streams: int | None, slice_bytes: int | None,
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
         call = LossCall(self._core, work, CallOptions(
             streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)
@@ -411,7 +422,9 @@ class Client(HeadCalls):
             raise
 
         def finish(result: LossResult) -> LossResult:
-            result.grad_hidden = gradient
+            result.grad_hidden, of_depths = gradients
+            for depth, gradient in zip(result.depths, of_depths):
+                depth.grad_hidden = gradient
             return result
 
         return PendingLoss(call, finish)
@@ -420,3 +433,13 @@ class Client(HeadCalls):
         with self._lock:
             self._pending.discard(call)
         self._pending_slots.give()
+
+
+def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:
+    """The gradients of all rows, None if those of each depth lie apart; and those of each depth."""
+    if isinstance(gradient, list):
+        return None, gradient
+    if gradient is None or _arrays.is_cuda_array(gradient):  # of which only its maker can make parts
+        return gradient, []
+    ends = np.cumsum([depth.rows for depth in depths], dtype=np.int64)
+    return gradient, [gradient[end - depth.rows:end] for end, depth in zip(ends, depths)]

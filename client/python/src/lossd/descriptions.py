@@ -106,6 +106,10 @@ class HeadSpec(Shown):
     shares: tuple[int, ...] = ()  # of the devices (of a replica), by vocabulary; empty: all have the same
     replicas: int = 0  # by vocabulary; 0 and 1: one on all devices
     residency: Residency = _word(types.RESIDENCIES, "device")
+    # The numbers of its classes in a larger vocabulary of full_vocab_size classes; empty: it has no larger one.
+    # list_heads() and list_checkpoints() leave the list out.
+    class_list: tuple[int, ...] = field(default=(), repr=False)
+    full_vocab_size: int = 0
 
 
 @dataclass(frozen=True, repr=False)

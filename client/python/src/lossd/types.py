@@ -201,8 +201,8 @@ class Distillation:
         return loss_pb2.Distillation(**values)
 
 
-@dataclass(frozen=True)
-class LossOptions:
+@dataclass(frozen=True, repr=False)
+class LossOptions(Shown):
     """The loss of a row and how its gradients are computed; docs/math.md has the formulas.
 
     InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number, word or flag.
@@ -235,6 +235,9 @@ class LossOptions:
     # use_class_weights False, objective and distillation None.
     rest: Rest | None = None
     distillation: Distillation | None = None  # of rows that have a teacher, which gradients "filtered" do not go with
+    # Of heads with a draft vocabulary (create_head(class_list=)): targets that are not in the list are refused. False: their
+    # rows are ignored, and counted (LossResult.unlisted_rows).
+    refuse_unlisted: bool = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -276,6 +279,7 @@ class LossOptions:
         """Each field under its own name; None is absent."""
         values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
         values["use_class_weights"] = bool(self.use_class_weights)
+        values["refuse_unlisted"] = bool(self.refuse_unlisted)
         if self.gradients is not None:
             values["gradients"] = GRADIENTS[self.gradients]
         if self.rest is not None:
@@ -314,6 +318,30 @@ def _check_type(name: str, value: Any, default: Any) -> None:
 def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
     if not holds:
         raise errors.InvalidArgument(f"{field_name} is {value}; it must be {rule}")
+
+
+MOST_DEPTHS = 64  # of a microbatch
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A run of rows of a microbatch with a part of its own in the loss, such as the rows that predict the token after the next.
+
+    The loss of the microbatch is the sum over its depths of weight * (sum of the depth's row losses / normalizer).
+    InvalidArgument, naming field and value, if a number is out of range.
+    """
+
+    rows: int  # not negative; the depths of a microbatch have all of its rows, in order
+    weight: float = 1.0  # of the depth's loss and gradients; finite and not negative
+    # What a mean divides by. None: the number of the depth's valid targets; with class weights it must be given.
+    normalizer: float | None = None
+
+    def __post_init__(self) -> None:
+        _check("depth.rows", self.rows, "a whole number that is not negative",
+               isinstance(self.rows, (int, np.integer)) and not isinstance(self.rows, bool) and self.rows >= 0)
+        _check("depth.weight", self.weight, "finite and not negative", 0 <= self.weight < math.inf)
+        if self.normalizer is not None:
+            _check("depth.normalizer", self.normalizer, "finite and not negative", 0 <= self.normalizer < math.inf)
 
 
 @dataclass(frozen=True)
@@ -371,11 +399,38 @@ class ObjectiveSums:
         return float(getattr(self, name)) / self.rows if self.rows else 0.0
 
 
+@dataclass
+class DepthResult:
+    """The sums over the rows of one depth; each field means what it means in LossResult."""
+
+    loss: float = 0.0  # before Depth.weight
+    loss_sum: float = 0.0
+    z_loss_sum: float = 0.0
+    entropy_sum: float = 0.0
+    normalizer: float = 1.0
+    valid_rows: int = 0
+    correct_rows: int = 0
+    accumulated_rows: int = 0
+    repeated_rows: int = 0
+    grad_hidden: NDArray[Any] | None = field(default=None, repr=False)  # [rows of the depth, D], if wanted
+
+    def add(self, summary: loss_pb2.DepthSummary) -> None:
+        """Adds the sums of one stream."""
+        self.loss_sum += summary.loss_sum
+        self.z_loss_sum += summary.z_loss_sum
+        self.entropy_sum += summary.entropy_sum
+        self.valid_rows += summary.valid_rows
+        self.correct_rows += summary.correct_rows
+        self.accumulated_rows += summary.accumulated_rows
+        self.repeated_rows += summary.repeated_rows
+
+
 @dataclass(repr=False)
 class LossResult(Shown):
     """What a loss computation gave. Counts and sums are over valid rows (target not ignore_index)."""
 
-    loss: float = 0.0  # loss_sum / normalizer; 0 if no row is valid
+    # loss_sum / normalizer; with depths the sum of Depth.weight * DepthResult.loss. 0 if no row is valid.
+    loss: float = 0.0
     loss_sum: float = 0.0  # z-loss included, row weights applied
     z_loss_sum: float = 0.0  # the z-loss part of loss_sum
     entropy_sum: float = 0.0  # nats; only if the entropy of rows was wanted
@@ -389,14 +444,17 @@ class LossResult(Shown):
     # target_loss_sum. 0 without, and target_loss_sum with target_weight 0.
     divergence_sum: float = field(default=0.0, repr=False)
     target_loss_sum: float = field(default=0.0, repr=False)
-    normalizer: float = 1.0  # as used; 1 unless the reduction is mean
+    normalizer: float = 1.0  # as used; 1 unless the reduction is mean, and with depths, which have their own
+    depths: list[DepthResult] = field(default_factory=list, repr=False)  # one for each depth of the call
 
     valid_rows: int = 0
+    unlisted_rows: int = 0  # ignored since their target is not among the head's classes of a larger vocabulary
     correct_rows: int = 0  # largest logit is the target's
     accumulated_rows: int = 0  # added to the accumulators by this call
     repeated_rows: int = 0  # added before already (a repeat after a broken call)
 
-    # [N, D] of the hidden states' dtype (bf16: uint16), if wanted; 0 for ignored rows.
+    # [N, D] of the hidden states' dtype (bf16: uint16), if wanted; 0 for ignored rows. None if the hidden states were given
+    # as one array for each depth: then each DepthResult has its part.
     grad_hidden: NDArray[Any] | None = None
     # [N] each, those that were wanted: float32, argmax int32.
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)
@@ -439,7 +497,11 @@ class LossResult(Shown):
             setattr(self.objective, sums.name, getattr(self.objective, sums.name) + getattr(summary.objective, sums.name))
         self.divergence_sum += summary.divergence_sum
         self.target_loss_sum += summary.target_loss_sum
+        self.depths += [DepthResult() for _ in range(len(summary.depths) - len(self.depths))]
+        for depth, sums_of_depth in zip(self.depths, summary.depths):
+            depth.add(sums_of_depth)
         self.valid_rows += summary.valid_rows
+        self.unlisted_rows += summary.unlisted_rows
         self.correct_rows += summary.correct_rows
         self.accumulated_rows += summary.accumulated_rows
         self.repeated_rows += summary.repeated_rows

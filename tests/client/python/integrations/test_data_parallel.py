@@ -32,6 +32,9 @@ CASES = {
     "deferred-sum": ({"deferred": True, "reduction": "sum"}, 1.0, 1),
     "announced": ({"grad_output": 1.0 / MICROBATCHES}, 1.0 / MICROBATCHES, MICROBATCHES),
     "class-weights": ({"class_weights": True}, 1.0, 1),
+    "depths": ({}, 1.0 / MICROBATCHES, MICROBATCHES),
+    "depths-sum": ({"reduction": "sum", "class_weights": True}, 1.0, 1),
+    "depths-class-weights": ({"class_weights": True}, 1.0, 1),
 }
 WRAPPERS = ("DDP", "DDP-no_sync", "FSDP2", "FSDP2-no_sync")
 
@@ -59,6 +62,14 @@ def make_heads(client, prefix):
         client.write_tensor(name, "class_weights", np.linspace(0.5, 2.0, V, dtype=np.float32))
 
 
+def loss_of(head, case, hidden, targets):
+    """Of two depths, of which the second one has other targets, and fewer."""
+    if not case.startswith("depths"):
+        return head(hidden, targets)
+    second = torch.where(targets >= 0, (targets + 7) % V, targets).masked_fill(targets % 3 == 0, -100)
+    return head.depth_losses([hidden, 0.5 * hidden], torch.stack([targets, second]), weights=[1.0, 0.3]).loss
+
+
 def train(client, head_name, case, model, part, process_group, no_sync=contextlib.nullcontext):
     """Two steps on the rows `part` of each microbatch. What one process and several must have in common."""
     options, factor, microbatches = CASES[case]
@@ -75,7 +86,7 @@ def train(client, head_name, case, model, part, process_group, no_sync=contextli
         losses = []
         for each in range(microbatches):
             with no_sync() if each < microbatches - 1 else contextlib.nullcontext():
-                loss = head(model(hidden[each, part]), targets[each, part])
+                loss = loss_of(head, case, model(hidden[each, part]), targets[each, part])
                 (loss * factor).backward()
             losses.append(loss.detach())
         results[f"loss {step}"] = torch.stack(losses)

@@ -156,6 +156,16 @@ std::vector<Duty> DutiesOf(const Plan& plan, int head) {
         std::min<int64_t>(std::max<int64_t>(duty.rows, 1), 1 + static_cast<int64_t>(random() % 3));
     for (int64_t part = 0; part < parts; ++part)
       duty.parts.push_back({duty.rows * part / parts, duty.rows * (part + 1) / parts});
+    for (int64_t left = duty.rows; duty.kind == Kind::kMicrobatch && random() % 2 == 0;) {
+      const bool last = random() % 2 == 0;
+      const int64_t rows = last ? left : static_cast<int64_t>(random() % static_cast<uint64_t>(left + 1));
+      duty.depths.push_back({.rows = rows, .weight = 4.0f / static_cast<float>(1 << duty.depths.size())});
+      left -= rows;
+      if (last) break;
+    }
+    int64_t divided = 0;
+    for (const Depth& depth : duty.depths) divided += depth.rows;
+    if (!duty.depths.empty() && divided < duty.rows) duty.depths.push_back({.rows = duty.rows - divided});
     duties.push_back(std::move(duty));
   }
   return duties;

@@ -79,6 +79,7 @@ struct Duty {
   std::vector<int32_t> targets;    // [rows], -100: ignored
   std::vector<float> row_weights;  // empty or [rows]
   std::vector<RowRange> parts;     // each sent by a task
+  std::vector<Depth> depths;       // empty: the rows are not divided
   bool want_grad_hidden = false;
   int cut_attempts = 0;  // of the first attempts of each part, so many end in the middle
   int bad_attempts = 0;  // so many have a row that is not finite

@@ -22,6 +22,13 @@ float WeightOf(const Duty& duty, int64_t row) {
   return duty.row_weights.empty() ? 1.0f : duty.row_weights[static_cast<size_t>(row)];
 }
 bool HasTarget(const Duty& duty, int64_t row) { return duty.targets[static_cast<size_t>(row)] >= 0; }
+float DepthWeightOf(const Duty& duty, int64_t row) {
+  for (const Depth& depth : duty.depths) {
+    if (row < depth.rows) return depth.weight;
+    row -= depth.rows;
+  }
+  return 1.0f;
+}
 RowRange GroupOf(const Duty& duty, int64_t row, int64_t grid) {
   const int64_t begin = row / grid * grid;
   return {begin, std::min(begin + grid, duty.rows)};
@@ -41,7 +48,7 @@ float PlaceOf(const Duty& duty, int64_t row, int64_t grid) {
 std::string CheckGradient(const float* dx, int64_t row, const Device& device, const StreamFacts& stream) {
   const Duty& duty = *stream.duty;
   if (!HasTarget(duty, row)) return dx[0] == 0.0f ? "" : "the gradient of a row without a target";
-  const float upstream = stream.backward ? UpstreamOf(row) : 1.0f;
+  const float upstream = stream.backward ? UpstreamOf(row) : DepthWeightOf(duty, row);
   if (dx[0] != upstream * NameOf(duty.id, row)) return absl::StrCat("dx of row ", row, " is ", dx[0]);
   const bool in_order = stream.row_grid > 0 && stream.accumulates;
   if (!in_order || device.Of(stream.generation).has_bad_rows) return "";
@@ -77,6 +84,34 @@ std::string CheckRow(const SliceOutput& output, int64_t row, const Device& devic
 
 // ---- Ends ----
 
+// The sums of each depth are those of its rows.
+std::string CheckDepths(const StreamSummary& summary, const StreamFacts& stream) {
+  const Duty& duty = *stream.duty;
+  const size_t expected = stream.retains || stream.backward ? 0 : duty.depths.size();
+  if (summary.depths.size() != expected) return absl::StrCat(summary.depths.size(), " depths");
+  int64_t begin = 0;
+  for (size_t i = 0; i < expected; ++i) {
+    const DepthSummary& depth = summary.depths[i];
+    const int64_t end = begin + duty.depths[i].rows;
+    int64_t valid = 0;
+    double loss = 0.0;
+    for (int64_t row = std::max(begin, stream.rows.begin); row < std::min(end, stream.rows.end); ++row) {
+      if (!HasTarget(duty, row)) continue;
+      ++valid;
+      loss += stream.losses.at(row);
+    }
+    const int64_t booked = depth.accumulated_rows + (stream.accumulates ? depth.repeated_rows : 0);
+    if (depth.sums.valid_rows != valid || depth.sums.loss != loss ||
+        booked != (stream.accumulates ? valid : 0)) {
+      return absl::StrCat("depth ", i, " has ", depth.sums.valid_rows, " rows and a loss of ",
+                          depth.sums.loss, ", and ", booked, " rows were booked, instead of ", valid,
+                          " rows and ", loss);
+    }
+    begin = end;
+  }
+  return "";
+}
+
 std::string CheckOk(const StreamSummary& summary, const StreamFacts& stream, const Device& device) {
   const Duty& duty = *stream.duty;
   int64_t valid = 0;
@@ -101,7 +136,7 @@ std::string CheckOk(const StreamSummary& summary, const StreamFacts& stream, con
                         summary.repeated_rows, " repeated");
   }
   if (stream.versions.size() > 1) return "rows of several versions";
-  return "";
+  return CheckDepths(summary, stream);
 }
 
 bool BelongsToStep(const StreamFacts& stream) {
@@ -278,6 +313,15 @@ std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t 
     if (!wrong.empty()) return wrong;
   }
   return "";
+}
+
+int64_t EndOfDepth(const Duty& duty, int64_t row) {
+  int64_t end = 0;
+  for (const Depth& depth : duty.depths) {
+    end += depth.rows;
+    if (row < end) return end;
+  }
+  return duty.rows;
 }
 
 std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,

@@ -72,6 +72,9 @@ std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, 
 std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t newest_version,
                        StreamFacts& stream);
 // The end of a stream.
+// Behind the last row of the depth of `row`; the end of a microbatch that is not divided.
+int64_t EndOfDepth(const Duty& duty, int64_t row);
+
 std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,
                      const HeadFacts& head, const Device& device, bool stopping);
 

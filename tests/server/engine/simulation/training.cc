@@ -477,6 +477,7 @@ StreamSpec StreamTask::Spec(uint64_t step) const {
   spec.want_rows.loss = spec.want_rows.lse = true;
   const auto begin = facts_.rows.begin, end = facts_.rows.end;
   spec.targets.assign(duty.targets.begin() + begin, duty.targets.begin() + end);
+  if (!facts_.retains) spec.depths = duty.depths;
   if (!duty.row_weights.empty())
     spec.row_weights.assign(duty.row_weights.begin() + begin, duty.row_weights.begin() + end);
   return spec;
@@ -540,7 +541,8 @@ std::vector<RowRange> StreamTask::Cut() {
   const SliceLimits limits = stream_->limits();
   std::vector<RowRange> slices;
   for (int64_t row = facts_.rows.begin; row < facts_.rows.end; row = slices.back().end) {
-    const int64_t most = std::min({limits.max_rows, facts_.rows.end - row, limits.NextGridRow(row) - row});
+    const int64_t most = std::min({limits.max_rows, facts_.rows.end - row, limits.NextGridRow(row) - row,
+                                   EndOfDepth(*facts_.duty, row) - row});
     slices.push_back({row, row + 1 + static_cast<int64_t>(scheduler().Draw(static_cast<uint64_t>(most)))});
   }
   if (!limits.has_grid() && scheduler().Draw(2) == 0) std::reverse(slices.begin(), slices.end());

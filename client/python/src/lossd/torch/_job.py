@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -120,23 +120,30 @@ class Module(Protocol):
     continuation: Continuation
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
+    def has_target(self, labels: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which rows are not ignored."""
+
 
 class Job:
     """One microbatch from start() to the end of backward."""
 
-    def __init__(self, module: Module, hidden: torch.Tensor, labels: NDArray[np.int32],
+    def __init__(self, module: Module, parts: tuple[torch.Tensor, ...], labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
-                 numbers: Mapping[str, Any], taught: torch.Tensor | None = None) -> None:
-        """`numbers`: of options.objective or options.rest, arrays that Client.compute_loss takes under these names. `taught`: hidden states of
+                 numbers: Mapping[str, Any], taught: torch.Tensor | None = None, depths: Sequence[lossd.Depth] = ()) -> None:
+        """`parts`: the hidden states, as they travel; one tensor, or one of the same shape for each of `depths`. `numbers`: of options.objective or options.rest, arrays that Client.compute_loss takes under these names. `taught`: hidden states of
         options.distillation's teacher, (..., its D), as they travel."""
         self.module = module
         self.options = options
         self.numbers = numbers
         self.taught = taught
-        self.hidden = hidden  # as it travels; part of the graph
+        self.parts = parts  # part of the graph
+        self.depths = depths
+        self.hidden = parts[0]
         self.labels = labels
         self.row_weights = row_weights
-        self.shape = hidden.shape[:-1]  # of the targets
+        self.shape = self.hidden.shape[:-1]  # of the targets
+        if len(parts) > 1:
+            self.shape = torch.Size((len(parts), *self.shape))
         self.plan = plan
         self.number = number
         self.step = module.steps.step
@@ -150,7 +157,7 @@ class Job:
         self.pending: lossd.PendingLoss | None = None
         self._anchor = Anchor(plan.head or plan.evaluates)
         self._known: LossResult | None = None  # of the first pass, in a second one
-        self._gradient: torch.Tensor | None = None  # where the client writes it
+        self._gradient: list[torch.Tensor] | None = None  # of each part, where the client writes it
         self._lazy_loss: torch.Tensor | None = None  # memory of a loss that waits for its value
         self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted; likewise below
         self._gradient_error: torch.Tensor | None = None
@@ -162,8 +169,7 @@ class Job:
 
     @property
     def _valid(self) -> NDArray[np.bool_]:
-        valid: NDArray[np.bool_] = self.labels != self.module.options.ignore_index
-        return valid
+        return self.module.has_target(self.labels)
 
     @property
     def dtype(self) -> DType:
@@ -175,7 +181,7 @@ class Job:
 
     def _pass_key(self) -> bytes:
         """Of the computation among the first passes under checkpoints."""
-        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective} {self.options.distillation} {self.options.rest}")
+        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective} {self.options.distillation} {self.options.rest} {self.depths}")
 
     def start(self) -> None:
         if self.plan.repeats:
@@ -193,31 +199,37 @@ class Job:
         gradient: Any = False
         if self.writes_hidden and not self.row_losses:
             gradient = self._gradient_memory(place)
-        sent = _input.to_send(self.hidden.detach().reshape(-1, module.hidden_size), place)
-        teacher, ready = None, sent.ready
+        sent = [_input.to_send(part.detach().reshape(-1, module.hidden_size), place) for part in self.parts]
+        hidden = sent[0].array if len(sent) == 1 else [part.array for part in sent]
+        teacher, ready = None, _input.both(*(part.ready for part in sent))
         if self.taught is not None:
             beside = _input.to_send(self.taught.reshape(-1, self.taught.shape[-1]), place)
-            teacher, ready = beside.array, _input.both(sent.ready, beside.ready)
+            teacher, ready = beside.array, _input.both(ready, beside.ready)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")
         reduction: Reduction = module.reduction
         if self.row_losses:
             reduction = "none"
-        elif self.normalizer != 1.0:
+        elif self.normalizer != 1.0 or self.depths:
             reduction = "mean"
         self.pending = module.client.compute_loss_async(
-            module.head_name, sent.array, self.labels, dtype=self.dtype, options=self.options,
+            module.head_name, hidden, self.labels, dtype=self.dtype, options=self.options,
             step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=self.row_weights,
-            reduction=reduction, normalizer=self.normalizer if reduction == "mean" else None,
+            reduction=reduction, normalizer=self.normalizer if reduction == "mean" and not self.depths else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, teacher_hidden=teacher, **self.numbers,
-            **module.transport)
+            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, teacher_hidden=teacher, depths=self.depths,
+            **self.numbers, **module.transport)
 
     def _gradient_memory(self, place: _input.Place) -> Any:
-        shape = torch.Size((math.prod(self.shape), self.module.hidden_size))
-        self._gradient = _input.empty(shape, self.hidden.dtype, self.hidden.device, place)
-        return _input.as_sent(self._gradient)
+        shape = torch.Size((self.hidden.numel() // self.module.hidden_size, self.module.hidden_size))
+        self._gradient = [_input.empty(shape, part.dtype, part.device, place) for part in self.parts]
+        sent = [_input.as_sent(gradient) for gradient in self._gradient]
+        return sent[0] if len(sent) == 1 else sent
+
+    def result(self) -> LossResult:
+        """Waits for it."""
+        return self._wait()
 
     def _wait(self) -> LossResult:
         if self._known is not None:
@@ -269,7 +281,7 @@ class Job:
             loss = self.output()
             assert isinstance(loss, torch.Tensor)
             return loss
-        lazy: torch.Tensor = Direct.apply(self._anchor.tensor, self.hidden, self, None)
+        lazy: torch.Tensor = Direct.apply(self._anchor.tensor, self, None, *self.parts)
         self._lazy_loss = lazy.detach()
         return lazy
 
@@ -286,7 +298,7 @@ class Job:
             if self.row_losses:
                 loss = self._deferred_loss(rows)
             else:
-                loss = Direct.apply(self._anchor.tensor, self.hidden, self, result.loss)
+                loss = Direct.apply(self._anchor.tensor, self, result.loss, *self.parts)
         if not self.module.extras:
             return loss
         return loss, self._extras(result, rows)
@@ -340,15 +352,15 @@ class Job:
                 "zero_grad() or discard(), or another LossHead that begins the step again, came between forward and "
                 f"backward of this loss, and discarded {what}. Call zero_grad() before forward or after step()")
 
-    def gradient(self, factor: float = 1.0) -> torch.Tensor | None:
-        """What backward hands to the hidden states, times `factor`."""
+    def gradients(self, factor: float = 1.0) -> list[torch.Tensor | None]:
+        """What backward hands to the hidden states, to each part of them, times `factor`."""
         if self._gradient is None:
-            return None
+            return [None] * len(self.parts)
+        written, self._gradient = self._gradient, None
         if factor != 1.0:
-            self._gradient.mul_(factor)
-        gradient = _input.to_device(self._gradient, self.hidden.device).reshape(self.hidden.shape)
-        self._gradient = None
-        return gradient
+            for gradient in written:
+                gradient.mul_(factor)
+        return [_input.to_device(gradient, part.device).reshape(part.shape) for gradient, part in zip(written, self.parts)]
 
     def run_backward(self, upstream: dict[RowOutput, torch.Tensor | None]) -> None:
         """Deferred mode: the rows' upstream gradients have come."""
@@ -365,7 +377,7 @@ class Job:
             gradient: Any = False
             if self.writes_hidden:
                 gradient = self._gradient_memory(_input.place_of(self.hidden, module.client))
-                _input.settle(self._gradient)
+                _input.settle(self._gradient[0] if self._gradient else None)
             with steps.sending(self.number, self.plan.head):
                 pending = module.client.backward_async(
                     module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
@@ -393,7 +405,7 @@ class Job:
             if name in rows:
                 setattr(extras, name, self._shaped(rows[name]))
         if "z_loss" in self.module.extras:
-            extras.z_loss = self.scalar(result.z_loss_sum / self.normalizer if self.normalizer else 0.0)
+            extras.z_loss = self.scalar(self._z_loss(result))
         if "accuracy" in self.module.extras:
             extras.accuracy = self.scalar(_per_valid_row(result, result.correct_rows))
         for extra, sums in _OBJECTIVE_EXTRAS.items():
@@ -407,6 +419,12 @@ class Job:
             self._dropped_mass = self.scalar(math.nan if later else _per_valid_row(result, result.dropped_mass))
             extras.dropped_mass = self._dropped_mass
         return extras
+
+    def _z_loss(self, result: LossResult) -> float:
+        if not self.depths:
+            return result.z_loss_sum / self.normalizer if self.normalizer else 0.0
+        return sum(depth.weight * found.z_loss_sum / found.normalizer
+                   for depth, found in zip(self.depths, result.depths) if found.normalizer)
 
     def scalar(self, value: float) -> torch.Tensor:
         # Unlike torch.tensor, full does not wait for the device.

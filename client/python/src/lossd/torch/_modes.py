@@ -136,7 +136,7 @@ class Direct(torch.autograd.Function):
     """Gradients that are known already."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, loss: float | None) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, job: Job, loss: float | None, *hidden: torch.Tensor) -> torch.Tensor:
         ctx.job = job
         return job.scalar(math.nan if loss is None else loss)
 
@@ -150,7 +150,7 @@ class Direct(torch.autograd.Function):
         ctx.job = None
         job.fill_lazy_loss()
         job.had_backward()
-        return torch.zeros(()), _once_differentiable(job.gradient(factor)), None, None
+        return torch.zeros(()), None, None, *map(_once_differentiable, job.gradients(factor))
 
 
 class Deferred(torch.autograd.Function):
@@ -171,7 +171,7 @@ class Deferred(torch.autograd.Function):
         job.check_backward()
         ctx.job = None
         job.run_backward(dict(zip(ctx.names, upstream)))
-        return torch.zeros(()), _once_differentiable(job.gradient()), None, None, None
+        return torch.zeros(()), _once_differentiable(job.gradients()[0]), None, None, None
 
 
 _SECOND_BACKWARD = (

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn
 
@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 import lossd
 from lossd import errors
 from lossd._arrays import known_arguments
-from lossd.torch import _data_parallel, _input, _modes, _step_tracker
+from lossd._plan import listed
+from lossd.torch import _data_parallel, _depths, _input, _modes, _step_tracker
+from lossd.torch._depths import DepthLosses
 from lossd.torch._modes import outside_of_compile
 from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
@@ -56,7 +58,8 @@ class LossHead(torch.nn.Module):
             streams: int | None = None, slice_bytes: int | None = None, timeout: float | None = None,
             ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
             logit_scale: float = 1.0, gradients: Gradients | None = None, filter_epsilon: float | None = None,
-            sample_threshold: float | None = None, max_gradient_error: float | None = None) -> None:
+            sample_threshold: float | None = None, max_gradient_error: float | None = None,
+            refuse_unlisted: bool = False) -> None:
         """
         Args:
           head: the head's name on the server.
@@ -88,6 +91,8 @@ class LossHead(torch.nn.Module):
           logit_scale: multiplies the logits before the softcap (1 / temperature).
           gradients: "exact", "filtered", "sampled" or "auto". None: as the head was created.
           filter_epsilon, sample_threshold, max_gradient_error: of gradients that are not exact; see lossd.LossOptions.
+          refuse_unlisted: of a head with a draft vocabulary (create_head(class_list=)): lossd.InvalidArgument for a target
+            that is not among its classes. False: its row is ignored.
         """
         super().__init__()
         _input.check_words(client, head, reduction, state)
@@ -98,7 +103,8 @@ class LossHead(torch.nn.Module):
             {"normalizer": normalizer, "timeout": timeout, "streams": streams, "slice_bytes": slice_bytes,
              "averaged_over": averaged_over, "rank": rank, "world_size": world_size, "filter_epsilon": filter_epsilon,
              "sample_threshold": sample_threshold, "max_gradient_error": max_gradient_error})
-        _input.check_flags(class_weights=class_weights, shift=shift, deferred=deferred, train_head=train_head)
+        _input.check_flags(class_weights=class_weights, shift=shift, deferred=deferred, train_head=train_head,
+                           refuse_unlisted=refuse_unlisted)
         self.extras: tuple[Extra, ...] = _input.names_of_extras(extras, EXTRAS)
         self.client = client
         self.head_name = head
@@ -106,7 +112,7 @@ class LossHead(torch.nn.Module):
         self.options = lossd.LossOptions(
             ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
             logit_scale=logit_scale, use_class_weights=class_weights, gradients=gradients, filter_epsilon=filter_epsilon,
-            sample_threshold=sample_threshold, max_gradient_error=max_gradient_error)
+            sample_threshold=sample_threshold, max_gradient_error=max_gradient_error, refuse_unlisted=bool(refuse_unlisted))
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
@@ -123,6 +129,9 @@ class LossHead(torch.nn.Module):
         description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
+        # Of a head with a draft vocabulary (create_head(class_list=)): its classes, as targets name them.
+        self._classes = np.array(description.spec.class_list, np.int32) if description.spec.class_list else None
+        self._most_label = description.spec.full_vocab_size or self.vocab_size  # labels are below
         self._frozen_on_server = description.spec.frozen
         self.train_head = bool(train_head) and not description.spec.frozen
         self.deterministic = description.slice_limits.row_grid > 0
@@ -315,7 +324,9 @@ class LossHead(torch.nn.Module):
                                "reduction 'mean' or 'sum'")
         _input.check_teacher(teacher_hidden, hidden, distillation, targets)
         if targets is None:
-            targets = torch.full(hidden.shape[:-1], 1 if self.options.ignore_index == 0 else 0, dtype=torch.int64)
+            names = range(2) if self._classes is None else self._classes.tolist()
+            any_class = next(each for each in names if each != self.options.ignore_index)
+            targets = torch.full(hidden.shape[:-1], any_class, dtype=torch.int64)
         options = replace(self.options, distillation=distillation)
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
                                            teacher_hidden))
@@ -356,6 +367,72 @@ class LossHead(torch.nn.Module):
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
                                            soft=soft))
 
+    def depth_losses(self, hidden: torch.Tensor | Sequence[torch.Tensor], targets: torch.Tensor, *,
+                     weights: Sequence[float] | None = None, row_weights: torch.Tensor | None = None,
+                     normalizers: Sequence[float] | None = None, microbatch: int | None = None) -> DepthLosses:
+        """The losses of several hidden states per token under this head, in one call: multi-token prediction.
+
+            found = head.depth_losses([main, mtp_1, mtp_2], next_tokens, weights=[1.0, 0.3, 0.3])
+            found.loss.backward()  # losses[0] + 0.3 * losses[1] + 0.3 * losses[2]
+
+        One pass over the weights serves all depths, and their gradients are those of separate calls. The module's options
+        and reduction hold for each depth; deferred=True and reduction "none" do not go with depths (RuntimeError).
+
+        Args:
+          hidden: (K, ..., D), or K tensors (..., D) of one shape, dtype and device, which are not copied together.
+          targets: (K, ...), those of each depth. Or (...), those of depth 0: then depth k has the target k positions further
+            along the last dimension, and none at its last k positions.
+          weights: K factors of the depths' losses, finite and not negative. None: 1 each.
+          row_weights: (K, ...), or (...) for all depths; as in start().
+          normalizers: K numbers that the depths' means divide by. None: the module's for each, or else the number (with
+            class weights: weight) of valid targets of the depth. With process_group, those of all ranks.
+          microbatch: as in start().
+        """
+        if self.deferred:
+            raise RuntimeError("depth_losses() computes gradients at once: make the head without deferred=True, and with "
+                               "reduction 'mean' or 'sum'")
+        plan = _modes.plan(self.train_head, self.training, _depths.any_part(hidden))
+        together = plan.counts_with_ranks
+        asks = together and self._counted_together(None if normalizers is None else 1.0)
+        with self.parallel.before_total(asks, len(hidden)):
+            self.client.check_usable()
+            rows = _depths.read(self.head_name, self.hidden_size, hidden, targets, row_weights, weights, shift=self.shift,
+                                vocab_size=self._most_label, ignore_index=self.options.ignore_index)
+            if normalizers is not None and len(normalizers) != len(rows.labels):
+                raise ValueError(f"normalizers has {len(normalizers)} numbers for {len(rows.labels)} depths")
+            if plan.joins_step:
+                self._settle_left_over()
+                self.continuation.begin()
+        depths = rows.depths(self._normalizers(rows.labels, normalizers, together))
+        job = Job(self, tuple(_input.autocast(part) for part in rows.parts), np.concatenate(rows.labels), rows.row_weights, plan,
+                  self._number(plan, microbatch), self.options, {}, depths=depths)
+        try:
+            job.start()
+            return _depths.losses_of(job)
+        except BaseException:
+            job.cancel()  # after an interrupt; else it has ended
+            raise
+
+    def _number(self, plan: _modes.Plan, microbatch: int | None) -> int:
+        """Of the next microbatch."""
+        number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
+        if self.deterministic:
+            self.steps.check_order(number)
+        return number
+
+    def _normalizers(self, labels: Sequence[NDArray[np.int32]], given: Sequence[float] | None, training: bool) -> list[float]:
+        """_normalizer() of several depths, with one communication for all of them."""
+        ranks = self.parallel.averaged_over if training else 1
+        if self.reduction != "mean":
+            return [1.0 / ranks] * len(labels)
+        if given is None and self.normalizer is not None:
+            given = [self.normalizer] * len(labels)
+        if given is not None:
+            return [_input.number("normalizers", value) / ranks for value in given]
+        with self.parallel.before_total(training, len(labels)):
+            counts = [self._count(of_depth) for of_depth in labels]
+        return [total / ranks for total in self.parallel.totals(*counts)] if training else counts
+
     def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
                teacher_hidden: torch.Tensor | None = None, soft: dict[str, NDArray[Any]] | None = None) -> PendingHeadLoss:
@@ -367,21 +444,19 @@ class LossHead(torch.nn.Module):
             self.client.check_usable()
             _input.check_shapes(self.head_name, self.hidden_size, self.shift, hidden, targets, rows)
             labels = _input.labels(targets, self.shift, self.options.ignore_index)
-            _input.check_labels(labels, self.vocab_size, self.options.ignore_index)
+            _input.check_labels(labels, self._most_label, self.options.ignore_index)
             if plan.joins_step:
                 self._settle_left_over()
                 self.continuation.begin()
         total = self._normalizer(labels, normalizer, together)
         wire = _input.autocast(hidden)
-        number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
-        if self.deterministic:
-            self.steps.check_order(number)
+        number = self._number(plan, microbatch)
         floats = {name: _input.weights(tensor) for name, tensor in rows.items()}
         weights = floats.pop("row_weights")
         numbers: dict[str, NDArray[Any]] = {name: values for name, values in floats.items() if values is not None}
         numbers.update(soft or {})
         taught = None if teacher_hidden is None else teacher_hidden.to(wire.dtype)
-        job = Job(self, wire, labels, weights, plan, number, options, numbers, taught)
+        job = Job(self, (wire,), labels, weights, plan, number, options, numbers, taught)
         job.normalizer = total
         job.start()
         return PendingHeadLoss(job)
@@ -404,12 +479,19 @@ class LossHead(torch.nn.Module):
 
     def _count(self, labels: NDArray[np.int32]) -> float:
         """The number of valid labels; with class weights their sum."""
-        valid = labels != self.options.ignore_index
+        found = labels[self.has_target(labels)]
         if not self.options.use_class_weights:
-            return float(np.count_nonzero(valid))
+            return float(len(found))
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
-        return float(self._class_weights[labels[valid]].sum(dtype=np.float64))
+        if self._classes is not None:
+            found = np.searchsorted(self._classes, found)
+        return float(self._class_weights[found].sum(dtype=np.float64))
+
+    def has_target(self, labels: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of the labels are classes of the head, so that their rows are not ignored."""
+        valid: NDArray[np.bool_] = labels != self.options.ignore_index
+        return valid if self._classes is None else valid & listed(labels, self._classes)
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
         earlier = _step_tracker.succeed(_step_tracker.Feeder(

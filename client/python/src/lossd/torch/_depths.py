@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What LossHead.depth_losses is given and returns: hidden states of several depths, their targets, and the loss of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import lossd
+from lossd.torch import _input
+from lossd.torch._job import Job, LossExtras
+from lossd.types import MOST_DEPTHS
+
+
+@dataclass
+class DepthLosses:
+    """The loss of several depths, which has a backward, and what it is made of. Tensors of all depths are on the CPU."""
+
+    loss: torch.Tensor  # the sum of weights[k] * losses[k]; part of the graph
+    losses: torch.Tensor  # (K,) float32: of each depth, before its weight; no part of the graph
+    accuracy: torch.Tensor  # (K,) float32: share of valid rows whose largest logit is the target's; 0 without such rows
+    valid_rows: torch.Tensor  # (K,) int64: rows with a target, of this trainer
+    extras: LossExtras | None = None  # what LossHead was told in `extras`; tensors of rows have the shape (K, ...)
+
+
+@dataclass(frozen=True)
+class DepthRows:
+    """The rows of one call, checked."""
+
+    parts: tuple[torch.Tensor, ...]  # one (K, ..., D), or K of (..., D)
+    labels: list[NDArray[np.int32]]  # [rows] of each depth
+    row_weights: NDArray[np.float32] | None  # [all rows]
+    weights: list[float]
+
+    def depths(self, normalizers: Sequence[float]) -> list[lossd.Depth]:
+        return [lossd.Depth(len(labels), weight, normalizer)
+                for labels, weight, normalizer in zip(self.labels, self.weights, normalizers)]
+
+
+def any_part(hidden: Any) -> torch.Tensor:
+    """The tensor of what was given that says whether hidden states need a gradient. TypeError if there is none."""
+    parts = _parts(hidden)
+    return next((part for part in parts if part.requires_grad), parts[0])
+
+
+def shifted(labels: NDArray[np.int32], by: int, ignore_index: int) -> NDArray[np.int32]:
+    """Those `by` positions further along the last dimension; ignore_index where there is none."""
+    if by == 0:
+        return labels
+    found = np.full_like(labels, ignore_index)
+    found[..., :-by] = labels[..., by:]
+    return found
+
+
+def read(head: str, hidden_size: int, hidden: Any, targets: Any, row_weights: Any, weights: Any, *, shift: bool,
+         vocab_size: int, ignore_index: int) -> DepthRows:
+    """TypeError, ValueError or lossd.InvalidArgument, naming the argument, if they are not rows of depths."""
+    parts = _parts(hidden)
+    views = parts if len(parts) > 1 else parts[0].unbind(0)
+    count = len(views)
+    if not 1 <= count <= MOST_DEPTHS:
+        raise ValueError(f"hidden has {count} depths; it must have 1 to {MOST_DEPTHS}")
+    _input.check_tensors(views[0], targets, {"row_weights": row_weights})
+    factors = _weights(weights, count)
+    rows_of_one = targets.dim() == views[0].dim() - 1
+    of_depths = [targets] * count if rows_of_one else _of_each("targets", targets, count)
+    masks: Sequence[torch.Tensor | None] = [None] * count
+    if row_weights is not None:
+        shared = row_weights.dim() == views[0].dim() - 1
+        masks = [row_weights] * count if shared else _of_each("row_weights", row_weights, count)
+    labels: list[NDArray[np.int32]] = []
+    for depth, view in enumerate(views):
+        _input.check_shapes(head, hidden_size, shift, view, of_depths[depth], {"row_weights": masks[depth]})
+        if rows_of_one and targets.dim() == 0 and count > 1:
+            raise ValueError("targets of one sequence for several depths need at least one dimension")
+        known = _input.labels(of_depths[depth], shift, ignore_index).reshape(view.shape[:-1])
+        labels.append(shifted(known, depth if rows_of_one else 0, ignore_index).reshape(-1))
+        _input.check_labels(labels[-1], vocab_size, ignore_index)
+    arrays = [array for array in map(_input.weights, masks) if array is not None]
+    return DepthRows(parts, labels, np.concatenate(arrays) if arrays else None, factors)
+
+
+def _parts(hidden: Any) -> tuple[torch.Tensor, ...]:
+    """One tensor (K, ..., D), or K > 1 of (..., D)."""
+    if isinstance(hidden, torch.Tensor):
+        if hidden.dim() < 2:
+            raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be (K, ..., D), or K tensors (..., D)")
+        return (hidden,)
+    if not isinstance(hidden, (list, tuple)) or not hidden or not all(isinstance(part, torch.Tensor) for part in hidden):
+        raise TypeError("hidden must be a tensor (K, ..., D), or a list or tuple of tensors (..., D), one for each depth")
+    first = hidden[0]
+    for index, part in enumerate(hidden):
+        if (part.shape, part.dtype, part.device) != (first.shape, first.dtype, first.device):
+            raise ValueError(f"hidden[{index}] has shape {tuple(part.shape)} and is {part.dtype} on {part.device}; hidden[0] has "
+                             f"{tuple(first.shape)} and is {first.dtype} on {first.device}")
+    return tuple(hidden) if len(hidden) > 1 else (first.unsqueeze(0),)
+
+
+def _of_each(name: str, tensor: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+    if tensor.dim() == 0 or len(tensor) != count:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; {count} depths need ({count}, ...), or (...) for all")
+    return tensor.unbind(0)
+
+
+def _weights(weights: Any, count: int) -> list[float]:
+    if weights is None:
+        return [1.0] * count
+    values = [_input.number(f"weights[{index}]", value) for index, value in enumerate(weights)]
+    if len(values) != count:
+        raise ValueError(f"weights has {len(values)} numbers for {count} depths")
+    for index, value in enumerate(values):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"weights[{index}] is {value}; it must be finite and not negative")
+    return values
+
+
+def losses_of(job: Job) -> DepthLosses:
+    """Waits for the result."""
+    output = job.output()
+    loss, extras = output if isinstance(output, tuple) else (output, None)
+    depths = job.result().depths
+    return DepthLosses(
+        loss, torch.tensor([depth.loss for depth in depths], dtype=torch.float32),
+        torch.tensor([depth.correct_rows / depth.valid_rows if depth.valid_rows else 0.0 for depth in depths], dtype=torch.float32),
+        torch.tensor([depth.valid_rows for depth in depths], dtype=torch.int64), extras)
