@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import io
 import json
@@ -396,12 +397,33 @@ class Rank:
             if group is not None:
                 module = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
         self.module, self.squared_norms = module, {}
+        if configuration.embedded:
+            self._warm_up(mesh.get_group("stage"))
         stage = pipelining.PipelineStage(module, self.index, configuration.stages, self.device,
                                          group=mesh.get_group("stage"))
         if configuration.schedule == OVERLAPPED:
             self.schedule = Overlapped1F1B(stage, self.microbatches, loss_fn=loss_fn, slack=configuration.slack)
         else:
             self.schedule = pipelining.Schedule1F1B(stage, self.microbatches, loss_fn=loss_fn)
+
+    def _warm_up(self, group: Any) -> None:
+        """A step of a copy of the stages without the head, which loads the code that they need. cuBLAS loads its own when it first
+        multiplies matrices of a kind, and waits for all work on the GPU then: beside a head in the same process for work that waits
+        for this rank."""
+        from torch.distributed import pipelining
+        own = copy.deepcopy(self.module)
+        stage = pipelining.PipelineStage(own, self.index, self.configuration.stages, self.device, group=group)
+        count = 2 * self.configuration.stages
+        rows = count * self.settings.sequences
+        schedule = pipelining.Schedule1F1B(stage, count, loss_fn=lambda output, _: output.float().square().mean())
+        tokens = torch.from_numpy(make_tokens(self.settings.shape, rows, self.settings.seed, 0)[:, :-1].copy())
+        received = {"target": torch.zeros(rows, 1, device=self.device)} if self.last else {}
+        for _ in range(2):
+            schedule.step(*([tokens.to(self.device)] if self.first else []), return_outputs=False, **received)
+            if parameters := list(own.parameters()):
+                make_optimizer(parameters, self.settings.lr).step()
+        synchronize(self.device)
+        torch.distributed.barrier()
 
     def batches(self) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
         """Inputs and targets of every step, as far as this stage needs them. A server's targets stay on the host."""
