@@ -50,7 +50,7 @@ struct MicrobatchTerms {
   bool want_grad_hidden = false;
   bool want_row_entropy = false;
   bool want_top_classes = false;
-  int32_t target_count = 0;  // of soft targets
+  int32_t target_count = 0;        // of soft targets
   std::vector<DepthTerms> depths;  // empty: the microbatch is not divided
 
   // Host memory that the terms have beside the struct.

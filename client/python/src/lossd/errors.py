@@ -163,9 +163,10 @@ def from_rpc(error: grpc.RpcError, target: str, server_version: str | None = Non
         message = f"{code.name}: {message}"
     if issubclass(kind, _NAME_THE_SERVER):
         message = f"{message} (server {target})"
-    if kind is Unimplemented:
+    detail = _detail(error)
+    if kind is Unimplemented and detail is None:  # who says what it does not take knows the call
         message = _unimplemented(message, target, server_version)
-    return kind(message, _detail(error))
+    return kind(message, detail)
 
 
 def from_code(code: int, message: str) -> LossdError:
