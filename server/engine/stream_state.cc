@@ -505,10 +505,6 @@ void StreamRows::SetRetained(std::vector<RetainedRows> retained, RowGradients gr
   is_backward_ = !gradients_.loss.empty();
 }
 
-const float* StreamRows::At(const std::vector<float>& values, RowRange rows) const {
-  return values.empty() ? nullptr : values.data() + (rows.begin - spec_.rows.begin);
-}
-
 Binding StreamRows::binding() const {
   Binding binding{.step = spec_.step, .weights = head_state_.weights_version};
   if (spec_.accumulate_gradients || spec_.retain || is_backward())
@@ -518,13 +514,16 @@ Binding StreamRows::binding() const {
 
 void StreamRows::PutValues(RowRange rows, kernels::Slice& slice) const {
   slice.targets = targets(rows);
-  slice.row_weights = At(spec_.row_weights, rows);
-  slice.grad_loss = At(gradients_.loss, rows);
-  slice.grad_lse = At(gradients_.lse, rows);
-  slice.grad_entropy = At(gradients_.entropy, rows);
-  slice.advantages = At(spec_.numbers.advantages, rows);
-  slice.old_logprobs = At(spec_.numbers.old_logprobs, rows);
-  slice.ref_logprobs = At(spec_.numbers.ref_logprobs, rows);
+  const auto values_of = [&](const std::vector<float>& values) {
+    return values.empty() ? nullptr : values.data() + (rows.begin - spec_.rows.begin);
+  };
+  slice.row_weights = values_of(spec_.row_weights);
+  slice.grad_loss = values_of(gradients_.loss);
+  slice.grad_lse = values_of(gradients_.lse);
+  slice.grad_entropy = values_of(gradients_.entropy);
+  slice.advantages = values_of(spec_.numbers.advantages);
+  slice.old_logprobs = values_of(spec_.numbers.old_logprobs);
+  slice.ref_logprobs = values_of(spec_.numbers.ref_logprobs);
   slice.target_count = spec_.soft.count;
   if (slice.target_count > 0) {
     const int64_t first_entry = (rows.begin - spec_.rows.begin) * slice.target_count;

@@ -181,7 +181,6 @@ class StreamRows {
   absl::Status MapTargets(int64_t vocab_size);
   absl::Status ResolveNormalizer();
   absl::Status ResolveDepths();
-  const float* At(const std::vector<float>& values, RowRange rows) const;
 
   StreamSpec spec_;
   MicrobatchTerms terms_;

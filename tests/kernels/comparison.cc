@@ -485,7 +485,8 @@ void ExpectSliceMatches(DType compute, const Problem& problem, const SliceData& 
     }
   }
   if (!slice.want_grad_hidden) return;
-  ExpectGradientNear("grad_hidden", got.grad_hidden, want.grad_hidden, tolerance, problem.hidden_dtype,
+  ExpectGradientNear("grad_hidden", got.grad_hidden, want.grad_hidden,
+                     OverClasses(tolerance, compute, problem.config.vocab_size), problem.hidden_dtype,
                      MaxAbsLogit({&want, 1}));
 }
 

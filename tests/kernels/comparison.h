@@ -96,6 +96,14 @@ constexpr Tolerance ToleranceFor(DType compute, bool rounded = true) {
   return {};
 }
 
+// Of hidden gradients, which are sums over `classes` terms. A product in fp32 may add them up one after the
+// other, as OpenBLAS does with small matrices on some processors: then roundings of sums add up, too, at
+// worst to `classes` times half a unit, and where all terms are alike to about an eighth of that.
+constexpr Tolerance OverClasses(Tolerance tolerance, DType compute, int64_t classes) {
+  if (compute == DType::kFloat32) tolerance.magnitude += static_cast<double>(classes) * 0x1p-24 / 8.0;
+  return tolerance;
+}
+
 // What a result of a row may be off at most where hidden states are not rounded, logits are up to 100 in
 // size, and D is up to 512.
 inline constexpr double kRowTolerance = 1e-4;

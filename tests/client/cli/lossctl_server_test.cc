@@ -389,7 +389,7 @@ TEST_F(LossctlServerTest, SoftTargetsComeFromFiles) {
   Run(rows + "--top-k 1 --rows-out rows.safetensors");
   const std::string weights = "--target-weights rows.safetensors:row_loss ";
   const std::string files = "--target-classes rows.safetensors:top_classes " + weights;
-  EXPECT_THAT(Run(rows + "--rest renormalized " + files), ContainsRegex("\nloss +[0-9.]+"));
+  EXPECT_THAT(Run(rows + "--rest renormalized " + files), ContainsRegex("^loss +[0-9.]+"));
   EXPECT_THAT(Run(rows + "--rest one-class " + files, 4), HasSubstr("open.target_weights"));
   EXPECT_THAT(Run(rows + "--rest none --target-classes rows.safetensors:row_argmax " + weights, 4),
               HasSubstr("both must have [N, K]"));

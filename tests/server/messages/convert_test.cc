@@ -204,6 +204,7 @@ TEST(ConvertTest, HeadConfigThereAndBack) {
   spec.set_logits(v1::LOGITS_RECOMPUTED);
   spec.set_gradients(v1::GRADIENTS_AUTO);
   spec.set_workspace_bytes(uint64_t{1} << 26);
+  spec.set_residency(v1::RESIDENCY_HOST);
   const auto config = ToHeadConfig(spec, "spec.", kernels::DType::kFloat32);
   ASSERT_TRUE(config.ok()) << config.status();
   engine::HeadSnapshot snapshot;

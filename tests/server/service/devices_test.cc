@@ -300,6 +300,7 @@ TEST(DevicesServiceTest, ByVocabularyTheDevicesTogetherHoldAHeadOnce) {
   TestServer three(WithDevices(3));
   v1::CreateHeadRequest request = SmallHead();
   request.mutable_spec()->set_split(v1::SPLIT_VOCABULARY);
+  request.mutable_spec()->set_vocab_size(3000);  // logits take most of the workspace
   const auto of_one = Connect(one.target())->CreateHead(request);
   const auto of_three = Connect(three.target())->CreateHead(request);
   ASSERT_TRUE(of_one.ok() && of_three.ok()) << of_one.status() << of_three.status();

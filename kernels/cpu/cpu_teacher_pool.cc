@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/cpu/cpu_teacher_pool.h"
+
+#include <cstring>
+#include <utility>
+
+#include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
+
+namespace lossd::kernels {
+
+absl::StatusOr<MemoryBytes> CpuTeacherPool::GrowthWith(int64_t bytes) const {
+  LOSSD_TRY(const int64_t size, pool_.SizeWith(bytes));
+  MemoryBytes growth;
+  growth[MemoryKind::kTeacherPool] = size == pool_.size() ? 0 : size;
+  return growth;
+}
+
+// The old memory goes when the new one is there.
+absl::StatusOr<TeacherPool::Id> CpuTeacherPool::Add(int64_t bytes) {
+  LOSSD_TRY(const MemoryBytes growth, GrowthWith(bytes));
+  if (const int64_t size = growth[MemoryKind::kTeacherPool]; size > 0) {
+    LOSSD_TRY(MemoryAccounting::Reservation reservation, accounting_->Reserve("the teacher pool", growth));
+    LOSSD_TRY(AlignedBytes memory, AllocateAligned(size));
+    memory_ = std::move(memory);
+    reservation_ = std::move(reservation);
+  }
+  return pool_.Add(bytes);
+}
+
+void CpuTeacherPool::Remove(TeacherPool::Id id) {
+  pool_.Remove(id);
+  if (pool_.size() > 0) return;
+  memory_.reset();
+  reservation_ = MemoryAccounting::Reservation();
+}
+
+uint8_t* CpuTeacherPool::Use(TeacherPool::Id id, const uint8_t* values, int64_t bytes) {
+  const TeacherPool::Place place = pool_.Use(id);
+  uint8_t* const here = memory_.get() + place.offset;
+  if (!place.copy) return here;
+  const absl::Time begin = clocks::SteadyNow();
+  std::memcpy(here, values, static_cast<size_t>(bytes));
+  pool_.AddCopying(id, clocks::SteadyNow() - begin);
+  return here;
+}
+
+}  // namespace lossd::kernels
