@@ -68,7 +68,8 @@ def test_nothing_hides_its_arguments():
 def test_what_a_loss_head_takes_can_be_given():
     """With the same default, save what the model's configuration says and what transformers decides."""
     taken = inspect.signature(LossHead).parameters
-    decided = {"client", "head", "shift", "class_weights", "ignore_index"}
+    # A model has all of its classes: no draft vocabulary.
+    decided = {"client", "head", "shift", "class_weights", "ignore_index", "refuse_unlisted"}
     of_losses = {"reduction", "normalizer", "grad_output", "train_head", "extras", "rank", "world_size"}  # the trainer's
     for function, left_out in ((RemoteHeadCausalLM, decided), (lossd.transformers.patch, decided | of_losses)):
         given = inspect.signature(function).parameters
