@@ -278,56 +278,40 @@ def run_method(function, data, iterations, reference=None):
     return result
 
 
-def compare_shapes(cases, iterations, wanted, done):
-    """cases: (name of a shape, kind of data); wanted: names of methods, empty: all; calls done(results so
-    far) after each case."""
+DATA = {"real": real, "peaked": peaked, "flat": flat}
+
+
+def compare(found, arguments, entry, iterations, reference=None):
+    """Adds to the entry of a shape what each method takes; `found`: {name: function of `arguments`}."""
+    for method, function in found.items():
+        try:
+            result = run_method(function, arguments, iterations, reference)
+        except Exception as error:  # of whatever kind a peer raises
+            print(f"  {method} failed: {str(error)[:200]}", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            continue
+        entry["methods"][method] = result
+        full = result["loss_and_gradients"]["median_ms"]
+        print(f"  {method:14s} loss {result['loss_only']['median_ms']:7.2f}  loss+grad {full:7.2f} "
+              f"x{full / entry['floor']['total_ms']:.3f}  peak {result['peak_mib']:7.0f} MiB  "
+              + " ".join(f"error of {key} {value:.1e}" for key, value in result.get("errors", {}).items()), flush=True)
+
+
+def compare_shapes(cases, iterations, wanted, distill, done):
+    """cases: (name of a shape, kind of data); wanted: names of methods, empty: all; distill: forward KL, whose teacher has the
+    student's weight and 0.8 times its hidden states, as in cuda_loss_bench. Calls done(results so far) after each case."""
     results = []
     for name, kind in cases:
-        data = {"real": real, "peaked": peaked, "flat": flat}[kind](*SHAPES[name])
-        reference = Reference(*data)
+        data = DATA[kind](*SHAPES[name])
+        reference = None if distill else Reference(*data)
         bare = floor(data[0], data[1], iterations)
         print(f"{name} {kind}: floor {bare['total_ms']:.2f} ms ({bare['logits']['median_ms']:.2f} forward)", flush=True)
         entry = {"shape": name, "data": kind, "floor": bare, "methods": {}}
-        for method, function in methods(dynamic=False).items():
-            if wanted and method not in wanted:
-                continue
-            try:
-                result = run_method(function, data, iterations, reference)
-            except Exception as error:  # of whatever kind a peer raises
-                print(f"  {method} failed: {str(error)[:200]}", flush=True)
-                gc.collect()
-                torch.cuda.empty_cache()
-                continue
-            entry["methods"][method] = result
-            full = result["loss_and_gradients"]["median_ms"]
-            print(f"  {method:14s} loss {result['loss_only']['median_ms']:7.2f}  loss+grad {full:7.2f} "
-                  f"x{full / bare['total_ms']:.3f}  peak {result['peak_mib']:7.0f} MiB  errors "
-                  + " ".join(f"{key} {value:.1e}" for key, value in result["errors"].items()), flush=True)
-        results.append(entry)
-        done(results)
-        torch.compiler.reset()
-
-
-def compare_distillation(cases, iterations, done):
-    """The teacher has the student's weight, and its hidden states times 0.8, as in cuda_loss_bench."""
-    results = []
-    for name, kind in cases:
-        hidden, weight, _ = {"real": real, "peaked": peaked, "flat": flat}[kind](*SHAPES[name])
-        bare = floor(hidden, weight, iterations)
-        entry = {"shape": name, "data": kind, "floor": bare, "methods": {}}
-        print(f"{name} {kind}: floor {bare['total_ms']:.2f} ms", flush=True)
-        for method, function in distillers().items():
-            try:
-                result = run_method(function, (hidden, weight, hidden * 0.8, weight.detach().clone()), iterations)
-            except Exception as error:  # of whatever kind a peer raises
-                print(f"  {method} failed: {str(error)[:200]}", flush=True)
-                gc.collect()
-                torch.cuda.empty_cache()
-                continue
-            entry["methods"][method] = result
-            full = result["loss_and_gradients"]["median_ms"]
-            print(f"  {method:14s} KL+grad {full:7.2f} x{full / bare['total_ms']:.3f}  peak {result['peak_mib']:7.0f} MiB",
-                  flush=True)
+        found = distillers() if distill else methods(dynamic=False)
+        arguments = (data[0], data[1], data[0] * 0.8, data[1].clone()) if distill else data
+        compare({method: function for method, function in found.items() if not wanted or method in wanted}, arguments, entry,
+                iterations, reference)
         results.append(entry)
         done(results)
         torch.compiler.reset()
@@ -477,10 +461,8 @@ def main():
     else:
         cases = [(name, kind) for name in args.shapes.split(",") if name for kind in args.data.split(",")]
         wanted = [name for name in args.methods.split(",") if name]
-        if args.distill:
-            compare_distillation(cases, args.iterations, lambda results: save(distillation=results))
-            return
-        compare_shapes(cases, args.iterations, wanted, lambda results: save(loss=results))
+        key = "distillation" if args.distill else "loss"
+        compare_shapes(cases, args.iterations, wanted, args.distill, lambda results: save(**{key: results}))
 
 
 if __name__ == "__main__":

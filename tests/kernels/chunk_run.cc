@@ -179,6 +179,18 @@ void PlaceRetained(const Problem& problem, const RunOptions& options, ChunkBuffe
 
 void SetRowMemory(absl::Span<uint8_t> memory) { RowMemory() = memory; }
 
+void ExpectSameRows(const SliceOutputs& got, const SliceOutputs& want) {
+  EXPECT_EQ(got.loss, want.loss);
+  EXPECT_EQ(got.lse, want.lse);
+  EXPECT_EQ(got.entropy, want.entropy);
+  EXPECT_EQ(got.target_logprob, want.target_logprob);
+  EXPECT_EQ(got.argmax, want.argmax);
+  EXPECT_EQ(got.class_logprobs, want.class_logprobs);
+  EXPECT_EQ(got.top_logprobs, want.top_logprobs);
+  EXPECT_EQ(got.top_classes, want.top_classes);
+  EXPECT_EQ(got.grad_hidden, want.grad_hidden);
+}
+
 std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem) {
   auto head = backend.CreateHead(problem.config);
   if (!head.ok()) {

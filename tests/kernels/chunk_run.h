@@ -31,6 +31,9 @@ struct SliceOutputs {
   int64_t first_nonfinite_row = -1;
 };
 
+// Every result of a row has the same bits.
+void ExpectSameRows(const SliceOutputs& got, const SliceOutputs& want);
+
 struct ChunkRun {
   absl::Status results;  // what on_results said
   absl::Status done;     // what on_done said

@@ -208,6 +208,27 @@ absl::Status SoftSteps::Write(const ChunkJob& job, const RowBlock& rows, const C
                   "soft target kernel");
 }
 
+absl::Status WriteBlockGradient(const PathContext& context, const SoftSteps& soft, const ChunkJob& job,
+                                const RowBlock& rows, const ClassBlock& block, GradientRule* rules,
+                                float* dropped_mass) {
+  const cudaStream_t stream = context.device->compute();
+  // Padding rows have no rule that is valid.
+  const int64_t padding = (rows.in.padded_rows - rows.in.rows) * static_cast<int64_t>(sizeof(GradientRule));
+  if (padding > 0) LOSSD_RETURN_IF_ERROR(Zero(rules + rows.in.rows, padding, stream));
+  if (job.plan.filters_elements) {
+    const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
+                                .with_uniform = !job.plan.uniform_apart,
+                                .with_gradient = job.with_gradient + rows.begin,
+                                .dropped_mass = dropped_mass};
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream),
+                               "filter kernel");
+  } else {
+    LOSSD_RETURN_IF_CUDA_ERROR(LaunchGradientBlock(block, job.terms, rows.in, rules, stream),
+                               "gradient kernel");
+  }
+  return soft.Write(job, rows, block, rules);
+}
+
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters) {
   const LossOptions& options = job.options();
   DecideSampledParams p = {.rows = job.rows(),

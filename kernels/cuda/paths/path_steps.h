@@ -138,6 +138,15 @@ class SoftSteps {
   const PathContext& context_;
 };
 
+// ---- the gradient of a block of classes ----
+
+// From the block's logits and `rules` [padded rows of `rows`], which LaunchFinishRunning has written but for
+// those of padding: filtered if the plan says so, with what was left out in `dropped_mass` [rows of `rows`],
+// and with that of soft targets.
+absl::Status WriteBlockGradient(const PathContext& context, const SoftSteps& soft, const ChunkJob& job,
+                                const RowBlock& rows, const ClassBlock& block, GradientRule* rules,
+                                float* dropped_mass);
+
 // ---- sampled gradients ----
 
 // From which size on elements are listed as they are; filtered ones are, all that is left of them.

@@ -147,8 +147,8 @@ absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& 
   const cudaStream_t stream = context_.device->compute();
   auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
   GradientRule* const rules = Rules(rows);
-  const bool filters = job.plan.filters_elements;
-  const bool with_uniform = filters || !job.plan.uniform_apart;  // exact gradients may need it
+  const bool with_uniform =
+      job.plan.filters_elements || !job.plan.uniform_apart;  // exact gradients may need it
   LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
                              "statistics kernel");
@@ -157,21 +157,7 @@ absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& 
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
                                                  running, rules, with_uniform, stream),
                              "row results kernel");
-  // Padding rows have no rule that is valid.
-  const int64_t padding = (rows.in.padded_rows - rows.in.rows) * static_cast<int64_t>(sizeof(GradientRule));
-  if (padding > 0) LOSSD_RETURN_IF_ERROR(Zero(rules + rows.in.rows, padding, stream));
-  if (filters) {
-    const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
-                                .with_uniform = !job.plan.uniform_apart,
-                                .with_gradient = job.with_gradient + rows.begin,
-                                .dropped_mass = dropped_mass};
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream),
-                               "filter kernel");
-  } else {
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchGradientBlock(block, job.terms, rows.in, rules, stream),
-                               "gradient kernel");
-  }
-  return soft_.Write(job, rows, block, rules);
+  return WriteBlockGradient(context_, soft_, job, rows, block, rules, dropped_mass);
 }
 
 absl::Status RecomputedPath::SplitExponentials(const ChunkJob& job, const RowBlock& rows,

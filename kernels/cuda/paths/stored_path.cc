@@ -336,25 +336,9 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
                                                  running, rules, !job.plan.uniform_apart, stream),
                              "row results kernel");
   if (gradient.data == nullptr) return absl::OkStatus();
-  // Padding rows have no rule that is valid.
-  const int64_t padding = rows.in.padded_rows - rows.in.rows;
-  if (padding > 0) {
-    LOSSD_RETURN_IF_ERROR(
-        Zero(rules + rows.in.rows, padding * static_cast<int64_t>(sizeof(GradientRule)), stream));
-  }
-  if (job.plan.filters_elements) {
-    float* const dropped = gradient_merger_.dropped_mass(job) + rows.begin;
-    const BlockFilter filter = {.epsilon = job.options().filter_epsilon,
-                                .with_uniform = !job.plan.uniform_apart,
-                                .with_gradient = job.with_gradient + rows.begin,
-                                .dropped_mass = dropped};
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchFilteredBlock(block, job.terms, rows.in, rules, filter, stream),
-                               "filter kernel");
-  } else {
-    LOSSD_RETURN_IF_CUDA_ERROR(LaunchGradientBlock(block, job.terms, rows.in, rules, stream),
-                               "gradient kernel");
-  }
-  return soft_.Write(job, rows, block, rules);
+  float* const dropped =
+      job.plan.filters_elements ? gradient_merger_.dropped_mass(job) + rows.begin : nullptr;
+  return WriteBlockGradient(context_, soft_, job, rows, block, rules, dropped);
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {
