@@ -157,6 +157,8 @@ void MessageMutator::Add(Message* message, const Field* field) {
     }
     case FieldDescriptor::CPPTYPE_UINT64:
       return reflection->AddUInt64(message, field, Whole(0));
+    case FieldDescriptor::CPPTYPE_UINT32:
+      return reflection->AddUInt32(message, field, static_cast<uint32_t>(Whole(0)));
     case FieldDescriptor::CPPTYPE_INT32:
       return reflection->AddInt32(message, field, static_cast<int32_t>(Whole(0)));
     case FieldDescriptor::CPPTYPE_FLOAT:
@@ -176,8 +178,12 @@ void MessageMutator::Set(Message* message, const Field* field, int index) {
       return element ? r->SetRepeatedUInt64(message, field, index, value)
                      : r->SetUInt64(message, field, value);
     }
-    case FieldDescriptor::CPPTYPE_UINT32:
-      return r->SetUInt32(message, field, static_cast<uint32_t>(Whole(r->GetUInt32(*message, field))));
+    case FieldDescriptor::CPPTYPE_UINT32: {
+      const auto value = static_cast<uint32_t>(
+          Whole(element ? r->GetRepeatedUInt32(*message, field, index) : r->GetUInt32(*message, field)));
+      return element ? r->SetRepeatedUInt32(message, field, index, value)
+                     : r->SetUInt32(message, field, value);
+    }
     case FieldDescriptor::CPPTYPE_INT32: {
       const auto value = static_cast<int32_t>(Whole(Below(16)));
       return element ? r->SetRepeatedInt32(message, field, index, value) : r->SetInt32(message, field, value);
