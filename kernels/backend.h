@@ -177,6 +177,16 @@ struct LossSums {
 
 // Some rows of one microbatch, in host memory. A slice is the unit of atomicity: either all its
 // wanted rows reach the accumulators or none.
+//
+// With LossOptions::embedding the rows have no loss: of the members in, only those below up to `accumulate`
+// and grad_scale may be there, no member of `out` is wanted, and of the sums only valid_rows counts.
+//   kRows       `hidden` is null, and grad_hidden gets the row of the weight that each target names, rounded
+//   once
+//               from its fp32 value or a compute copy; 0 for ignored rows
+//   kGradients  `hidden` are gradients: grad_scale times each row, in fp32, is added to the gradient of the
+//   weight's
+//               row that its target names, where `accumulate` lets it; grad_hidden is null. A row that has a
+//               target and a value that is not finite, also after grad_scale, makes its slice fail
 struct Slice {
   int64_t rows = 0;
   const void* hidden = nullptr;         // [rows, D], Chunk::hidden_dtype
@@ -258,7 +268,7 @@ class HeadKernels;
 struct Chunk {
   LossOptions options;
   DType hidden_dtype = DType::kBFloat16;
-  bool accumulate_gradients = true;  // false: frozen head, or loss only
+  bool accumulate_gradients = true;  // false: frozen head, loss only, or rows of an embedding
   bool independent = false;          // what became of the chunks before it may not decide how it is computed
   // Of independent chunks that accumulate: their place in a fixed order, e.g. a number that counts up. Where
   // a head has several devices, it decides which of them computes the chunk, so that sums are the same each

@@ -58,9 +58,35 @@ absl::Status ValidateRest(const LossOptions& options) {
   return absl::OkStatus();
 }
 
+// The rows of an embedding have no loss, so no option of one may be there.
+absl::Status ValidateEmbedding(const LossOptions& options) {
+  if (options.embedding > Embedding::kGradients) {
+    return errors::FieldError("embedding", "be rows or gradients", static_cast<int>(options.embedding));
+  }
+  const LossOptions none;
+  const std::pair<absl::string_view, bool> given[] = {
+      {"logit_scale", options.logit_scale != none.logit_scale},
+      {"softcap", options.softcap != none.softcap},
+      {"label_smoothing", options.label_smoothing != none.label_smoothing},
+      {"z_loss", options.z_loss != none.z_loss},
+      {"use_class_weights", options.use_class_weights},
+      {"gradients", options.gradients != none.gradients},
+      {"filter_epsilon", options.filter_epsilon != none.filter_epsilon},
+      {"sample_threshold", options.sample_threshold != none.sample_threshold},
+      {"max_gradient_error", options.max_gradient_error != none.max_gradient_error},
+      {"objective", options.objective.active()},
+      {"distillation", options.distillation.used()},
+      {"rest", options.has_soft_targets()}};
+  for (const auto& [name, is_given] : given) {
+    if (is_given) return errors::FieldError(name, "be absent for rows of an embedding", "given");
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status Validate(const LossOptions& options) {
+  if (options.is_embedding()) return ValidateEmbedding(options);
   if (!std::isfinite(options.logit_scale) || options.logit_scale == 0.0f) {
     return errors::FieldError("logit_scale", "be finite and not 0", options.logit_scale);
   }

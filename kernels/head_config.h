@@ -66,9 +66,17 @@ constexpr bool MaySample(Gradients gradients) {
   return gradients == Gradients::kSampled || gradients == Gradients::kAuto;
 }
 
+// What the rows of a chunk are where the weight [V, D] of a head serves as an embedding: each has the class
+// that is its token id, and no loss. Backend.h says what a slice brings and gets (Slice::hidden,
+// Slice::grad_hidden).
+enum class Embedding : uint8_t {
+  kNone,       // the rows have a loss
+  kRows,       // each gets the row of the weight that its class names
+  kGradients,  // each brings the gradient of that row
+};
+
 // What loss a row has. Rows may share a chunk when their head, hidden dtype and LossOptions are equal;
 // nothing else about their origin matters.
-//
 // Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a softcap c, else z = s;
 // lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a row is
 //   u_y (1 - alpha) (lse - z_y) + alpha / V * sum_v u_v (lse - z_v) + lambda lse^2.
@@ -94,7 +102,10 @@ struct LossOptions {
   // cross-entropy with its target. Then there is neither an objective nor a teacher, label_smoothing is 0 and
   // use_class_weights false.
   Rest rest = Rest::kNoTargets;
+  // Unless kNone: the rows have no loss, and all other options are the defaults.
+  Embedding embedding = Embedding::kNone;
 
+  bool is_embedding() const { return embedding != Embedding::kNone; }
   bool has_soft_targets() const { return rest != Rest::kNoTargets; }
 
   friend bool operator==(const LossOptions&, const LossOptions&) = default;

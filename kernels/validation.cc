@@ -93,7 +93,36 @@ absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slic
                             offset);
 }
 
+// Of a chunk of an embedding.
+absl::Status ValidateEmbeddingSlice(const HeadConfig& config, size_t index, const Slice& slice,
+                                    const Chunk& chunk) {
+  const bool gradients = chunk.options.embedding == Embedding::kGradients;
+  const std::pair<absl::string_view, bool> wrong[] = {
+      {"hidden", slice.rows > 0 && (slice.hidden == nullptr) == gradients},
+      {"grad_hidden", slice.rows > 0 && (slice.grad_hidden != nullptr) == gradients},
+      {"retained_offset", slice.retained_offset != -1},
+      {"row_weights", slice.row_weights != nullptr},
+      {"class_count", slice.class_count != 0},
+      {"top_k", slice.top_k != 0},
+      {"out", slice.out.loss != nullptr || slice.out.lse != nullptr || slice.out.entropy != nullptr ||
+                  slice.out.target_logprob != nullptr || slice.out.argmax != nullptr}};
+  for (const auto& [name, is_wrong] : wrong) {
+    if (!is_wrong) continue;
+    return errors::FieldError(Of(index, name),
+                              gradients ? "fit gradients of an embedding" : "fit rows of an embedding",
+                              "something else");
+  }
+  if (slice.rows > 0 && slice.targets == nullptr) {
+    return errors::FieldError(Of(index, "targets"), "not be null", "null");
+  }
+  if (!std::isfinite(slice.grad_scale)) {
+    return errors::FieldError(Of(index, "grad_scale"), "be finite", slice.grad_scale);
+  }
+  return ValidateTargets(config, index, slice);
+}
+
 absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& slice, const Chunk& chunk) {
+  if (chunk.options.is_embedding()) return ValidateEmbeddingSlice(config, index, slice, chunk);
   if (slice.rows > 0 && slice.hidden == nullptr && slice.retained_offset == -1) {
     return errors::FieldError(Of(index, "hidden"), "not be null", "null");
   }
@@ -171,6 +200,9 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
   LOSSD_RETURN_IF_ERROR(Validate(chunk.options));
   if (chunk.options.use_class_weights && !config.has_class_weights) {
     return errors::FieldError("use_class_weights", "be false: the head has no class weights", "true");
+  }
+  if (chunk.accumulate_gradients && chunk.options.embedding == Embedding::kRows) {
+    return errors::FieldError("accumulate_gradients", "be false for rows of an embedding", "true");
   }
   if (chunk.accumulate_gradients && !config.trainable) {
     return errors::FieldError("accumulate_gradients", "be false: the head is not trainable", "true");
