@@ -362,7 +362,8 @@ class HeadKernels {
   // of updates including this one (bias correction; steps that were skipped do not count).
   // INVALID_ARGUMENT if an option or `update` is out of range; FAILED_PRECONDITION if the head is not
   // trainable or reserved less optimizer state than `options` needs. A replica updates its shard, zeroes the
-  // gradients of that, and has moments of that only.
+  // gradients of that, and has moments of that only. A shard has whole rows of the weight, so lazy rows are
+  // the same rows on any number of devices.
   virtual absl::Status ApplyStep(const OptimizerOptions& options, int64_t update) = 0;
   virtual absl::Status ZeroGradients() = 0;
   // Zeroes what the optimizer keeps beside the values, as in a new head; a head that keeps nothing stays as

@@ -141,7 +141,8 @@ enum class OptimizerState : uint8_t {
 // The update is torch.optim.AdamW's (decoupled weight decay, bias correction) or torch.optim.SGD's
 // (L2 weight decay added to the gradient, momentum with optional dampening and Nesterov), on fp32
 // master weights. The gradient used is grad_multiplier times the accumulated one. Unlike in torch, AdamW with
-// epsilon 0 leaves a parameter alone that has not had a gradient (0 / 0 there).
+// epsilon 0 leaves a parameter alone that has not had a gradient (0 / 0 there). With lazy_rows a row of the
+// weight is updated only if it has a gradient, as in torch.optim.SparseAdam.
 struct OptimizerOptions {
   enum class Kind : uint8_t { kSgd, kAdamW };
 
@@ -158,6 +159,11 @@ struct OptimizerOptions {
   double momentum = 0.0;   // >= 0, finite
   double dampening = 0.0;  // finite; must be 0 with nesterov
   bool nesterov = false;   // needs momentum > 0
+  // A row of the weight matrix whose accumulated gradient is 0 in every element, +0 or -0, keeps its values
+  // and its moments bit for bit: no decay of moments, no weight decay. Rows with any other gradient, and bias
+  // and norm, are updated as always, with the head's count of updates. The gradient before grad_multiplier
+  // decides, so a multiplier of 0 makes no row idle.
+  bool lazy_rows = false;
 
   friend bool operator==(const OptimizerOptions&, const OptimizerOptions&) = default;
 };

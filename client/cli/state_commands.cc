@@ -50,6 +50,7 @@ struct StepFlags {
   bool nesterov = false;
   std::optional<double> grad_multiplier;
   bool decay_vectors = false;
+  bool lazy_rows = false;
   std::optional<uint64_t> expected_rows;
   std::vector<uint64_t> expected_microbatches;
   bool skip_non_finite = false;
@@ -76,6 +77,7 @@ struct StepFlags {
     }
     if (grad_multiplier.has_value()) optimizer->set_grad_multiplier(*grad_multiplier);
     optimizer->set_decay_vectors(decay_vectors);
+    optimizer->set_lazy_rows(lazy_rows);
     if (expected_rows.has_value()) request.set_expected_rows(*expected_rows);
     request.mutable_expected_microbatches()->Add(expected_microbatches.begin(), expected_microbatches.end());
     request.set_skip_non_finite(skip_non_finite);
@@ -132,6 +134,8 @@ void AddStep(CLI::App* app, Context* context) {
   step->add_option("--weight-decay", flags->weight_decay, "[0]");
   step->add_option("--grad-multiplier", flags->grad_multiplier, "Multiplies the gradients first [1]");
   step->add_flag("--decay-vectors", flags->decay_vectors, "Let weight decay act on bias and norm, too");
+  step->add_flag("--lazy-rows", flags->lazy_rows,
+                 "Leave rows of the weight alone, moments too, whose gradient is 0 in every element");
   const std::string adamw = "AdamW (the default)", sgd = "SGD";
   CLI::Option* use_adamw = step->add_flag("--adamw")->description("Use AdamW")->group(adamw);
   CLI::Option* use_sgd = step->add_flag("--sgd", flags->sgd, "Use SGD")->group(sgd)->excludes(use_adamw);

@@ -127,15 +127,20 @@ void NameRun(const std::string& run, Request* request) {
   if (request->run().empty()) request->set_run(run);
 }
 
-// UNIMPLEMENTED if the server would apply a step and pass begin_optimizer over. A new head has nothing to
-// begin.
-absl::Status CheckBegins(Client& client, const internal::HeadCache& cache, absl::string_view head,
-                         absl::Duration timeout) {
-  const std::optional<internal::HeadInfo> facts = cache.Facts(head);
+// UNIMPLEMENTED if the server would apply a step and pass begin_optimizer or lazy_rows over. A new head has
+// nothing to begin. Servers that describe histories know both.
+absl::Status CheckKnowsStep(Client& client, const internal::HeadCache& cache,
+                            const v1::ApplyStepRequest& request, absl::Duration timeout) {
+  const bool lazy_rows = request.optimizer().lazy_rows();
+  if (!request.begin_optimizer() && !lazy_rows) return absl::OkStatus();
+  const std::optional<internal::HeadInfo> facts = cache.Facts(request.head());
   if (facts.has_value() && facts->histories) return absl::OkStatus();
-  LOSSD_TRY(const v1::HeadDescription found, client.DescribeHead(head, timeout));
-  if (found.has_history() || (found.updates() == 0 && found.state().step() == 0)) return absl::OkStatus();
-  return absl::UnimplementedError("the server does not know begin_optimizer: it is of an earlier version");
+  LOSSD_TRY(const v1::HeadDescription found, client.DescribeHead(request.head(), timeout));
+  const bool is_new = found.updates() == 0 && found.state().step() == 0;
+  if (found.has_history() || (is_new && !lazy_rows)) return absl::OkStatus();
+  return absl::UnimplementedError(absl::StrCat("the server does not know ",
+                                               lazy_rows ? "lazy_rows" : "begin_optimizer",
+                                               ": it is of an earlier version"));
 }
 
 }  // namespace
@@ -384,10 +389,8 @@ absl::StatusOr<v1::ApplyStepResponse> Client::ApplyStep(const v1::ApplyStepReque
                                                         absl::Duration timeout) {
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(request.head(), request.step());
-  if (request.begin_optimizer()) {
-    if (absl::Status begins = CheckBegins(*this, cache, request.head(), timeout); !begins.ok()) {
-      return cache.Interpret(at, begins);
-    }
+  if (absl::Status known = CheckKnowsStep(*this, cache, request, timeout); !known.ok()) {
+    return cache.Interpret(at, known);
   }
   v1::ApplyStepRequest meant = request;
   NameRun(options().run, &meant);

@@ -267,7 +267,7 @@ class Client : public CheckpointCalls {
   // ABORTED also if the answer shows that the server was restarted between the accumulation of rows of this
   // step and its application: then it applied a step without them (give expected_rows or
   // expected_microbatches to have it refuse).
-  // UNIMPLEMENTED with begin_optimizer by earlier servers; nothing is applied.
+  // UNIMPLEMENTED with begin_optimizer or Optimizer.lazy_rows by earlier servers; nothing is applied.
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadState> ZeroGradients(absl::string_view head, uint64_t step,

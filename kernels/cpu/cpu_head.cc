@@ -2,6 +2,7 @@
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
+#include <bit>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -131,19 +132,47 @@ absl::StatusOr<double> CpuParams::GradNorm() {
   return std::sqrt(total);
 }
 
+namespace {
+
+// Whether every element of a row [cols] of gradients is +0 or -0, by their bits: subnormal numbers are not 0.
+// Makes the zeros of such a row +0, as a step leaves gradients.
+bool TakeIdleRow(float* gradient, int64_t cols) {
+  uint32_t bits = 0;
+#pragma omp simd reduction(| : bits)
+  for (int64_t i = 0; i < cols; ++i) bits |= std::bit_cast<uint32_t>(gradient[i]);
+  if ((bits << 1) != 0) return false;
+  if (bits != 0) std::fill_n(gradient, cols, 0.0f);
+  return true;
+}
+
+}  // namespace
+
 absl::Status CpuParams::ApplyStep(const OptimizerOptions& options, int64_t update) {
   LOSSD_RETURN_IF_ERROR(ValidateStep(config_, options, update));
   for (Param param : kTrainedParams) {
     if (gradient(param) == nullptr) continue;
     const ShardRows own = shard(param);
+    const int64_t cols = ShapeOf(config_, param).cols;
     const auto at = [&](Role role, int64_t offset) {
       return buffers_.tensor({param, role}) == nullptr ? nullptr : RowOf({param, role}, own.first) + offset;
     };
-    const int64_t elements = own.rows * ShapeOf(config_, param).cols;
-    pool_->ParallelFor(elements, kElementGrain, [&](int64_t begin, int64_t end) {
+    const auto update_elements = [&](int64_t begin, int64_t end) {
       UpdateParams(options, update, param != Param::kWeight,
                    {at(Role::kValue, begin), at(Role::kGradient, begin), at(Role::kMoment1, begin),
                     at(Role::kMoment2, begin), end - begin});
+    };
+    if (!options.lazy_rows || param != Param::kWeight) {
+      pool_->ParallelFor(own.rows * cols, kElementGrain, update_elements);
+      continue;
+    }
+    pool_->ParallelFor(own.rows, std::max<int64_t>(1, kElementGrain / cols), [&](int64_t begin, int64_t end) {
+      int64_t first = begin;  // of the rows since the last idle one
+      for (int64_t row = begin; row < end; ++row) {
+        if (!TakeIdleRow(at(Role::kGradient, row * cols), cols)) continue;
+        if (first < row) update_elements(first * cols, row * cols);
+        first = row + 1;
+      }
+      if (first < end) update_elements(first * cols, end * cols);
     });
   }
   return absl::OkStatus();

@@ -37,12 +37,17 @@ void ApplySgd(const OptimizerOptions& options, int64_t update, double decay, dou
 }  // namespace
 
 void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector,
-                 const std::vector<double>& gradient, std::vector<double>& values,
-                 OptimizerMoments& moments) {
+                 const std::vector<double>& gradient, std::vector<double>& values, OptimizerMoments& moments,
+                 size_t cols) {
   moments.moment1.resize(values.size(), 0.0);
   moments.moment2.resize(values.size(), 0.0);
   const double decay = is_vector && !options.decay_vectors ? 0.0 : options.weight_decay;
+  const auto is_idle = [&](size_t row) {
+    const auto first = gradient.begin() + static_cast<std::ptrdiff_t>(row * cols);
+    return std::all_of(first, first + static_cast<std::ptrdiff_t>(cols), [](double g) { return g == 0.0; });
+  };
   for (size_t i = 0; i < values.size(); ++i) {
+    if (options.lazy_rows && !is_vector && is_idle(i / cols)) continue;
     const double g = options.grad_multiplier * gradient[i];
     if (options.kind == OptimizerOptions::Kind::kAdamW) {
       ApplyAdamW(options, update, decay, g, values[i], moments.moment1[i], moments.moment2[i]);

@@ -488,6 +488,7 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
                {"contributions", step->contributions},
                {"rows", step->rows},
                {"skipped", step->skipped}};
+  if (optimizer.lazy_rows) json["optimizer"]["lazy_rows"] = true;
   if (step->begin_optimizer) json["begin_optimizer"] = true;
   return json;
 }
@@ -512,6 +513,7 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   optimizer.momentum = saved.at("momentum").get<double>();
   optimizer.dampening = saved.at("dampening").get<double>();
   optimizer.nesterov = saved.at("nesterov").get<bool>();
+  optimizer.lazy_rows = saved.value("lazy_rows", false);  // only where it is true
   applied.skipped = json.at("skipped").get<bool>();
   applied.begin_optimizer = json.value("begin_optimizer", false);  // manifests of older servers have none
   return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&

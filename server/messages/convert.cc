@@ -339,6 +339,7 @@ absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer
   }
   if (optimizer.has_grad_multiplier()) options.grad_multiplier = optimizer.grad_multiplier();
   options.decay_vectors = optimizer.decay_vectors();
+  options.lazy_rows = optimizer.lazy_rows();
   absl::Status status = kernels::Validate(options);
   if (status.ok()) return options;
   const std::optional<errors::FieldViolation> violation = errors::GetFieldViolation(status);

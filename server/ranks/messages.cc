@@ -104,6 +104,7 @@ v1::Step ToProto(const kernels::OptimizerOptions& options, int64_t update) {
   out.set_momentum(options.momentum);
   out.set_dampening(options.dampening);
   out.set_nesterov(options.nesterov);
+  out.set_lazy_rows(options.lazy_rows);
   out.set_update(update);
   return out;
 }
@@ -120,7 +121,8 @@ absl::StatusOr<kernels::OptimizerOptions> FromProto(const v1::Step& step) {
                                    .epsilon = step.epsilon(),
                                    .momentum = step.momentum(),
                                    .dampening = step.dampening(),
-                                   .nesterov = step.nesterov()};
+                                   .nesterov = step.nesterov(),
+                                   .lazy_rows = step.lazy_rows()};
 }
 
 v1::Distillation ToProto(const kernels::Distillation& distillation) {

@@ -209,6 +209,7 @@ absl::Status HeadTensors::StepRange(OptimizerStepParams params, bool matrix, con
   if (values == nullptr || range.count == 0) return absl::OkStatus();
   params.count = range.count;
   params.matrix_count = matrix ? range.count : 0;
+  params.matrix_cols = sizes_.padded_hidden;
   params.values = values + range.begin;
   params.gradients = gradients + range.begin;
   params.moment1 = moment1;

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1 << 16;
+constexpr int64_t kMaxRowBlocks = int64_t{1} << 30;  // of kernels with one block a row
 
 unsigned Blocks(int64_t items) {
   return static_cast<unsigned>(std::clamp<int64_t>((items + kThreads - 1) / kThreads, 1, kMaxBlocks));
@@ -178,19 +179,15 @@ __device__ __forceinline__ uint2 Pack4(bool bf16, const float4& x) {
   return make_uint2(raw.x, raw.y);
 }
 
-// One thread, four parameters. Two or four groups a thread, a grid-stride loop over fewer blocks and
-// streaming cache hints were slower on an H200 by 2, 6 and 5 percent of the copy bandwidth.
+// Updates the four parameters at q, whose gradient is g, and zeroes the gradient. `copied`: the parameters are
+// of the matrix, and it has a copy.
 template <typename Rule>
-__global__ void __launch_bounds__(kThreads)
-    OptimizerStepKernel(StepFactors f, StepPointers p, int64_t quads, int64_t matrix_quads) {
-  const int64_t q = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
-  if (q >= quads) return;
+__device__ __forceinline__ void UpdateQuad(const StepFactors& f, const StepPointers& p, float decay, int64_t q,
+                                           const float4& g, bool copied) {
   const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  const float4 g = p.gradients[q];
   float4 a = Rule::kMoments > 0 ? p.moment1[q] : none;
   float4 b = Rule::kMoments > 1 ? p.moment2[q] : none;
   float4 v = p.values[q];
-  const float decay = q < matrix_quads ? f.matrix_decay : f.vector_decay;
   Rule::Update(f, decay, g.x, v.x, a.x, b.x);
   Rule::Update(f, decay, g.y, v.y, a.y, b.y);
   Rule::Update(f, decay, g.z, v.z, a.z, b.z);
@@ -199,7 +196,44 @@ __global__ void __launch_bounds__(kThreads)
   p.gradients[q] = none;
   if (Rule::kMoments > 0) p.moment1[q] = a;
   if (Rule::kMoments > 1) p.moment2[q] = b;
-  if (p.copy != nullptr && q < matrix_quads) p.copy[q] = Pack4(p.copy_is_bf16, v);
+  if (copied) p.copy[q] = Pack4(p.copy_is_bf16, v);
+}
+
+// One thread, four parameters. Two or four groups a thread, a grid-stride loop over fewer blocks and
+// streaming cache hints were slower on an H200 by 2, 6 and 5 percent of the copy bandwidth.
+template <typename Rule>
+__global__ void __launch_bounds__(kThreads)
+    OptimizerStepKernel(StepFactors f, StepPointers p, int64_t quads, int64_t matrix_quads) {
+  const int64_t q = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
+  if (q >= quads) return;
+  const float4 g = p.gradients[q];
+  const bool in_matrix = q < matrix_quads;
+  UpdateQuad<Rule>(f, p, in_matrix ? f.matrix_decay : f.vector_decay, q, g, in_matrix && p.copy != nullptr);
+}
+
+__device__ __forceinline__ uint32_t BitsOf(const float4& x) {
+  return __float_as_uint(x.x) | __float_as_uint(x.y) | __float_as_uint(x.z) | __float_as_uint(x.w);
+}
+
+// Lazy rows of a matrix: one block a row. It first asks whether the row has a gradient, by the bits of all
+// elements, so that subnormal numbers count on every device and -0 does not. An idle row costs the reading of its
+// gradient, of which only -0 is written, as +0. Each thread has the same quads in both passes, and the second
+// reading of the gradient comes from the caches.
+template <typename Rule>
+__global__ void __launch_bounds__(kThreads)
+    LazyRowsKernel(StepFactors f, StepPointers p, int64_t rows, int64_t row_quads) {
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    const int64_t first = row * row_quads + threadIdx.x, end = (row + 1) * row_quads;
+    uint32_t bits = 0;
+    for (int64_t q = first; q < end; q += blockDim.x) bits |= BitsOf(p.gradients[q]);
+    if (__syncthreads_or((bits << 1) != 0)) {
+      for (int64_t q = first; q < end; q += blockDim.x)
+        UpdateQuad<Rule>(f, p, f.matrix_decay, q, p.gradients[q], p.copy != nullptr);
+    } else if (bits != 0) {
+      for (int64_t q = first; q < end; q += blockDim.x)
+        p.gradients[q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
 }
 
 __device__ __forceinline__ double BlockSumDouble(double value) {
@@ -257,28 +291,59 @@ cudaError_t LaunchFillPattern(void* values, DType dtype, int64_t count, cudaStre
   return cudaGetLastError();
 }
 
-cudaError_t LaunchOptimizerStep(const OptimizerStepParams& params, cudaStream_t stream) {
+namespace {
+
+StepPointers PointersOf(const OptimizerStepParams& params) {
+  return {reinterpret_cast<float4*>(params.values),  reinterpret_cast<float4*>(params.gradients),
+          reinterpret_cast<float4*>(params.moment1), reinterpret_cast<float4*>(params.moment2),
+          static_cast<uint2*>(params.compute_copy),  params.compute_dtype == DType::kBFloat16};
+}
+
+template <typename Rule>
+cudaError_t LaunchStepOf(const OptimizerStepParams& params, cudaStream_t stream) {
   const StepFactors factors = MakeFactors(params.options, params.update);
-  const StepPointers pointers = {
-      reinterpret_cast<float4*>(params.values),  reinterpret_cast<float4*>(params.gradients),
-      reinterpret_cast<float4*>(params.moment1), reinterpret_cast<float4*>(params.moment2),
-      static_cast<uint2*>(params.compute_copy),  params.compute_dtype == DType::kBFloat16};
+  const StepPointers pointers = PointersOf(params);
   const int64_t quads = params.count / 4;
   const int64_t matrix_quads = params.matrix_count / 4;
   const auto blocks = static_cast<unsigned>(std::max<int64_t>((quads + kThreads - 1) / kThreads, 1));
+  OptimizerStepKernel<Rule><<<blocks, kThreads, 0, stream>>>(factors, pointers, quads, matrix_quads);
+  return cudaGetLastError();
+}
+
+// Of the matrix alone.
+template <typename Rule>
+cudaError_t LaunchLazyRowsOf(const OptimizerStepParams& params, cudaStream_t stream) {
+  const int64_t row_quads = params.matrix_cols / 4;
+  const int64_t rows = params.matrix_count / params.matrix_cols;
+  const auto threads = static_cast<unsigned>(std::min<int64_t>(kThreads, (row_quads + 31) / 32 * 32));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(rows, kMaxRowBlocks));
+  LazyRowsKernel<Rule><<<blocks, threads, 0, stream>>>(MakeFactors(params.options, params.update),
+                                                       PointersOf(params), rows, row_quads);
+  return cudaGetLastError();
+}
+
+template <typename Rule>
+cudaError_t LaunchRule(const OptimizerStepParams& params, cudaStream_t stream) {
+  if (!params.options.lazy_rows || params.matrix_count == 0) return LaunchStepOf<Rule>(params, stream);
+  return LaunchLazyRowsOf<Rule>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchOptimizerStep(const OptimizerStepParams& params, cudaStream_t stream) {
+  if (params.options.lazy_rows && params.matrix_count != 0 &&
+      (params.matrix_count != params.count || params.matrix_cols <= 0)) {
+    return cudaErrorInvalidValue;
+  }
   switch (RequiredState(params.options)) {
     case OptimizerState::kNone:
-      OptimizerStepKernel<SgdRule><<<blocks, kThreads, 0, stream>>>(factors, pointers, quads, matrix_quads);
-      break;
+      return LaunchRule<SgdRule>(params, stream);
     case OptimizerState::kMomentum:
-      OptimizerStepKernel<MomentumRule>
-          <<<blocks, kThreads, 0, stream>>>(factors, pointers, quads, matrix_quads);
-      break;
+      return LaunchRule<MomentumRule>(params, stream);
     case OptimizerState::kAdam:
-      OptimizerStepKernel<AdamWRule><<<blocks, kThreads, 0, stream>>>(factors, pointers, quads, matrix_quads);
-      break;
+      return LaunchRule<AdamWRule>(params, stream);
   }
-  return cudaGetLastError();
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t LaunchSquareSum(const float* values, int64_t count, double* partials, double* result,

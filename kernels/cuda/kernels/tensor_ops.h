@@ -30,12 +30,15 @@ cudaError_t LaunchFill(float* values, int64_t count, float value, cudaStream_t s
 cudaError_t LaunchFillPattern(void* values, DType dtype, int64_t count, cudaStream_t stream);
 
 // One optimizer update of `count` (a multiple of 4) consecutive parameters; the first `matrix_count`
-// belong to the weight matrix, the rest to vectors. Zeroes the gradients.
+// belong to the weight matrix, the rest to vectors. Zeroes the gradients. With options.lazy_rows the
+// parameters are all of the matrix or all of vectors, and of rows without a gradient only the gradient is read.
+// cudaErrorInvalidValue otherwise.
 struct OptimizerStepParams {
   OptimizerOptions options;
   int64_t update = 1;  // 1-based
   int64_t count = 0;
   int64_t matrix_count = 0;
+  int64_t matrix_cols = 0;  // of a row: a multiple of 4 that divides matrix_count. With lazy rows only.
   float* values = nullptr;
   float* gradients = nullptr;
   float* moment1 = nullptr;  // null if the options need none

@@ -21,7 +21,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 class HeadInfo:
     hidden_size: int  # D
     limits: loss_pb2.SliceLimits
-    histories: bool = True  # the server knows of histories, and so of optimizers that begin with a step
+    histories: bool = True  # the server knows of histories, and so of optimizers that begin with a step, and of lazy rows
     classes: NDArray[np.int32] | None = None  # HeadSpec.class_list, ascending; None: the head has no draft vocabulary
 
 

@@ -364,11 +364,11 @@ class HeadCalls:
         does not have the rows that this client accumulated; StepDiscarded if another caller has zeroed them.
         `begin_optimizer`: before the step the moments become 0, and so does the count of updates, as those of a new torch
         optimizer; with a step that is skipped, too. Unimplemented if the server is of an earlier version, which would pass
-        that over.
+        that over; likewise with an optimizer that has lazy_rows.
         """
         at = self._head_cache.trainer_step(head, step)
-        if begin_optimizer:
-            self._check_begins(head, Deadline(timeout or self._call_timeout))
+        if begin_optimizer or optimizer.lazy_rows:
+            self._check_knows_step(head, optimizer.lazy_rows, Deadline(timeout or self._call_timeout))
         request = head_pb2.ApplyStepRequest(
             head=head, step=step, optimizer=optimizer.to_proto(), expected_microbatches=expected_microbatches,
             expected_rows=expected_rows, skip_non_finite=skip_non_finite, begin_optimizer=begin_optimizer, run=self._run,
@@ -450,16 +450,19 @@ class HeadCalls:
                 raise
             raise errors.restarted(request.head, request.incarnation, error.incarnation, None) from error
 
-    def _check_begins(self, head: str, deadline: Deadline) -> None:
-        """Unimplemented if the server would apply the step and pass begin_optimizer over. A new head has nothing to begin."""
+    def _check_knows_step(self, head: str, lazy_rows: bool, deadline: Deadline) -> None:
+        """Unimplemented if the server would apply the step and pass begin_optimizer, or `lazy_rows`, over.
+
+        A new head has nothing to begin. Servers that describe histories know both.
+        """
         facts = self._head_cache.facts(head)
         if facts is not None and facts.histories:
             return
         description = self._describe(head, deadline)
-        if description.HasField("history") or not (description.updates or description.state.step):
+        if description.HasField("history") or not (lazy_rows or description.updates or description.state.step):
             return
         raise errors.Unimplemented(
-            "begin_optimizer is True, and the server does not know this: it is of an earlier version than this client; "
+            f"{'lazy_rows' if lazy_rows else 'begin_optimizer'} is True, and the server does not know this: it is of an earlier version than this client; "
             "install lossd of this version there")
 
     def _start_over(self, description: head_pb2.HeadDescription) -> None:

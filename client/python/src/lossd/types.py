@@ -355,33 +355,42 @@ class RetryOptions:
 
 @dataclass(frozen=True)
 class AdamW:
-    """One step as torch.optim.AdamW takes it. The head needs optimizer_state="adam"."""
+    """One step as torch.optim.AdamW takes it. The head needs optimizer_state="adam".
+
+    lazy_rows: rows of the weight [V, D] whose gradient of this step is 0 in every element keep their values and moments bit
+    for bit, as in torch.optim.SparseAdam; other rows, bias and norm are updated as always (docs/training/lazy-rows.md).
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    lazy_rows: bool = False
 
     def to_proto(self) -> head_pb2.Optimizer:
         return head_pb2.Optimizer(adamw=head_pb2.AdamW(
             learning_rate=self.lr, beta1=self.betas[0], beta2=self.betas[1], epsilon=self.eps,
-            weight_decay=self.weight_decay))
+            weight_decay=self.weight_decay), lazy_rows=self.lazy_rows)
 
 
 @dataclass(frozen=True)
 class SGD:
-    """One step as torch.optim.SGD takes it. Momentum needs optimizer_state="momentum" or "adam"."""
+    """One step as torch.optim.SGD takes it. Momentum needs optimizer_state="momentum" or "adam".
+
+    lazy_rows: as of AdamW.
+    """
 
     lr: float
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    lazy_rows: bool = False
 
     def to_proto(self) -> head_pb2.Optimizer:
         return head_pb2.Optimizer(sgd=head_pb2.Sgd(
             learning_rate=self.lr, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov,
-            weight_decay=self.weight_decay))
+            weight_decay=self.weight_decay), lazy_rows=self.lazy_rows)
 
 
 @dataclass

@@ -48,13 +48,15 @@ class HeadOptimizer(torch.optim.Optimizer):
     def __init__(self, head: LossHead, *, lr: float, algorithm: Literal["adamw", "sgd"] = "adamw",
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
                  momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decay_vectors: bool = False,
-                 skip_non_finite: bool = False, device: torch.device | str | None = None,
+                 lazy_rows: bool = False, skip_non_finite: bool = False, device: torch.device | str | None = None,
                  continues: bool = False) -> None:
         """
         Args:
           lr, betas, eps, weight_decay: as torch.optim.AdamW.
           lr, momentum, dampening, nesterov, weight_decay: as torch.optim.SGD, with algorithm="sgd".
           decay_vectors: weight decay for bias and norm parameters too.
+          lazy_rows: rows of the weight whose gradient of the step is 0 in every element keep their values and moments, as
+            in torch.optim.SparseAdam (docs/training/lazy-rows.md). A hyper-parameter: param_groups[0]["lazy_rows"].
           skip_non_finite: a step whose gradient is not finite is closed without an update instead of refused;
             `last.skipped` says so.
           device: of the stand-in; GradScaler wants the model's.
@@ -68,7 +70,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             raise ValueError(f"algorithm is {algorithm!r}; it must be 'adamw' or 'sgd'")
         self.stand_in = StandIn.on(device, self._gradient_now)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum,
-                    "dampening": dampening, "nesterov": nesterov}
+                    "dampening": dampening, "nesterov": nesterov, "lazy_rows": lazy_rows}
         super().__init__([self.stand_in], defaults)
         self.head = head
         head.has_optimizer = True
@@ -83,7 +85,8 @@ class HeadOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         group = self.param_groups[0]
         own = ("momentum", "dampening", "nesterov") if self.algorithm == "sgd" else ("betas", "eps")
-        values = ", ".join(f"{name}={group[name]}" for name in ("lr", *own, "weight_decay"))
+        lazy = ("lazy_rows",) if group.get("lazy_rows", False) else ()
+        values = ", ".join(f"{name}={group[name]}" for name in ("lr", *own, "weight_decay", *lazy))
         return f"HeadOptimizer({self.head.head_name!r}, {self.algorithm}, {values})"
 
     def __reduce__(self) -> NoReturn:
@@ -274,11 +277,12 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def _hyper_parameters(self) -> lossd.AdamW | lossd.SGD:
         group: dict[str, Any] = self.param_groups[0]
+        lazy_rows = bool(group.get("lazy_rows", False))  # states of earlier versions have none
         if self.algorithm == "sgd":
             return lossd.SGD(lr=float(group["lr"]), momentum=group["momentum"], dampening=group["dampening"],
-                             nesterov=group["nesterov"], weight_decay=group["weight_decay"])
+                             nesterov=group["nesterov"], weight_decay=group["weight_decay"], lazy_rows=lazy_rows)
         return lossd.AdamW(lr=float(group["lr"]), betas=group["betas"], eps=group["eps"],
-                           weight_decay=group["weight_decay"])
+                           weight_decay=group["weight_decay"], lazy_rows=lazy_rows)
 
     def _multiplier(self) -> float:
         """What the stand-in's gradient was multiplied by since it was loaded. RuntimeError if that says nothing."""
