@@ -5,7 +5,8 @@
 //   cuda_optimizer_bench --out=results.json --commit=abc123 [--parameters=525336576]
 //
 // Bytes are what each pass has to move, counted once: AdamW with a 16-bit copy of the weights reads gradient,
-// two moments and value (16 bytes a parameter) and writes them and the copy (18).
+// two moments and value (16 bytes a parameter) and writes them and the copy (18). Lazy steps are timed with a
+// gradient in every row, in one row of 32 and in none; of an idle row the gradient is read (4).
 #include <functional>
 #include <iostream>
 #include <string>
@@ -21,11 +22,13 @@
 
 ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
 ABSL_FLAG(std::string, commit, "", "commit of the program, recorded in the results");
-ABSL_FLAG(int64_t, parameters, int64_t{128256} * 4096, "of the weight matrix; a multiple of 4");
+ABSL_FLAG(int64_t, parameters, int64_t{128256} * 4096, "of the weight matrix; a multiple of 4096");
 ABSL_FLAG(int, iterations, 20, "timed passes");
 
 namespace lossd::bench {
 namespace {
+
+constexpr int64_t kCols = 4096;
 
 namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
@@ -55,12 +58,20 @@ class Parameters {
     Check(cuda::LaunchFill(tensors_[3], count_, 0.5f, stream), "LaunchFill");
     Check(cuda::LaunchFillPattern(slice_, DType::kBFloat16, count_, stream), "LaunchFillPattern");
   }
+  // Leaves a gradient in one row of `interval`; 0: in none.
+  void MakeIdle(int64_t interval, cudaStream_t stream) {
+    for (int64_t row = 0; row < count_ / kCols; ++row) {
+      if (interval > 0 && row % interval == 0) continue;
+      Check(cudaMemsetAsync(tensors_[1] + row * kCols, 0, kCols * sizeof(float), stream), "cudaMemsetAsync");
+    }
+  }
 
   void Step(const OptimizerOptions& options, DType compute, cudaStream_t stream) {
     cuda::OptimizerStepParams p;
     p.options = options;
     p.update = 10;
     p.count = p.matrix_count = count_;
+    p.matrix_cols = kCols;
     p.values = tensors_[0];
     p.gradients = tensors_[1];
     p.moment1 = tensors_[2];
@@ -74,7 +85,6 @@ class Parameters {
           "LaunchSquareSum");
   }
   void Add(cudaStream_t stream) {
-    constexpr int64_t kCols = 4096;
     const cuda::DeviceMatrix from = {slice_, DType::kBFloat16, kCols, kCols};
     const cuda::DeviceMatrix to = {tensors_[1], DType::kFloat32, kCols, kCols};
     Check(cuda::LaunchAddScaled(from, to, count_ / kCols, 0.5f, stream), "LaunchAddScaled");
@@ -97,10 +107,12 @@ int Main() {
   results["parameters"] = count;
   std::cout << count << " parameters" << std::endl;
   Parameters parameters(count);
-  const auto run = [&](const std::string& name, int bytes_per_parameter, const std::function<void()>& pass) {
+  const auto run = [&](const std::string& name, double bytes_per_parameter, const std::function<void()>& pass,
+                       int64_t interval = 1) {
     std::vector<double> times;
     for (int i = 0; i < kWarmUps + absl::GetFlag(FLAGS_iterations); ++i) {
       parameters.Fill(stream);
+      if (interval != 1) parameters.MakeIdle(interval, stream);
       const double ms = timer.MeasureOnce(pass);
       if (i >= kWarmUps) times.push_back(ms);
     }
@@ -125,6 +137,12 @@ int Main() {
   run("adamw fp32", 32, [&] { parameters.Step(adamw, DType::kFloat32, stream); });
   run("momentum bf16", 26, [&] { parameters.Step(momentum, DType::kBFloat16, stream); });
   run("sgd bf16", 18, [&] { parameters.Step(sgd, DType::kBFloat16, stream); });
+  OptimizerOptions lazy = adamw;
+  lazy.lazy_rows = true;
+  const auto lazy_step = [&] { parameters.Step(lazy, DType::kBFloat16, stream); };
+  run("lazy, all rows", 34, lazy_step);
+  run("lazy, 1 of 32", 4 + 30.0 / 32, lazy_step, 32);
+  run("lazy, none", 4, lazy_step, 0);
   run("gradient norm", 4, [&] { parameters.Norm(stream); });
   run("add bf16", 10, [&] { parameters.Add(stream); });
   WriteResults(results, absl::GetFlag(FLAGS_out));

@@ -148,7 +148,7 @@ struct FakeState {
     for (const auto& [id, seen] : head.ledger)
       description.set_step_rows(description.step_rows() + seen.size());
     description.set_total_rows(head.total_rows);
-    *description.mutable_history() = head.history;
+    if (options.histories) *description.mutable_history() = head.history;
     return description;
   }
   void Restart() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {

@@ -82,6 +82,7 @@ class FakeServer {
     int port = 0;                        // 0: any
     bool numbered_incarnations = false;  // 1, 2, ... instead of random ones
     bool versions = true;                // false: as a server that knows neither these nor creations
+    bool histories = true;               // false: as a server of an earlier version, which describes none
   };
   FakeServer() : FakeServer(Options()) {}
   explicit FakeServer(Options options);

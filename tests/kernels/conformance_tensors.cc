@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <vector>
@@ -406,6 +407,260 @@ TEST_P(BackendConformance, StepRefusesWhatTheHeadCannotDo) {
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ((*head)->ApplyStep({.kind = Kind::kSgd}, 0).code(), absl::StatusCode::kInvalidArgument);
   EXPECT_TRUE((*head)->ApplyStep({.kind = Kind::kSgd, .momentum = 0.9}, 1).ok());
+}
+
+// ---- Lazy rows ----
+// Steps that leave rows of the weight alone whose gradient is 0.
+
+namespace {
+
+ProblemSpec WithState(ProblemSpec spec) {
+  spec.config.has_bias = true;
+  spec.config.norm = Norm::kLayerNorm;
+  spec.config.optimizer_state = OptimizerState::kAdam;
+  return spec;
+}
+
+// A gradient [rows, cols] and which of its rows are idle: every element +0, or each +0 or -0. Other rows have
+// one element that is not 0, or all.
+struct LazyGradient {
+  std::vector<float> values;
+  std::vector<bool> idle;
+};
+
+LazyGradient DrawLazyGradient(int64_t rows, int64_t cols, Rng& rng) {
+  LazyGradient gradient{std::vector<float>(static_cast<size_t>(rows * cols)),
+                        std::vector<bool>(static_cast<size_t>(rows))};
+  for (int64_t row = 0; row < rows; ++row) {
+    float* const values = gradient.values.data() + row * cols;
+    const int64_t kind = UniformInt(rng, 0, 3);
+    gradient.idle[static_cast<size_t>(row)] = kind <= 1;
+    for (int64_t c = 0; c < cols; ++c) {
+      if (kind == 1 || kind == 2) values[c] = Chance(rng, 0.5) ? -0.0f : 0.0f;
+      if (kind == 3) values[c] = Uniform(rng, 0.01f, 1.0f) * (Chance(rng, 0.5) ? -1.0f : 1.0f);
+    }
+    if (kind == 2) values[UniformInt(rng, 0, cols - 1)] = Uniform(rng, 0.01f, 1.0f);
+  }
+  return gradient;
+}
+
+void WriteGradient(HeadKernels& head, Param param, const std::vector<float>& values) {
+  const absl::Status written = head.WriteTensor(
+      {param, Role::kGradient}, 0, ShapeOf(head.config(), param).rows, DType::kFloat32, AsBytes(values));
+  ASSERT_TRUE(written.ok()) << written;
+}
+
+std::vector<uint32_t> Bits(const std::vector<float>& values) {
+  std::vector<uint32_t> bits(values.size());
+  std::memcpy(bits.data(), values.data(), values.size() * sizeof(float));
+  return bits;
+}
+
+// What a step may change: values and moments, [role][element].
+std::vector<std::vector<float>> StateOf(HeadKernels& head, Param param) {
+  std::vector<std::vector<float>> state;
+  for (const Role role : {Role::kValue, Role::kMoment1, Role::kMoment2})
+    state.push_back(ReadAll(head, {param, role}));
+  return state;
+}
+
+void ExpectPlainZeroGradients(HeadKernels& head) {
+  ExpectZeroGradients(head);
+  for (const uint32_t bits : Bits(ReadGradient(head, Param::kWeight))) ASSERT_EQ(bits, 0u) << "a -0 is left";
+}
+
+// Some steps on fresh gradients, compared with the reference; idle rows keep every bit.
+void ExpectLazyUpdates(Backend& backend, const Problem& problem, const OptimizerOptions& options, Rng& rng) {
+  const auto head = MakeHead(backend, problem);
+  ASSERT_NE(head, nullptr);
+  std::map<Param, std::vector<double>> values;
+  std::map<Param, reference::OptimizerMoments> moments;
+  for (const Param param : kTrainedParams) {
+    values[param].assign(problem.Values(param).begin(), problem.Values(param).end());
+  }
+  for (int64_t update = 1; update <= 6; ++update) {
+    std::vector<bool> idle;
+    for (const Param param : kTrainedParams) {
+      const TensorShape shape = ShapeOf(head->config(), param);
+      const LazyGradient gradient = DrawLazyGradient(shape.rows, shape.cols, rng);
+      if (param == Param::kWeight) idle = gradient.idle;
+      ASSERT_NO_FATAL_FAILURE(WriteGradient(*head, param, gradient.values));
+      reference::ApplyUpdate(options, update, param != Param::kWeight,
+                             {gradient.values.begin(), gradient.values.end()}, values[param], moments[param],
+                             static_cast<size_t>(shape.cols));
+    }
+    const std::vector<std::vector<float>> before = StateOf(*head, Param::kWeight);
+    ASSERT_TRUE(head->ApplyStep(options, update).ok());
+    const std::vector<std::vector<float>> after = StateOf(*head, Param::kWeight);
+    const auto cols = static_cast<size_t>(problem.config.hidden_size);
+    for (size_t role = 0; role < before.size(); ++role) {
+      const std::vector<uint32_t> was = Bits(before[role]), is = Bits(after[role]);
+      for (size_t i = 0; i < is.size(); ++i) {
+        if (!idle[i / cols]) continue;
+        ASSERT_EQ(is[i], was[i]) << "update " << update << ", idle row " << i / cols;
+      }
+    }
+    ASSERT_NO_FATAL_FAILURE(ExpectPlainZeroGradients(*head));
+  }
+  const auto compare = [&](TensorId id, const std::vector<double>& want) {
+    const std::vector<float> got = ReadAll(*head, id);
+    for (size_t i = 0; i < got.size(); ++i) {
+      ASSERT_NEAR(got[i], want[i], 3e-6 * (1.0 + std::fabs(want[i])))
+          << Name(id.param) << " " << Name(id.role) << " " << i;
+    }
+  };
+  for (const Param param : kTrainedParams) {
+    compare({param, Role::kValue}, values[param]);
+    if (RequiredState(options) >= OptimizerState::kMomentum)
+      compare({param, Role::kMoment1}, moments[param].moment1);
+    if (RequiredState(options) == OptimizerState::kAdam)
+      compare({param, Role::kMoment2}, moments[param].moment2);
+  }
+}
+
+// AdamW, SGD, and SGD with momentum, with decay, lazy.
+std::vector<OptimizerOptions> LazyOptimizers() {
+  using Kind = OptimizerOptions::Kind;
+  std::vector<OptimizerOptions> all = {
+      {.learning_rate = 1e-2, .weight_decay = 0.1},
+      {.kind = Kind::kSgd, .learning_rate = 0.1, .weight_decay = 0.02},
+      {.kind = Kind::kSgd, .learning_rate = 0.1, .weight_decay = 0.02, .momentum = 0.9, .dampening = 0.3}};
+  for (OptimizerOptions& options : all) options.lazy_rows = true;
+  return all;
+}
+
+}  // namespace
+
+TEST_P(BackendConformance, LazyRowsFollowTheReference) {
+  std::vector<OptimizerOptions> cases = LazyOptimizers();
+  cases.push_back({.learning_rate = 1e-2, .epsilon = 0.0, .lazy_rows = true});
+  for (int i = 0; i < 4; ++i) {
+    cases.push_back(RandomOptimizer(rng()));
+    cases.back().lazy_rows = true;
+  }
+  // Rows of one element, of less than a block of threads takes at once and of more.
+  const int64_t shapes[][2] = {{1, 1}, {1, 40}, {11, 23}, {130, 67}, {1100, 9}, {2048, 12}};
+  for (const auto& [hidden_size, vocab_size] : shapes) {
+    for (size_t i = 0; i < cases.size(); ++i) {
+      const OptimizerOptions& o = cases[i];
+      SCOPED_TRACE(absl::StrCat("D ", hidden_size, " V ", vocab_size, " case ", i, ": kind ",
+                                static_cast<int>(o.kind), " lr ", o.learning_rate, " decay ", o.weight_decay,
+                                " multiplier ", o.grad_multiplier, " betas ", o.beta1, " ", o.beta2,
+                                " epsilon ", o.epsilon, " momentum ", o.momentum, " dampening ", o.dampening,
+                                " nesterov ", o.nesterov));
+      const Problem problem = MakeProblem(WithState(Plain({1}, hidden_size, vocab_size)), rng());
+      ASSERT_NO_FATAL_FAILURE(ExpectLazyUpdates(backend(), problem, o, rng()));
+    }
+  }
+}
+
+// Where every row has a gradient a lazy step is a dense one, bit for bit, and rows are computed with the new
+// weights afterwards.
+TEST_P(BackendConformance, LazyStepsWithoutIdleRowsAreDense) {
+  for (const OptimizerOptions& options : LazyOptimizers()) {
+    ProblemSpec spec = WithState(Plain({20}, 83, 41));
+    spec.ignored = 0.0;
+    Problem problem = MakeProblem(spec, rng());
+    const auto lazy = MakeHead(backend(), problem), dense = MakeHead(backend(), problem);
+    ASSERT_NE(lazy, nullptr);
+    ASSERT_NE(dense, nullptr);
+    OptimizerOptions dense_options = options;
+    dense_options.lazy_rows = false;
+    for (int64_t update = 1; update <= 3; ++update) {
+      for (const Param param : kTrainedParams) {
+        std::vector<float> gradient(static_cast<size_t>(ShapeOf(lazy->config(), param).elements()));
+        for (float& g : gradient) g = Uniform(rng(), 0.1f, 1.0f);
+        ASSERT_NO_FATAL_FAILURE(WriteGradient(*lazy, param, gradient));
+        ASSERT_NO_FATAL_FAILURE(WriteGradient(*dense, param, gradient));
+      }
+      ASSERT_TRUE(lazy->ApplyStep(options, update).ok());
+      ASSERT_TRUE(dense->ApplyStep(dense_options, update).ok());
+      for (const Param param : kTrainedParams) EXPECT_EQ(StateOf(*lazy, param), StateOf(*dense, param));
+    }
+    problem.accumulate_gradients = false;
+    const double loss = RunChunk(*lazy, problem).slices[0].sums.loss;
+    EXPECT_NEAR(loss, RunChunk(*dense, problem).slices[0].sums.loss, 1e-5 * std::fabs(loss));
+  }
+}
+
+// What counts as a gradient: subnormal numbers, whatever multiplies them, and numbers that are not finite,
+// which do to their row what they do in a dense step.
+TEST_P(BackendConformance, LazyRowsTakeEveryGradientButZero) {
+  constexpr int64_t kHidden = 9, kVocab = 12;
+  for (const OptimizerOptions& options : LazyOptimizers()) {
+    const Problem problem = MakeProblem(WithState(Plain({1}, kHidden, kVocab)), rng());
+    const auto lazy = MakeHead(backend(), problem), dense = MakeHead(backend(), problem);
+    ASSERT_NE(lazy, nullptr);
+    ASSERT_NE(dense, nullptr);
+    std::vector<float> gradient(kHidden * kVocab);
+    gradient[1 * kHidden + 8] = 1e-42f;
+    gradient[4 * kHidden + 3] = -std::numeric_limits<float>::denorm_min();
+    gradient[7 * kHidden] = kNan;
+    gradient[11 * kHidden + 2] = -kInf;
+    OptimizerOptions dense_options = options;
+    dense_options.lazy_rows = false;
+    for (int64_t update = 1; update <= 2; ++update) {
+      const std::vector<std::vector<float>> before = StateOf(*lazy, Param::kWeight);
+      for (HeadKernels* const head : {lazy.get(), dense.get()}) {
+        ASSERT_NO_FATAL_FAILURE(WriteGradient(*head, Param::kWeight, gradient));
+        OptimizerOptions own = head == lazy.get() ? options : dense_options;
+        own.grad_multiplier = update == 1 ? 0.0 : 1.0;
+        ASSERT_TRUE(head->ApplyStep(own, update).ok());
+      }
+      const std::vector<std::vector<float>> after = StateOf(*lazy, Param::kWeight);
+      const std::vector<std::vector<float>> want = StateOf(*dense, Param::kWeight);
+      for (size_t role = 0; role < after.size(); ++role) {
+        for (size_t i = 0; i < after[role].size(); ++i) {
+          const size_t row = i / kHidden;
+          const bool updated = row == 1 || row == 4 || row == 7 || row == 11;
+          const float wanted = updated ? want[role][i] : before[role][i];
+          if (std::isnan(wanted)) {
+            EXPECT_TRUE(std::isnan(after[role][i])) << "row " << row;
+          } else {
+            EXPECT_EQ(after[role][i], wanted) << "row " << row;
+          }
+        }
+      }
+      EXPECT_NE(after[0][1 * kHidden], before[0][1 * kHidden]) << "it decays";
+    }
+    ExpectPlainZeroGradients(*lazy);
+  }
+}
+
+// Rows of a chunk give gradients to their targets alone, because filtered gradients leave out all other
+// classes. Of several devices one computes rows of a target that another one updates.
+TEST_P(GradientsConformance, LazyRowsAreThoseOfAllDevices) {
+  constexpr int64_t kHidden = 24, kVocab = 60;
+  ProblemSpec spec = Plain({90, 70}, kHidden, kVocab);
+  spec.config.optimizer_state = OptimizerState::kAdam;
+  spec.ignored = 0.0;
+  spec.options.gradients = Gradients::kFiltered;
+  spec.options.filter_epsilon = 0.5f;  // p is 1 / V
+  Problem problem = MakeProblem(spec, rng());
+  std::fill(problem.weight.begin(), problem.weight.end(), 0.0f);
+  for (SliceData& slice : problem.slices) {
+    for (size_t row = 0; row < slice.targets.size(); ++row)
+      slice.targets[row] = row < slice.targets.size() / 2 ? kVocab - 1 : 3;
+  }
+  const auto head = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  // Moments that are not 0, of all classes.
+  ASSERT_NO_FATAL_FAILURE(WriteGradient(*head, Param::kWeight, std::vector<float>(kHidden * kVocab, 0.5f)));
+  ASSERT_TRUE(head->ApplyStep({.learning_rate = 0.0}, 1).ok());
+  const std::vector<std::vector<float>> before = StateOf(*head, Param::kWeight);
+  EXPECT_TRUE(RunChunk(*head, problem).done.ok());
+  ASSERT_TRUE(head->ApplyStep({.learning_rate = 0.1, .weight_decay = 0.1, .lazy_rows = true}, 2).ok());
+  const std::vector<std::vector<float>> after = StateOf(*head, Param::kWeight);
+  for (size_t role = 0; role < after.size(); ++role) {
+    for (int64_t row = 0; row < kVocab; ++row) {
+      const auto row_of = [&](const std::vector<float>& all) {
+        return Bits({all.begin() + row * kHidden, all.begin() + (row + 1) * kHidden});
+      };
+      const bool is_target = row == 3 || row == kVocab - 1;
+      EXPECT_EQ(row_of(after[role]) != row_of(before[role]), is_target) << "row " << row;
+    }
+  }
+  ExpectPlainZeroGradients(*head);
 }
 
 // ---- Tensors ----

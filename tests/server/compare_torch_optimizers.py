@@ -4,7 +4,8 @@
 
     compare_torch_optimizers.py LOSSD PROTO_DIRECTORY [--histories=12] [--steps=25] [--seed=S] [--backend=cpu]
 
-Every history has hyper-parameters of its own, parameters of every kind (weight, bias, norm gain and shift),
+Half of the histories have lazy rows: torch's optimizers are dense, so a row of the weight without a gradient, and its moments, get back what
+they were before the step. Every history has hyper-parameters of its own, parameters of every kind (weight, bias, norm gain and shift),
 gradients sent with AddGradient, and steps whose gradient is not finite, which both sides skip. The error of
 lossd and that of torch in fp32 are measured against torch in double precision. Exits with 77 (skipped) where
 torch, grpcio or protoc are not installed.
@@ -83,7 +84,7 @@ class Server:
 def random_optimizer(rng):
     """Hyper-parameters: of torch.optim, and what lossd has besides."""
     common = {"lr": 10 ** rng.uniform(-4, -1), "weight_decay": rng.choice([0.0, rng.uniform(0, 0.5)])}
-    ours = {"grad_multiplier": rng.uniform(-2, 2), "decay_vectors": rng.random() < 0.5}
+    ours = {"grad_multiplier": rng.uniform(-2, 2), "decay_vectors": rng.random() < 0.5, "lazy_rows": rng.random() < 0.5}
     if rng.random() < 0.5:
         return {**common, "betas": (rng.uniform(0, 0.99), rng.uniform(0.5, 0.9999)),
                 "eps": 10 ** rng.uniform(-10, -2)}, ours
@@ -100,6 +101,7 @@ class TorchSide:
         self.parameters = {name: torch.nn.Parameter(torch.tensor(value, dtype=dtype))
                            for name, value in values.items()}
         self.multiplier = ours["grad_multiplier"]
+        self.lazy_rows = ours["lazy_rows"]
         no_decay = options["weight_decay"] if ours["decay_vectors"] else 0.0
         groups = [{"params": [parameter],
                    "weight_decay": options["weight_decay"] if name == "WEIGHT" else no_decay}
@@ -111,7 +113,18 @@ class TorchSide:
         for name, gradient in gradients.items():
             parameter = self.parameters[name]
             parameter.grad = torch.tensor(gradient, dtype=parameter.dtype) * self.multiplier
+        weight = self.parameters["WEIGHT"]
+        idle = torch.from_numpy(~gradients["WEIGHT"].any(axis=1) & self.lazy_rows)
+        before = weight.detach().clone(), {key: value.clone() for key, value in self.state_of(weight).items()}
         self.optimizer.step()
+        weight.data[idle] = before[0][idle]
+        for key, value in self.state_of(weight).items():
+            value[idle] = before[1][key][idle] if key in before[1] else 0.0  # torch has no state before the first step
+
+    def state_of(self, parameter):
+        """What the optimizer keeps for each element."""
+        return {key: value for key, value in self.optimizer.state.get(parameter, {}).items()
+                if torch.is_tensor(value) and value.shape == parameter.shape}
 
     def moments(self, name):
         state = self.optimizer.state[self.parameters[name]]
@@ -120,7 +133,8 @@ class TorchSide:
 
 
 def to_proto(head_pb2, options, ours):
-    optimizer = head_pb2.Optimizer(grad_multiplier=ours["grad_multiplier"], decay_vectors=ours["decay_vectors"])
+    optimizer = head_pb2.Optimizer(grad_multiplier=ours["grad_multiplier"], decay_vectors=ours["decay_vectors"],
+                                    lazy_rows=ours["lazy_rows"])
     if "betas" in options:
         optimizer.adamw.CopyFrom(head_pb2.AdamW(
             learning_rate=options["lr"], beta1=options["betas"][0], beta2=options["betas"][1],
@@ -149,6 +163,7 @@ def run_history(server, name, steps, rng, noise):
     for step in range(steps):
         finite = rng.random() > 0.15
         gradients = {param: noise.standard_normal(shape).astype(numpy.float32) for param, shape in SHAPES.items()}
+        gradients["WEIGHT"][noise.random(CLASSES) < 0.4] = 0.0
         for i, (param, gradient) in enumerate(gradients.items()):
             # Two halves that add up without rounding; twice the largest float does not.
             for half in range(2):

@@ -270,6 +270,18 @@ TEST_F(LossctlTest, ATrainingStep) {
   EXPECT_EQ(Run("load head/best").out, "loaded head/best into head \"head\", step 2\n");
 }
 
+TEST_F(LossctlTest, AStepAsksForLazyRows) {
+  std::vector<bool> asked;
+  server_.SetFaults({.on_apply = [&](const v1::ApplyStepRequest& request) {
+    asked.push_back(request.optimizer().lazy_rows());
+    return fake::Fault();
+  }});
+  EXPECT_EQ(Run("step head --lr 1e-3 --lazy-rows").exit_code, 0);
+  EXPECT_EQ(Run("step head --lr 1e-3 --sgd --lazy-rows").exit_code, 0);
+  EXPECT_EQ(Run("step head --lr 1e-3").exit_code, 0);
+  EXPECT_EQ(asked, (std::vector<bool>{true, true, false}));
+}
+
 TEST_F(LossctlTest, ListsCheckpoints) {
   EXPECT_EQ(Run("checkpoints").out,
             "CHECKPOINT            STEP      SIZE  SAVED                                   NAMED BY\n"

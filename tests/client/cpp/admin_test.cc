@@ -166,6 +166,35 @@ TEST_F(AdminTest, StepWhoseAnswerWasLostIsAppliedOnce) {
   EXPECT_EQ(result->state().step(), 1u);
 }
 
+// A server of an earlier version would apply the step and pass the option over, at a new head too.
+TEST_F(AdminTest, LazyRowsAreAskedOfServersThatKnowThem) {
+  std::vector<bool> asked;
+  const auto note = [&](const v1::ApplyStepRequest& request) {
+    asked.push_back(request.optimizer().lazy_rows());
+    return fake::Fault();
+  };
+  v1::ApplyStepRequest request;
+  request.set_head("head");
+  request.mutable_optimizer()->mutable_adamw()->set_learning_rate(0.1);
+  request.mutable_optimizer()->set_lazy_rows(true);
+  server_.SetFaults({.on_apply = note});
+  EXPECT_TRUE(client_->ApplyStep(request).ok());
+  EXPECT_EQ(asked, std::vector<bool>{true});
+
+  fake::FakeServer earlier({.histories = false});
+  earlier.AddHead("head", 4, 10);
+  earlier.SetFaults({.on_apply = note});
+  const auto client = Client::Connect({.target = earlier.target()});
+  ASSERT_TRUE(client.ok()) << client.status();
+  const absl::Status refused = (*client)->ApplyStep(request).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("does not know lazy_rows"));
+  EXPECT_EQ(asked.size(), 1u);
+  request.mutable_optimizer()->set_lazy_rows(false);
+  EXPECT_TRUE((*client)->ApplyStep(request).ok());
+  EXPECT_EQ(asked, (std::vector<bool>{true, false}));
+}
+
 TEST_F(AdminTest, CheckpointWhoseDeletionsAnswerWasLostIsDeletedOnce) {
   server_.SetFaults({.refuse_calls = 2});
   const auto deleted = client_->DeleteCheckpoint("head/old");

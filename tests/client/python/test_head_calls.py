@@ -76,6 +76,43 @@ def test_a_step_that_is_refused_begins_nothing(client, make_head):
     assert client.describe_head(head).updates == 2
 
 
+# ---- lazy rows ----
+
+@pytest.mark.parametrize("optimizer", [lossd.AdamW(lr=0.05, weight_decay=0.1, lazy_rows=True),
+                                       lossd.SGD(lr=0.1, momentum=0.9, weight_decay=0.1, lazy_rows=True)])
+def test_rows_without_a_gradient_keep_values_and_moments(client, make_head, optimizer):
+    head = make_head(hidden_size=D, vocab_size=V, bias=True)
+    train(client, head, range(2), optimizer)  # the loss gives every row a gradient
+    random = np.random.default_rng()
+    for step in range(2, 6):
+        idle = random.random(V) < 0.5
+        gradient = random.uniform(0.1, 1.0, (V, D)).astype(np.float32)
+        gradient[idle] = random.choice([0.0, -0.0], (V, D)).astype(np.float32)[idle]
+        before = tensors(client, head)
+        client.add_gradient(head, "weight", gradient, step=step, id=1)
+        client.apply_step(head, step, optimizer, expected_microbatches=[1])
+        for was, now in zip(before[:3], tensors(client, head)[:3], strict=True):
+            assert was[idle].tobytes() == now[idle].tobytes()
+            if isinstance(optimizer, lossd.AdamW) or now.any():  # SGD has no second moment
+                assert (was[~idle] != now[~idle]).all()
+        if optimizer.weight_decay and isinstance(optimizer, lossd.SGD):
+            assert (before[4] != tensors(client, head)[4]).all()  # the bias is not lazy: its momentum decays
+    assert client.describe_head(head).updates == 6
+
+
+def test_a_repeat_of_a_lazy_step_is_lazy(client, make_head):
+    head = make_head(hidden_size=D, vocab_size=V)
+    lazy, dense = (lossd.AdamW(lr=0.05, weight_decay=0.1, lazy_rows=each) for each in (True, False))
+    start = client.read_tensor(head)
+    client.apply_step(head, 0, lazy)
+    np.testing.assert_array_equal(client.read_tensor(head), start)  # nothing was accumulated: nothing moves
+    assert client.apply_step(head, 0, lazy).repeated_call
+    with pytest.raises(lossd.FailedPrecondition, match="optimizer differs"):
+        client.apply_step(head, 0, dense)
+    client.apply_step(head, 1, dense)
+    assert (client.read_tensor(head) != start).all()
+
+
 # ---- residency ----
 
 def test_a_head_in_host_memory(client, make_head):

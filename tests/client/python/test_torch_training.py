@@ -90,6 +90,33 @@ def test_training_is_that_of_a_local_head(client, make_head, trunks, algorithm):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-2)
 
 
+def test_lazy_rows_are_a_hyper_parameter(client, make_head):
+    """A class that its bias masks gets no gradient; its row stays until a step is dense."""
+    name = make_head(hidden_size=D, vocab_size=V, bias=True)
+    bias = np.zeros(V, np.float32)
+    bias[3] = -np.inf
+    client.write_tensor(name, "bias", bias)
+    head = LossHead(client, name)
+    optimizer = HeadOptimizer(head, lr=0.1, weight_decay=0.5, lazy_rows=True)
+    assert "lazy_rows=True" in repr(optimizer)
+    for lazy in (True, True, False, True):
+        optimizer.param_groups[0]["lazy_rows"] = lazy
+        before = client.read_tensor(name)
+        head(torch.randn(64, D), torch.randint(4, V, (64,))).backward()
+        optimizer.step()
+        now = client.read_tensor(name)
+        assert (before[3] == now[3]).all() == lazy
+        assert (before[5] != now[5]).all()
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lazy_rows"] is True
+    del state["param_groups"][0]["lazy_rows"]  # as of an earlier version
+    optimizer.load_state_dict(state)
+    assert "lazy_rows" not in repr(optimizer)
+    head(torch.randn(64, D), torch.randint(4, V, (64,))).backward()
+    optimizer.step()
+    assert (client.read_tensor(name)[3] != now[3]).all()
+
+
 class Scaler:
     """What GradScaler does with an optimizer's gradients, on the CPU too."""
 

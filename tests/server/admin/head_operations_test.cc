@@ -292,6 +292,24 @@ TEST_F(ResetsTest, ARepeatOfAStepThatBeganIsAnsweredAndAnotherOneIsNot) {
   EXPECT_TRUE(restored.operations().ApplyStep(request)->repeated_call());
 }
 
+TEST_F(ResetsTest, ARepeatOfALazyStepIsLazy) {
+  server_.Train("head", 0, 2);
+  ASSERT_TRUE(server_.Accumulate("head", 2).ok());
+  v1::ApplyStepRequest request = Instance::StepRequest("head", 2);
+  request.mutable_optimizer()->set_lazy_rows(true);
+  ASSERT_TRUE(server_.operations().ApplyStep(request).ok());
+  const Weights applied = server_.Read("head");
+  EXPECT_TRUE(server_.operations().ApplyStep(request)->repeated_call());
+  ASSERT_TRUE(server_.Save("saved").ok());
+  Instance restored(directory_, 8, &disk_, 1 << 20);
+  ASSERT_TRUE(restored.Load("head/saved", "").ok());
+  EXPECT_TRUE(restored.operations().ApplyStep(request)->repeated_call());
+  request.mutable_optimizer()->set_lazy_rows(false);
+  EXPECT_EQ(FieldIn(server_.operations().ApplyStep(request).status()), "optimizer");
+  EXPECT_EQ(FieldIn(restored.operations().ApplyStep(request).status()), "optimizer");
+  EXPECT_EQ(server_.Read("head"), applied);
+}
+
 TEST_F(ResetsTest, AResetOfTheOptimizerKeepsTheValues) {
   server_.Train("head", 0, 3);
   MakeFresh();

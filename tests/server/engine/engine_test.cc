@@ -835,6 +835,7 @@ class Draw {
                      : Chance(0.5) ? 0.1
                                    : 1.0 / std::max(1e-30, o.learning_rate) * One({0.5, 1, 2, 2.1, 1e3});
     o.decay_vectors = Chance(0.4);
+    o.lazy_rows = Chance(0.4);
     o.grad_multiplier = Chance(0.6) ? 1.0 : (Chance(0.5) ? 1 : -1) * Power(-60, 38);
     if (o.kind == Kind::kAdamW) {
       o.beta1 = Share();
@@ -872,6 +873,7 @@ class Draw {
 std::string Describe(const OptimizerOptions& o) {
   return absl::StrCat(o.kind == Kind::kAdamW ? "adamw" : "sgd", " lr=", o.learning_rate,
                       " wd=", o.weight_decay, " decay_vectors=", o.decay_vectors,
+                      " lazy_rows=", o.lazy_rows,
                       " multiplier=", o.grad_multiplier, " beta1=", o.beta1, " beta2=", o.beta2,
                       " epsilon=", o.epsilon, " momentum=", o.momentum, " dampening=", o.dampening,
                       " nesterov=", o.nesterov);
@@ -977,6 +979,10 @@ class UpdatePropertyTest : public ::testing::Test {
       if (id.role != Role::kValue) continue;
       std::vector<float> values = draw_.Gradients(SizeOf(id));
       if (masked_ && id.param == Param::kBias) values[2] = 0.0f;  // as it is
+      const auto cols = static_cast<size_t>(kernels::ShapeOf(config_, id.param).cols);
+      for (size_t i = 0; i < values.size(); i += cols) {
+        if (draw_.Chance(0.2)) std::fill_n(values.data() + i, cols, 0.0f);  // idle, if rows are lazy
+      }
       ASSERT_TRUE(Write({id.param, Role::kGradient}, values).ok());
     }
   }

@@ -408,6 +408,24 @@ TEST(UpdateBoundsTest, WhatIsBoundedSaysHowLargeItIs) {
   EXPECT_EQ(reach->after.moment2, 1e4);
 }
 
+// Idle rows stay as large as they are, while the bound of the others falls.
+TEST(UpdateBoundsTest, LazyRowsMayStayAsTheyAre) {
+  for (OptimizerOptions options :
+       {OptimizerOptions{.learning_rate = 1.9, .weight_decay = 1.0, .beta1 = 0.5, .beta2 = 0.5},
+        OptimizerOptions{.kind = Kind::kSgd, .learning_rate = 0.0, .momentum = 0.5}}) {
+    const auto dense = CheckReach(options, 2, 1e-3, kMeasured);
+    options.lazy_rows = true;
+    const auto lazy = CheckReach(options, 2, 1e-3, kMeasured);
+    ASSERT_TRUE(dense.ok() && lazy.ok());
+    EXPECT_LT(dense->after.moment1, kMeasured.moment1);
+    EXPECT_GE(lazy->after.matrix, kMeasured.matrix);
+    EXPECT_EQ(lazy->after.moment1, kMeasured.moment1);
+    EXPECT_EQ(lazy->after.moment2, kMeasured.moment2);
+    EXPECT_EQ(lazy->after.vectors, dense->after.vectors);
+    EXPECT_EQ(lazy->reach, dense->reach);
+  }
+}
+
 // -infinity in a bias keeps a class out; decay by SGD makes it NaN, as does a factor of 0.
 TEST(UpdateBoundsTest, DecayOfInfiniteValuesIsRefused) {
   const Magnitudes masked{.matrix = 1.0};

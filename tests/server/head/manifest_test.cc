@@ -72,7 +72,8 @@ Manifest SomeManifest(std::mt19937_64& random) {
                     .epsilon = number() * 1e-8,
                     .momentum = number(),
                     .dampening = 0,
-                    .nesterov = true};
+                    .nesterov = true,
+                    .lazy_rows = random() % 2 == 0};
   step.grad_norm = number() * 1e30;
   step.microbatches = 12;
   step.contributions = 3;
@@ -173,6 +174,23 @@ TEST_F(ManifestTest, WithoutAHistory) {
   EXPECT_EQ(ContentDigest(manifest), content) << "who trained is no content";
   manifest.subject.last_step->begin_optimizer = true;
   EXPECT_NE(ContentDigest(manifest), content);
+}
+
+// Written where it is true only, so that a step without it is recorded as by an earlier server.
+TEST_F(ManifestTest, LazyRows) {
+  Manifest manifest = SomeManifest(random_);
+  manifest.subject.last_step->optimizer.lazy_rows = false;
+  const std::string text = EncodeManifest(manifest);
+  const std::string content = ContentDigest(manifest);
+  EXPECT_THAT(text, testing::Not(HasSubstr("lazy_rows")));
+  EXPECT_EQ(DecodeManifest(text)->subject, manifest.subject);
+  manifest.subject.last_step->optimizer.lazy_rows = true;
+  EXPECT_THAT(EncodeManifest(manifest), HasSubstr("lazy_rows"));
+  EXPECT_EQ(DecodeManifest(EncodeManifest(manifest))->subject, manifest.subject);
+  EXPECT_NE(ContentDigest(manifest), content);
+  Json json = Json::parse(text);
+  json["last_step"]["optimizer"]["lazy_rows"] = "yes";
+  EXPECT_FALSE(DecodeManifest(Sealed(json)).ok());
 }
 
 TEST_F(ManifestTest, OtherVersionsAreRefused) {

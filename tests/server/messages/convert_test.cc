@@ -230,6 +230,7 @@ TEST(ConvertTest, OptimizerFields) {
   EXPECT_EQ(defaults->beta2, 0.999);
   EXPECT_EQ(defaults->epsilon, 1e-8);
   EXPECT_EQ(defaults->grad_multiplier, 1.0);
+  EXPECT_FALSE(defaults->lazy_rows);
   optimizer.mutable_adamw()->set_beta1(0.0);
   EXPECT_EQ(ToOptimizerOptions(optimizer, "")->beta1, 0.0);
   optimizer.mutable_adamw()->set_beta2(1.0);
@@ -237,10 +238,12 @@ TEST(ConvertTest, OptimizerFields) {
   optimizer.mutable_sgd()->set_nesterov(true);
   EXPECT_FALSE(ToOptimizerOptions(optimizer, "").ok());
   optimizer.mutable_sgd()->set_momentum(0.9);
+  optimizer.set_lazy_rows(true);
   const auto sgd = ToOptimizerOptions(optimizer, "");
   ASSERT_TRUE(sgd.ok()) << sgd.status();
   EXPECT_EQ(sgd->kind, kernels::OptimizerOptions::Kind::kSgd);
   EXPECT_TRUE(sgd->nesterov);
+  EXPECT_TRUE(sgd->lazy_rows);
 }
 
 TEST(ConvertTest, RowRanges) {

@@ -70,13 +70,14 @@ TEST(RankMessagesTest, OptionsOfStepsAndLosses) {
                                           .epsilon = 7,
                                           .momentum = 8,
                                           .dampening = 9,
-                                          .nesterov = true};
+                                          .nesterov = true,
+                                          .lazy_rows = true};
   const kernels::OptimizerOptions no_step;
   {
-    const auto& [a, b, c, d, e, f, g, h, i, j, k] = step;
-    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, k0] = no_step;
+    const auto& [a, b, c, d, e, f, g, h, i, j, k, l] = step;
+    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, k0, l0] = no_step;
     EXPECT_TRUE(a != a0 && b != b0 && c != c0 && d != d0 && e != e0 && f != f0 && g != g0 && h != h0 &&
-                i != i0 && j != j0 && k != k0);
+                i != i0 && j != j0 && k != k0 && l != l0);
   }
   EXPECT_EQ(*FromProto(ToProto(step, 11)), step);
   EXPECT_EQ(ToProto(step, 11).update(), 11);

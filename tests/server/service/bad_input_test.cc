@@ -822,7 +822,7 @@ TEST_F(OptimizerFieldsTest, Common) {
         },
         "optimizer.sgd.momentum", "-1"},
        {[](Optimizer& o) { o.set_grad_multiplier(INFINITY); }, "optimizer.grad_multiplier", "inf"}},
-      {"decay_vectors"}, [&](const std::function<void(Optimizer&)>& spoil) {
+      {"decay_vectors", "lazy_rows"}, [&](const std::function<void(Optimizer&)>& spoil) {
         return Apply([&](Optimizer& optimizer) {
           optimizer.mutable_adamw()->set_learning_rate(0.1);
           spoil(optimizer);
