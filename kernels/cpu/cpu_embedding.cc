@@ -23,8 +23,8 @@ int64_t CpuHead::OwnPlaceOf(const Chunk& chunk, int64_t gathered) const {
 
 absl::Status CpuHead::ComputeEmbedding(Chunk& chunk, const RowOrder& order) {
   const bool rows_go_out = chunk.options.embedding == Embedding::kRows;
-  chunk.choices = {{.what = "embedding",
-                    .choice = rows_go_out ? "rows of the weight" : "gradients of rows, in order of rows"}};
+  chunk.choices = {{.what = rows_go_out ? "embedding rows" : "embedding gradients",
+                    .choice = rows_go_out ? "from the fp32 weight" : "added in order of rows"}};
   for (Slice& slice : chunk.slices) {
     slice.first_nonfinite_row = -1;
     slice.sums = LossSums();
