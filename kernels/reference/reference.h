@@ -27,8 +27,8 @@ struct OptimizerMoments {
 
 // Update number `update` (1-based) of `values` with `gradient`, as torch.optim defines it. `is_vector`: bias
 // or norm parameter, which decays only with options.decay_vectors.
-// With options.lazy_rows, values that are not a vector are rows of `cols` values each, and rows whose gradient
-// is 0 stay as they are; else `cols` has no meaning.
+// With options.lazy_rows, values that are not a vector are rows of `cols` values each, and rows whose
+// gradient is 0 stay as they are; else `cols` has no meaning.
 void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector,
                  const std::vector<double>& gradient, std::vector<double>& values, OptimizerMoments& moments,
                  size_t cols = 1);

@@ -634,7 +634,8 @@ absl::StatusOr<Reach> CheckReach(const OptimizerOptions& options, int64_t update
                         absl::StrCat("would change weights by up to ", change, ", more than ", kMostChange),
                         absl::StrCat(options.learning_rate));
   }
-  Reach reach = adamw ? AdamReach(options, rate, gradient, before) : SgdReach(options, update, gradient, before);
+  Reach reach =
+      adamw ? AdamReach(options, rate, gradient, before) : SgdReach(options, update, gradient, before);
   if (options.lazy_rows) {
     // Idle rows stay as large as they are.
     reach.after.matrix = std::max(reach.after.matrix, before.matrix);

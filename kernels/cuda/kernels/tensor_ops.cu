@@ -179,11 +179,11 @@ __device__ __forceinline__ uint2 Pack4(bool bf16, const float4& x) {
   return make_uint2(raw.x, raw.y);
 }
 
-// Updates the four parameters at q, whose gradient is g, and zeroes the gradient. `copied`: the parameters are
-// of the matrix, and it has a copy.
+// Updates the four parameters at q, whose gradient is g, and zeroes the gradient. `copied`: the parameters
+// are of the matrix, and it has a copy.
 template <typename Rule>
-__device__ __forceinline__ void UpdateQuad(const StepFactors& f, const StepPointers& p, float decay, int64_t q,
-                                           const float4& g, bool copied) {
+__device__ __forceinline__ void UpdateQuad(const StepFactors& f, const StepPointers& p, float decay,
+                                           int64_t q, const float4& g, bool copied) {
   const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float4 a = Rule::kMoments > 0 ? p.moment1[q] : none;
   float4 b = Rule::kMoments > 1 ? p.moment2[q] : none;
@@ -216,9 +216,9 @@ __device__ __forceinline__ uint32_t BitsOf(const float4& x) {
 }
 
 // Lazy rows of a matrix: one block a row. It first asks whether the row has a gradient, by the bits of all
-// elements, so that subnormal numbers count on every device and -0 does not. An idle row costs the reading of its
-// gradient, of which only -0 is written, as +0. Each thread has the same quads in both passes, and the second
-// reading of the gradient comes from the caches.
+// elements, so that subnormal numbers count on every device and -0 does not. An idle row costs the reading of
+// its gradient, of which only -0 is written, as +0. Each thread has the same quads in both passes, and the
+// second reading of the gradient comes from the caches.
 template <typename Rule>
 __global__ void __launch_bounds__(kThreads)
     LazyRowsKernel(StepFactors f, StepPointers p, int64_t rows, int64_t row_quads) {
@@ -230,8 +230,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int64_t q = first; q < end; q += blockDim.x)
         UpdateQuad<Rule>(f, p, f.matrix_decay, q, p.gradients[q], p.copy != nullptr);
     } else if (bits != 0) {
-      for (int64_t q = first; q < end; q += blockDim.x)
-        p.gradients[q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int64_t q = first; q < end; q += blockDim.x) p.gradients[q] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
 }

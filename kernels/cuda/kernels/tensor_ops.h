@@ -31,8 +31,8 @@ cudaError_t LaunchFillPattern(void* values, DType dtype, int64_t count, cudaStre
 
 // One optimizer update of `count` (a multiple of 4) consecutive parameters; the first `matrix_count`
 // belong to the weight matrix, the rest to vectors. Zeroes the gradients. With options.lazy_rows the
-// parameters are all of the matrix or all of vectors, and of rows without a gradient only the gradient is read.
-// cudaErrorInvalidValue otherwise.
+// parameters are all of the matrix or all of vectors, and of rows without a gradient only the gradient is
+// read. cudaErrorInvalidValue otherwise.
 struct OptimizerStepParams {
   OptimizerOptions options;
   int64_t update = 1;  // 1-based

@@ -872,8 +872,7 @@ class Draw {
 
 std::string Describe(const OptimizerOptions& o) {
   return absl::StrCat(o.kind == Kind::kAdamW ? "adamw" : "sgd", " lr=", o.learning_rate,
-                      " wd=", o.weight_decay, " decay_vectors=", o.decay_vectors,
-                      " lazy_rows=", o.lazy_rows,
+                      " wd=", o.weight_decay, " decay_vectors=", o.decay_vectors, " lazy_rows=", o.lazy_rows,
                       " multiplier=", o.grad_multiplier, " beta1=", o.beta1, " beta2=", o.beta2,
                       " epsilon=", o.epsilon, " momentum=", o.momentum, " dampening=", o.dampening,
                       " nesterov=", o.nesterov);

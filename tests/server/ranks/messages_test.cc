@@ -105,13 +105,14 @@ TEST(RankMessagesTest, OptionsOfStepsAndLosses) {
                                                       .teacher_logit_scale = 11,
                                                       .teacher_softcap = 12,
                                                       .teacher = 13},
-                                     .rest = kernels::Rest::kOneClass};
+                                     .rest = kernels::Rest::kOneClass,
+                                     .embedding = kernels::Embedding::kRows};
   const kernels::LossOptions no_loss;
   {
-    const auto& [a, b, c, d, e, f, g, h, i, j, r, t] = loss;
-    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, r0, t0] = no_loss;
+    const auto& [a, b, c, d, e, f, g, h, i, j, r, t, u] = loss;
+    const auto& [a0, b0, c0, d0, e0, f0, g0, h0, i0, j0, r0, t0, u0] = no_loss;
     EXPECT_TRUE(a != a0 && b != b0 && c != c0 && d != d0 && e != e0 && f != f0 && g != g0 && h != h0 &&
-                i != i0 && r != r0 && t != t0);
+                i != i0 && r != r0 && t != t0 && u != u0);
     const auto& [k, l, m, n, o, p, q] = j;
     const auto& [k0, l0, m0, n0, o0, p0, q0] = j0;
     EXPECT_TRUE(k != k0 && l != l0 && m != m0 && n != n0 && o != o0 && p != p0 && q != q0);
