@@ -345,6 +345,7 @@ absl::Status CudaHead::Place(uint8_t* workspace, uint8_t* slots) {
                              .keep = workspace_.keep,
                              .download_idle = &transfers_->download_idle(),
                              .link = &link_});
+  embedding_.emplace(device_, config_, sizes_, workspace_, &tensors_, &link_, &*transfers_);
   return absl::OkStatus();
 }
 
@@ -405,6 +406,10 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
         absl::StrCat("Submit: ", Device::kMaxChunksInFlight, " chunks are already in flight"));
   }
   LOSSD_RETURN_IF_ERROR(ValidateChunk(config_, sizes_.chunk_rows, chunk));
+  if (chunk.options.is_embedding() && is_pooled()) {
+    return errors::FieldError("embedding", "be absent: the head lives in memory of the host", "given",
+                              absl::StatusCode::kUnimplemented);
+  }
   return chunk.teacher == nullptr ? absl::OkStatus() : CheckTeacher(*chunk.teacher);
 }
 
@@ -491,6 +496,11 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                                   chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
                                   sizes_.first_class};
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
+  if (chunk->options.is_embedding()) {
+    DivideRows(*link_.exchange, slot, job);
+    embedding_->Prepare(job, slot);
+    return absl::OkStatus();
+  }
   for (CudaHead* head : {this, static_cast<CudaHead*>(chunk->teacher)}) {  // CheckTeacher
     if (head == nullptr || !head->is_pooled() || job.rows() == 0) continue;
     std::unique_ptr<CudaTeacherPool::Copied> copied;
@@ -554,6 +564,7 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
 
 absl::Status CudaHead::Enqueue(const Pending& pending) {
   const ChunkJob& job = pending.job;
+  if (job.options().is_embedding()) return device_->Fail(embedding_->Enqueue(job, *pending.slot));
   ChunkPath& path = paths_->For(job.plan);
   LOSSD_RETURN_IF_ERROR(path.Prepare(job));
   const auto phases = [&]() -> absl::Status {

@@ -17,6 +17,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/cuda_teacher_pool.h"
+#include "kernels/cuda/heads/embedding_rows.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/heads/head_tensors.h"
 #include "kernels/cuda/heads/row_transfers.h"
@@ -192,6 +193,7 @@ class CudaHead : public PooledKernels {
   std::optional<HeadNorm> norm_;
   std::optional<ChunkPlanner> planner_;
   std::optional<HeadPaths> paths_;
+  std::optional<EmbeddingRows> embedding_;
 };
 
 }  // namespace lossd::kernels::cuda
