@@ -33,7 +33,7 @@ using ::testing::HasSubstr;
 // order, relative to the largest.
 constexpr double kLossOrder = 1e-5;
 
-constexpr RunOptions kWithoutRowOutputs = {.want_row_outputs = false};
+const RunOptions kWithoutRowOutputs = {.want_row_outputs = false};
 
 // A few ids of many rows and many ids of few, as text has.
 void DrawIds(Problem& problem, Rng& rng) {
@@ -441,7 +441,9 @@ TEST_P(BackendConformance, EmbeddingChunksInFlightAmongOthers) {
     for (size_t i = 0; i < chunks.size(); ++i) {
       ASSERT_TRUE(runs[i].done.ok()) << runs[i].done;
       if (chunks[i].problem == &look_up) ExpectRowsOf(*head, look_up.weight, look_up, runs[i]);
-      if (chunks[i].problem == &loss) EXPECT_EQ(runs[i].slices[0].loss, runs[0].slices[0].loss);
+      if (chunks[i].problem == &loss) {
+        EXPECT_EQ(runs[i].slices[0].loss, runs[0].slices[0].loss);
+      }
       if (chunks[i].problem != &gradients) continue;
       ExpectAdded(gradients, runs[i]);
       want.Add(gradients);
