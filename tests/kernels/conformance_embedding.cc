@@ -113,6 +113,8 @@ void RunLookUp(Backend& backend, const Problem& problem) {
   ASSERT_NE(head, nullptr);
   const ChunkRun run = RunChunk(*head, problem, kWithoutRowOutputs);
   ExpectRowsOf(*head, problem.weight, problem, run);
+  ASSERT_FALSE(run.choices.empty());
+  EXPECT_EQ(run.choices.front().what, "embedding rows");
   if (problem.config.trainable) ExpectZeroGradients(*head);
 }
 
@@ -170,6 +172,8 @@ class WantedGradient {
 void ExpectAdded(const Problem& problem, const ChunkRun& run) {
   ASSERT_TRUE(run.results.ok()) << run.results;
   ASSERT_TRUE(run.done.ok()) << run.done;
+  ASSERT_FALSE(run.choices.empty());
+  EXPECT_EQ(run.choices.front().what, "embedding gradients");
   for (size_t i = 0; i < problem.slices.size(); ++i) {
     EXPECT_EQ(run.slices[i].first_nonfinite_row, -1) << "slice " << i;
     EXPECT_EQ(run.slices[i].sums.valid_rows, CountIds(problem.slices[i])) << "slice " << i;

@@ -81,7 +81,8 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
     leader, secret = _from_first(group, rank, lambda: (_free_address(), secrets.token_hex(32)))
     if size > 1:
         options = {"rank_timeout": "1m", "rank": rank, "ranks": size, "leader": leader,
-                   "local_rank": os.environ.get("LOCAL_RANK", rank), **options}
+                   "local_rank": os.environ.get("LOCAL_RANK", rank),
+                   "shared_memory_bytes": max(1 << 30, 2 * size * _CLIENT["shared_memory_bytes"]), **options}
     member = _start_all(group, rank, size, options, secret)
     address = _from_first(group, rank, lambda: member.address)
     return EmbeddedClient(member, {**_CLIENT, **(client or {})}, address if size > 1 else None)
