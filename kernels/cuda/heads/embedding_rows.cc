@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/paths/chunk_plan.h"
+#include "kernels/validation.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -87,11 +88,14 @@ absl::Status EmbeddingRows::ForPieces(const RawRows& place, int64_t begin, int64
 
 // ---- rows that go out ----
 
+// Of several replicas each has fp32 values of its own shard alone, and the others' in the compute dtype.
 DeviceMatrix EmbeddingRows::SourceFor(DType dtype) const {
   const ValueBuffer& values = tensors_->values();
-  const bool from_copy = dtype == config_.compute_dtype;
-  void* const weight = from_copy ? values.compute_weight : values.params.weight;
-  return {weight, from_copy ? dtype : DType::kFloat32, sizes_.hidden, sizes_.padded_hidden};
+  const bool has_replicas = CopyOf(config_, device_->options().replica).count > 1;
+  if (has_replicas || dtype == config_.compute_dtype) {
+    return {values.compute_weight, config_.compute_dtype, sizes_.hidden, sizes_.padded_hidden};
+  }
+  return {values.params.weight, DType::kFloat32, sizes_.hidden, sizes_.padded_hidden};
 }
 
 absl::Status EmbeddingRows::Gather(const ChunkJob& job, const ChunkSlot& slot, int64_t begin, int64_t rows,

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from servers import ServerProcess
 
 import lossd
+from lossd import _embedded
 
 torch = pytest.importorskip("torch")
 dist = torch.distributed
@@ -125,8 +127,7 @@ def opened(rank: int, folder: Path) -> tuple[tuple[str, str], tuple[str, str]]:
     with member(folder) as client:
         on_cpu = client.transport
         dist.barrier()
-    setattr(lossd._embedded, "_own_gpu", lambda: "GPU-of-nobody")
-    with member(folder) as client:
+    with mock.patch.object(_embedded, "_own_gpu", return_value="GPU-of-nobody"), member(folder) as client:
         on_gpu = client.transport
         dist.barrier()
     return on_cpu, on_gpu

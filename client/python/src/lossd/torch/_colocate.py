@@ -44,6 +44,9 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
     classes and computes a part of the rows. There is no program to start and no launcher of its own: a process computes its part of the head
     beside its own work. Rank 0 of the group serves the clients.
 
+    A rank whose thread works on a GPU opens the memory for its rows at once, 256 MiB that its GPU pins: while ranks train, a GPU may have
+    no time for that. `client` may say another size, `{"shared_memory_bytes": ...}`.
+
     The ranks end together. When a rank closes its client or ends, the server drains for at most `drain_timeout` and ends in all of
     them, so a save of the head comes before, and then a barrier. When a rank dies or hangs, the calls of the others end with
     Unavailable or Internal once it is lost: within `rank_silence_timeout` (30 s).
