@@ -109,7 +109,7 @@ ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, Chun
     std::copy(hidden.begin(), hidden.end(), buffers.hidden.back().begin());
     Slice slice;
     slice.rows = data.rows();
-    slice.hidden = buffers.hidden.back().data();
+    if (problem.options.embedding != Embedding::kRows) slice.hidden = buffers.hidden.back().data();
     slice.targets = data.targets.data();
     slice.row_weights = DataOrNull(data.row_weights);
     slice.accumulate = DataOrNull(data.accumulate);

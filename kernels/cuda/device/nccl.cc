@@ -264,7 +264,12 @@ absl::Status Nccl::Abort(absl::Status reason) {
   absl::MutexLock lock(&mutex_);
   if (!failure_.ok()) return failure_;
   failure_ = std::move(reason);
-  library_->End(library_->abort);
+  // On a thread that has chosen a GPU. NCCL gives the calling thread back the one that it had, which makes a
+  // context there: on GPU 0, if the thread has never chosen one.
+  std::thread([this] {
+    if (!devices_.empty()) cudaSetDevice(devices_.front());
+    library_->End(library_->abort);
+  }).join();
   return failure_;
 }
 

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "kernels/cuda/device/cuda_status.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/kernels/row_classes.h"
@@ -303,6 +305,8 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, Cu
   const bool tune = may_tune && device->options().autotune && !device->options().deterministic;
   if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
   LOSSD_RETURN_IF_ERROR(head->MakeChoices());
+  const bool runs_once = device->options().shares_process && config.residency == Residency::kDevice;
+  if (runs_once) LOSSD_RETURN_IF_ERROR(head->RunOnce());
   return std::unique_ptr<HeadKernels>(std::move(head));
 }
 
@@ -345,6 +349,7 @@ absl::Status CudaHead::Place(uint8_t* workspace, uint8_t* slots) {
                              .keep = workspace_.keep,
                              .download_idle = &transfers_->download_idle(),
                              .link = &link_});
+  embedding_.emplace(device_, config_, sizes_, workspace_, &tensors_, &link_, &*transfers_);
   return absl::OkStatus();
 }
 
@@ -366,6 +371,65 @@ absl::Status CudaHead::Tune() {
   }
   LOSSD_RETURN_IF_ERROR(Zero(weight, weight_elements * sizes_.element, stream));
   return device_->Synchronize();
+}
+
+// Exact chunks, whose products have been seen to load code, and those that the head's requests ask for by
+// default; with hidden states in the compute dtype and in fp32, as their gradients are products of different
+// kinds. Parts of a head are not connected yet: each computes what it has.
+absl::Status CudaHead::RunOnce() {
+  std::vector<LossOptions> all(1);
+  if (config_.gradients != Gradients::kExact) all.push_back({.gradients = config_.gradients});
+  std::vector<DType> dtypes = {config_.compute_dtype};
+  if (config_.compute_dtype != DType::kFloat32) dtypes.push_back(DType::kFloat32);
+  std::vector<int64_t> counts = {1, 17, 128, sizes_.chunk_rows};
+  counts.erase(
+      std::remove_if(counts.begin(), counts.end(), [this](int64_t rows) { return rows > sizes_.chunk_rows; }),
+      counts.end());
+  for (const LossOptions& options : all) {
+    for (const DType dtype : dtypes) {
+      for (const int64_t rows : counts) LOSSD_RETURN_IF_ERROR(RunChunkOnce(options, dtype, rows));
+    }
+  }
+  LOSSD_RETURN_IF_ERROR(Place(workspace_buffer_.data(), slot_buffer_.data()));
+  LOSSD_RETURN_IF_ERROR(Zero(workspace_buffer_.data(), workspace_.bytes, device_->compute()));
+  if (config_.trainable) LOSSD_RETURN_IF_ERROR(tensors_.ZeroGradients());
+  return device_->Synchronize();
+}
+
+// Its slices share the memory of their rows. What a part computes without the others need not be finite, and
+// the chunk may say so.
+absl::Status CudaHead::RunChunkOnce(const LossOptions& options, DType hidden_dtype, int64_t rows) {
+  constexpr int64_t kSliceRows = 128;
+  const auto bytes = static_cast<size_t>(std::min(rows, kSliceRows) * sizes_.hidden) * SizeOf(hidden_dtype);
+  const std::vector<uint8_t> hidden(bytes, 0);
+  std::vector<uint8_t> gradients(bytes);
+  const std::vector<int32_t> targets(static_cast<size_t>(std::min(rows, kSliceRows)), 0);
+  std::vector<Slice> slices;
+  for (int64_t begin = 0; begin < rows; begin += kSliceRows) {
+    Slice& slice = slices.emplace_back();
+    slice.rows = std::min(kSliceRows, rows - begin);
+    slice.hidden = hidden.data();
+    slice.targets = targets.data();
+    slice.grad_hidden = gradients.data();
+  }
+  Chunk chunk;
+  chunk.options = options;
+  chunk.hidden_dtype = hidden_dtype;
+  chunk.accumulate_gradients = config_.trainable;
+  chunk.independent = true;  // nothing of it decides how others are computed
+  chunk.slices = absl::MakeSpan(slices);
+  absl::Status results, done;
+  absl::Notification ended;
+  ChunkCallbacks callbacks;
+  callbacks.on_results = [&results](absl::Status status) { results = std::move(status); };
+  callbacks.on_done = [&done, &ended](absl::Status status) {
+    done = std::move(status);
+    ended.Notify();
+  };
+  Submit(&chunk, std::move(callbacks));
+  ended.WaitForNotification();
+  results.Update(done);
+  return absl::IsUnavailable(results) || absl::IsInvalidArgument(results) ? results : absl::OkStatus();
 }
 
 absl::Status CudaHead::MakeChoices() {
@@ -405,6 +469,10 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
         absl::StrCat("Submit: ", Device::kMaxChunksInFlight, " chunks are already in flight"));
   }
   LOSSD_RETURN_IF_ERROR(ValidateChunk(config_, sizes_.chunk_rows, chunk));
+  if (chunk.options.is_embedding() && is_pooled()) {
+    return errors::FieldError("embedding", "be absent: the head lives in memory of the host", "given",
+                              absl::StatusCode::kUnimplemented);
+  }
   return chunk.teacher == nullptr ? absl::OkStatus() : CheckTeacher(*chunk.teacher);
 }
 
@@ -491,6 +559,11 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
                                   chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
                                   sizes_.first_class};
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
+  if (chunk->options.is_embedding()) {
+    DivideRows(*link_.exchange, slot, job);
+    embedding_->Prepare(job, slot);
+    return absl::OkStatus();
+  }
   for (CudaHead* head : {this, static_cast<CudaHead*>(chunk->teacher)}) {  // CheckTeacher
     if (head == nullptr || !head->is_pooled() || job.rows() == 0) continue;
     std::unique_ptr<CudaTeacherPool::Copied> copied;
@@ -554,6 +627,7 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
 
 absl::Status CudaHead::Enqueue(const Pending& pending) {
   const ChunkJob& job = pending.job;
+  if (job.options().is_embedding()) return device_->Fail(embedding_->Enqueue(job, *pending.slot));
   ChunkPath& path = paths_->For(job.plan);
   LOSSD_RETURN_IF_ERROR(path.Prepare(job));
   const auto phases = [&]() -> absl::Status {

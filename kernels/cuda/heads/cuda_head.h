@@ -17,6 +17,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/device/device.h"
 #include "kernels/cuda/heads/cuda_teacher_pool.h"
+#include "kernels/cuda/heads/embedding_rows.h"
 #include "kernels/cuda/heads/head_memory.h"
 #include "kernels/cuda/heads/head_tensors.h"
 #include "kernels/cuda/heads/row_transfers.h"
@@ -164,6 +165,11 @@ class CudaHead : public PooledKernels {
   // Says where chunks work, once or, of a head in host memory, again while no chunk is in flight.
   absl::Status Place(uint8_t* workspace, uint8_t* slots);
   absl::Status Tune();
+  // Computes chunks of few rows and of many, of zeros and of weights that are 0, so that whatever loads code
+  // with its first use has done so before a trainer whose process the head shares has work on the GPU.
+  // Afterwards all is as in a new head.
+  absl::Status RunOnce();
+  absl::Status RunChunkOnce(const LossOptions& options, DType hidden_dtype, int64_t rows);
   // Fills choices_; chooses the algorithms of a full chunk's GEMMs.
   absl::Status MakeChoices();
 
@@ -192,6 +198,7 @@ class CudaHead : public PooledKernels {
   std::optional<HeadNorm> norm_;
   std::optional<ChunkPlanner> planner_;
   std::optional<HeadPaths> paths_;
+  std::optional<EmbeddingRows> embedding_;
 };
 
 }  // namespace lossd::kernels::cuda

@@ -73,6 +73,18 @@ std::vector<Choice> Describe(const ChunkPlan& plan);
 
 // ---- where the rows of a chunk go on the device ----
 
+// The rows of a chunk of gradients of an embedding that are accumulated here, by class: a run is the rows of
+// one class (RowInputBlock::row_order() and the two after it). Runs of kLongClassRun rows and more come
+// first, and runs of equal kind are in order of classes.
+struct ClassRuns {
+  int64_t rows = 0;
+  int64_t runs = 0;
+  int64_t long_runs = 0;
+
+  friend bool operator==(const ClassRuns&, const ClassRuns&) = default;
+};
+inline constexpr int32_t kLongClassRun = 32;
+
 // Rows without target are left out ("compact" rows are those that stay, in order), per-row factors of the
 // gradient are formed, and a common power of two is taken out of them, so that 16-bit storage neither
 // underflows nor overflows however small or large the scale of the loss.
@@ -98,6 +110,12 @@ struct RowInputBlock {
   float* target_rest = nullptr;
   float* omega = nullptr;          // SampleOf(); only of a chunk that may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of a slice that has any
+
+  // Of a chunk of gradients of an embedding, in the place of the three before slice_begin, [capacity] each:
+  // compact rows, and where each run of ClassRuns begins among them and how many rows it has.
+  int32_t* row_order() const { return reinterpret_cast<int32_t*>(target_total); }
+  int32_t* run_begin() const { return reinterpret_cast<int32_t*>(target_rest); }
+  int32_t* run_rows() const { return reinterpret_cast<int32_t*>(omega); }
 
   static RowInputBlock Carve(Carver& carver, int64_t capacity);
 };
@@ -177,6 +195,7 @@ struct ChunkLayout {
   float unit = 1.0f;         // power of two taken out of coef_*
   // Set by the head; what is not exact has a decision. kFiltered: with dropped masses; else with variances.
   Gradients planned = Gradients::kExact;
+  ClassRuns runs;  // set by the head, of a chunk of gradients of an embedding
 };
 
 // What the layout needs to know of the head.
@@ -198,6 +217,10 @@ void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const 
 // Writes the soft targets of the rows, if layout.target_count is not 0. `inputs` as LayOutChunk left it.
 void PlaceSoftTargets(const ChunkLayout& layout, Rest rest, const RowInputBlock& inputs,
                       const RowClassBlock& classes);
+
+// Orders the rows that are accumulated and whose classes are among the first `classes` from the layout's
+// first_class on, by class and then by row, and writes them to `inputs`, as LayOutChunk left it.
+ClassRuns OrderByClass(const ChunkLayout& layout, int64_t classes, const RowInputBlock& inputs);
 
 // Hands the device's results to the chunk, the decision about its filter, and to the slices: row outputs,
 // sums, first_nonfinite_row. Hidden gradients are not its business.

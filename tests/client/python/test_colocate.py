@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from servers import ServerProcess
 
 import lossd
+from lossd import _embedded
 
 torch = pytest.importorskip("torch")
 dist = torch.distributed
@@ -118,6 +120,25 @@ def test_it_computes_what_a_server_of_as_many_devices_does(tmp_path: Path, split
         server.stop()
     for seen, of_devices in found.values():
         assert seen[-1] == weight and of_devices == devices
+
+
+def opened(rank: int, folder: Path) -> tuple[tuple[str, str], tuple[str, str]]:
+    """How rows travel before the first call: of a rank on the CPU, and of one whose thread works on a GPU."""
+    with member(folder) as client:
+        on_cpu = client.transport
+        dist.barrier()
+    with mock.patch.object(_embedded, "_own_gpu", return_value="GPU-of-nobody"), member(folder) as client:
+        on_gpu = client.transport
+        dist.barrier()
+    return on_cpu, on_gpu
+
+
+def test_ranks_on_gpus_open_their_memory_when_they_start(tmp_path: Path) -> None:
+    found, codes = run(tmp_path, opened)
+    assert codes == [0] * RANKS
+    for on_cpu, on_gpu in found.values():
+        assert on_cpu == ("grpc", "nothing was sent yet")
+        assert on_gpu[0] == "shared_memory" and "256 MiB" in on_gpu[1]
 
 
 def module(rank: int, folder: Path) -> list[float]:

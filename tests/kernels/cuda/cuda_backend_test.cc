@@ -139,18 +139,27 @@ TEST(CudaBackend, ComputesWhileATrainerInItsProcessWaits) {
   spec.config.optimizer_state = OptimizerState::kAdam;
   spec.hidden_dtype = DType::kBFloat16;
   spec.slice_rows = {300};
-  WaitingTrainer trainer;
-  std::unique_ptr<HeadKernels> head;
-  {
-    WithinAMinute limit(trainer, "the creation of a head");
-    head = MakeHead(**backend, MakeProblem(spec, rng));
-  }
+  // A head is made before: it computes chunks of several sizes once, and may wait for the GPU then.
+  const std::unique_ptr<HeadKernels> head = MakeHead(**backend, MakeProblem(spec, rng));
   ASSERT_NE(head, nullptr);
+  WaitingTrainer trainer;
   // kAuto still waits at its first chunk.
   for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled}) {
-    WithinAMinute limit(trainer, absl::StrCat("a chunk with gradients ", static_cast<int>(gradients)));
-    spec.options.gradients = gradients;
-    EXPECT_TRUE(RunChunk(*head, MakeProblem(spec, rng)).done.ok());
+    for (const int64_t rows : {int64_t{300}, int64_t{1}, int64_t{19}, int64_t{130}, head->chunk_rows()}) {
+      WithinAMinute limit(
+          trainer, absl::StrCat("a chunk of ", rows, " rows with gradients ", static_cast<int>(gradients)));
+      spec.options.gradients = gradients;
+      spec.slice_rows = {rows};
+      EXPECT_TRUE(RunChunk(*head, MakeProblem(spec, rng)).done.ok());
+    }
+  }
+  for (const Embedding embedding : {Embedding::kRows, Embedding::kGradients}) {
+    WithinAMinute limit(trainer, absl::StrCat("an embedding, ", static_cast<int>(embedding)));
+    Problem problem = MakeProblem(spec, rng);
+    problem.options = {.embedding = embedding};
+    problem.accumulate_gradients = embedding == Embedding::kGradients;
+    problem.slices.front().want_grad_hidden = embedding == Embedding::kRows;
+    EXPECT_TRUE(RunChunk(*head, problem, {.want_row_outputs = false}).done.ok());
   }
   {
     WithinAMinute limit(trainer, "a step");
@@ -165,6 +174,111 @@ TEST(CudaBackend, ComputesWhileATrainerInItsProcessWaits) {
   EXPECT_TRUE((*retained)->ReadBytes(0, absl::MakeSpan(back)).ok());
   EXPECT_EQ(back, bytes);
   EXPECT_TRUE((*backend)->AllocateStaging(1 << 20).ok());
+}
+
+// What a head computes when it is made leaves nothing behind.
+TEST(CudaBackend, AHeadThatSharesAProcessBeginsAsAnyOther) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20, .shares_process = true});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  for (const Gradients gradients : {Gradients::kExact, Gradients::kSampled, Gradients::kAuto}) {
+    for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+      ProblemSpec spec;
+      spec.config = {.hidden_size = 136, .vocab_size = 3000, .has_bias = true, .norm = Norm::kRmsNorm};
+      spec.config.compute_dtype = spec.hidden_dtype = DType::kBFloat16;
+      spec.config.gradients = gradients;
+      spec.config.logits = logits;
+      spec.slice_rows = {200};
+      const Problem problem = MakeProblem(spec, rng);
+      SCOPED_TRACE(Describe(problem));
+      const auto head = (*backend)->CreateHead(spec.config);
+      ASSERT_TRUE(head.ok()) << head.status();
+      for (const Param param : {Param::kWeight, Param::kBias, Param::kNormGain}) {
+        for (const float g : ReadGradient(**head, param)) ASSERT_EQ(g, 0.0f);
+      }
+      RunAndCompare(**backend, {problem});
+    }
+  }
+}
+
+// Rows of an embedding are written where they are wanted if that is memory of the GPU, and gradients are read
+// there.
+TEST(CudaBackend, EmbeddingRowsInMemoryOfTheGpu) {
+  LOSSD_SKIP_WITHOUT_GPU();
+  Rng rng = FreshRng();
+  auto backend = CreateCudaBackend({.workspace_bytes = int64_t{64} << 20});
+  ASSERT_TRUE(backend.ok()) << backend.status();
+  for (const int64_t hidden : {int64_t{256}, int64_t{35}}) {
+    ProblemSpec spec;
+    spec.config = {.hidden_size = hidden, .vocab_size = 500, .compute_dtype = DType::kBFloat16};
+    spec.config.optimizer_state = OptimizerState::kNone;
+    spec.hidden_dtype = DType::kBFloat16;
+    spec.slice_rows = {70, 33};
+    const Problem problem = MakeProblem(spec, rng);
+    const auto head = MakeHead(**backend, problem);
+    ASSERT_NE(head, nullptr);
+    // The first slice lies on the GPU, the second on the host.
+    const size_t row_bytes = static_cast<size_t>(hidden) * 2;
+    void* on_gpu = nullptr;
+    ASSERT_EQ(cudaMalloc(&on_gpu, 70 * row_bytes), cudaSuccess);
+    std::vector<uint8_t> on_host(33 * row_bytes), back(70 * row_bytes);
+    Slice slices[2];
+    for (size_t i : {0, 1}) {
+      slices[i].rows = problem.slices[i].rows();
+      slices[i].targets = problem.slices[i].targets.data();
+      slices[i].grad_hidden = i == 0 ? on_gpu : on_host.data();
+    }
+    Chunk chunk;
+    chunk.options.embedding = Embedding::kRows;
+    chunk.accumulate_gradients = false;
+    chunk.slices = absl::MakeSpan(slices);
+    const auto run = [&] {
+      absl::Status status;
+      absl::Notification done;
+      ChunkCallbacks callbacks;
+      callbacks.on_results = [](absl::Status) {};
+      callbacks.on_done = [&](absl::Status result) {
+        status = std::move(result);
+        done.Notify();
+      };
+      head->Submit(&chunk, std::move(callbacks));
+      done.WaitForNotification();
+      return status;
+    };
+    ASSERT_TRUE(run().ok());
+    ASSERT_EQ(cudaMemcpy(back.data(), on_gpu, back.size(), cudaMemcpyDefault), cudaSuccess);
+    for (size_t i : {0, 1}) {
+      const std::vector<float> got = Decode(DType::kBFloat16, i == 0 ? back : on_host);
+      for (size_t row = 0; row < problem.slices[i].targets.size(); ++row) {
+        const int32_t id = problem.slices[i].targets[row];
+        for (int64_t j = 0; j < hidden; ++j) {
+          const float want =
+              id == kIgnoredTarget ? 0.0f : problem.weight[static_cast<size_t>(id * hidden + j)];
+          ASSERT_EQ(got[row * static_cast<size_t>(hidden) + static_cast<size_t>(j)],
+                    RoundTo(DType::kBFloat16, want))
+              << "slice " << i << " row " << row << " column " << j;
+        }
+      }
+    }
+    // The rows come back as their gradients: each class gets as many times its row as there are rows of it.
+    for (Slice& slice : slices) slice.hidden = std::exchange(slice.grad_hidden, nullptr);
+    chunk.options.embedding = Embedding::kGradients;
+    chunk.accumulate_gradients = true;
+    ASSERT_TRUE(run().ok());
+    std::map<int32_t, int> rows_of;
+    for (const SliceData& slice : problem.slices) {
+      for (const int32_t id : slice.targets) rows_of[id] += 1;
+    }
+    const std::vector<float> gradient = ReadGradient(*head, Param::kWeight);
+    for (size_t at = 0; at < gradient.size(); ++at) {
+      const auto found = rows_of.find(static_cast<int32_t>(at / static_cast<size_t>(hidden)));
+      const float want = RoundTo(DType::kBFloat16, problem.weight[at]) *
+                         static_cast<float>(found == rows_of.end() ? 0 : found->second);
+      ASSERT_NEAR(gradient[at], want, 1e-5f * std::fabs(want));
+    }
+    EXPECT_EQ(cudaFree(on_gpu), cudaSuccess);
+  }
 }
 
 TEST(CudaBackend, RefusesHeadsBeyondTheLimitWithThePlan) {

@@ -170,6 +170,10 @@ class EmbeddedClient(Client):
         if address is not None:
             mine = weakref.ref(self._connections)
             server.watch(lambda why: None if (those := mine()) is None else those.fail(why))
+            # The first call of a client opens its memory, and the GPUs of all ranks register it. Once they train, that may have to
+            # wait for a collective, which waits for a rank that waits for the head. So the memory is opened now.
+            if (gpu := _own_gpu()) is not None:
+                self._connections.region_for(gpu, 0)
 
     def __enter__(self) -> EmbeddedClient:
         return self

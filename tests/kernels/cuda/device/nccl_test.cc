@@ -33,11 +33,12 @@ struct Played {
   int aborted = 0, destroyed = 0;
   int grouped = 0;           // calls of ncclGroupStart without their end
   int ended_in_a_group = 0;  // of aborted and destroyed communicators
-  int device = 0;            // of the thread
   int unloaded = 0;
   std::vector<const void*> from, to;  // of ncclAllGather and ncclReduceScatter
+  std::vector<int> ended_on;          // the device of the thread that ended the first communicator
 };
 Played played;
+thread_local int device_of_thread = 0;
 std::atomic<bool> hangs{false};  // ncclCommInitRank does
 
 ncclResult_t Play(const char* name) {
@@ -68,7 +69,8 @@ ncclResult_t InitRank(ncclComm_t* communicator, int, ncclUniqueId, int rank) {
 ncclResult_t EndOne(int* ended) {
   ++*ended;
   played.ended_in_a_group += played.grouped;
-  played.device = 7;
+  if (*ended == 1) played.ended_on.push_back(device_of_thread);
+  device_of_thread = 7;
   return ncclSuccess;
 }
 ncclResult_t Destroy(ncclComm_t) { return EndOne(&played.destroyed); }
@@ -156,9 +158,11 @@ int __real_dlclose(void* file);
 int __wrap_dlclose(void* file) { return file == &library ? (++played.unloaded, 0) : __real_dlclose(file); }
 
 // Of the thread that ends communicators, also where there is no GPU.
-cudaError_t __wrap_cudaGetDevice(int* device) { return *device = played.device, cudaSuccess; }
+cudaError_t __wrap_cudaGetDevice(int* device) { return *device = device_of_thread, cudaSuccess; }
 cudaError_t __real_cudaSetDevice(int device);
-cudaError_t __wrap_cudaSetDevice(int device) { return played.device = device, __real_cudaSetDevice(device); }
+cudaError_t __wrap_cudaSetDevice(int device) {
+  return device_of_thread = device, __real_cudaSetDevice(device);
+}
 
 }  // extern "C"
 
@@ -246,7 +250,7 @@ TEST_F(NcclTest, CommunicatorsOfAProcessEndAsOneGroup) {
   for (const bool fails : {false, true}) {
     SCOPED_TRACE(fails ? "aborted" : "destroyed");
     played = Played();
-    played.device = 3;
+    device_of_thread = 3;
     {
       const auto nccl = Connect();
       ASSERT_TRUE(nccl.ok()) << nccl.status();
@@ -256,8 +260,16 @@ TEST_F(NcclTest, CommunicatorsOfAProcessEndAsOneGroup) {
     EXPECT_EQ(played.destroyed, fails ? 0 : 2) << "what was aborted is freed";
     EXPECT_EQ(played.ended_in_a_group, 2);
     EXPECT_EQ(played.grouped, 0) << "a group stays open";
-    EXPECT_EQ(played.device, 3) << "of the thread that ends them";
+    EXPECT_EQ(device_of_thread, 3) << "of the thread that ends them";
   }
+}
+
+// A thread that has never chosen a GPU, as that of a watch, makes no context on GPU 0.
+TEST_F(NcclTest, CommunicatorsAreAbortedOnAThreadOfTheirGpu) {
+  const auto nccl = Nccl::Connect({4}, absl::Minutes(1));
+  ASSERT_TRUE(nccl.ok()) << nccl.status();
+  std::thread([&] { (*nccl)->Abort(absl::UnavailableError("a GPU is lost")).IgnoreError(); }).join();
+  EXPECT_THAT(played.ended_on, ElementsAre(4));
 }
 
 // Threads of NCCL outlive its communicators.

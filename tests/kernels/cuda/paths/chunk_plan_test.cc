@@ -2,8 +2,12 @@
 // Tests of chunk_plan.h: the plan of a chunk, and its layout in memory.
 #include "kernels/cuda/paths/chunk_plan.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
+#include <random>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -317,6 +321,99 @@ TEST(ChunkLayout, APartOfAHeadHasRandomNumbersOfItsOwn) {
     LayOutChunk(head, chunk, blocks.inputs);
     EXPECT_EQ(blocks.inputs.omega[0], SampleOf(11, 40, static_cast<uint64_t>(first_class)));
     EXPECT_EQ(blocks.inputs.omega[1], SampleOf(11, 42, static_cast<uint64_t>(first_class)));
+  }
+}
+
+// Rows of gradients of an embedding, and the order in which a device adds them up.
+void ExpectOrderedByClass(int64_t vocab, int64_t first_class, int64_t classes, int64_t rows,
+                          std::mt19937_64& rng) {
+  std::vector<uint8_t> memory(static_cast<size_t>(InputBlockBytes(rows)) + 256);
+  Carver carver(memory.data());
+  const RowInputBlock inputs = RowInputBlock::Carve(carver, rows);
+  // About half of the rows in 40 classes, some rows of no class, some that are not accumulated.
+  std::vector<int32_t> targets;
+  std::vector<uint8_t> accumulate;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t most = rng() % 2 == 0 ? std::min<int64_t>(vocab, 40) : vocab;
+    const auto id = static_cast<int32_t>(rng() % static_cast<uint64_t>(most));
+    targets.push_back(rng() % 5 == 0 ? kIgnoredTarget : id);
+    accumulate.push_back(rng() % 4 == 0 ? 0 : 1);
+  }
+  Slice slice = {
+      .rows = rows, .targets = targets.data(), .accumulate = accumulate.data(), .grad_scale = 0.3f};
+  Chunk chunk;
+  chunk.options.embedding = Embedding::kGradients;
+  chunk.slices = absl::MakeSpan(&slice, 1);
+  LayoutHead head;
+  head.config.vocab_size = vocab;
+  head.chunk_rows = rows;
+  head.first_class = first_class;
+  const ChunkLayout layout = LayOutChunk(head, chunk, inputs);
+  EXPECT_EQ(layout.unit, 1.0f);
+  if (layout.compact_rows > 0) {
+    EXPECT_EQ(inputs.coef_loss[layout.compact_rows - 1], 0.3f);
+  }
+
+  std::map<int32_t, std::vector<int32_t>> want;  // compact rows by class
+  for (int32_t row = 0; row < layout.compact_rows; ++row) {
+    const int32_t place = inputs.target[row];
+    EXPECT_EQ(place, targets[static_cast<size_t>(inputs.raw_of_compact[row])] - first_class);
+    if (inputs.accumulate[row] != 0 && place >= 0 && place < classes) want[place].push_back(row);
+  }
+  const ClassRuns runs = OrderByClass(layout, classes, inputs);
+  EXPECT_EQ(runs.runs, static_cast<int64_t>(want.size()));
+  int64_t rows_of_runs = 0;
+  for (int64_t run = 0; run < runs.runs; ++run) {
+    const int32_t* const begin = inputs.row_order() + inputs.run_begin()[run];
+    const std::vector<int32_t> got(begin, begin + inputs.run_rows()[run]);
+    EXPECT_EQ(got, want[inputs.target[got.front()]]);
+    EXPECT_EQ(got.size() >= static_cast<size_t>(kLongClassRun), run < runs.long_runs);
+    rows_of_runs += static_cast<int64_t>(got.size());
+    const bool first_of_kind = run == 0 || run == runs.long_runs;
+    if (first_of_kind) continue;
+    EXPECT_GT(inputs.target[got.front()], inputs.target[inputs.row_order()[inputs.run_begin()[run - 1]]]);
+  }
+  EXPECT_EQ(rows_of_runs, runs.rows);
+}
+
+TEST(ChunkLayout, RowsOfAnEmbeddingAreOrderedByClass) {
+  std::mt19937_64 rng(std::random_device{}());
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  for (const int64_t vocab :
+       {int64_t{1}, int64_t{7}, int64_t{2048}, int64_t{2049}, int64_t{256'000}, kMost}) {
+    for (const int64_t rows : {int64_t{1}, int64_t{9}, int64_t{3000}}) {
+      ExpectOrderedByClass(vocab, 0, vocab, rows, rng);
+      ExpectOrderedByClass(vocab, vocab / 3, vocab / 2, rows, rng);
+      ExpectOrderedByClass(vocab, vocab / 3, 0, rows, rng);
+    }
+  }
+}
+
+// The bad rows of gradients are those of their slices; other results there are none.
+TEST(ChunkLayout, RowsOfAnEmbeddingHaveNoResults) {
+  Blocks blocks;
+  const std::vector<int32_t> first = {3, kIgnoredTarget, 5}, second = {kIgnoredTarget},
+                             third = {kIgnoredTarget, 9};
+  Slice slices[3];
+  for (auto& [slice, targets] :
+       {std::pair{&slices[0], &first}, {&slices[1], &second}, {&slices[2], &third}}) {
+    slice->rows = static_cast<int64_t>(targets->size());
+    slice->targets = targets->data();
+  }
+  Chunk chunk;
+  chunk.slices = absl::MakeSpan(slices);
+  for (const Embedding embedding : {Embedding::kGradients, Embedding::kRows}) {
+    chunk.options.embedding = embedding;
+    const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
+    blocks.outputs.first_bad[0] = -1;
+    blocks.outputs.first_bad[1] = 2;
+    UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
+    EXPECT_EQ(slices[0].sums.valid_rows, 2);
+    EXPECT_EQ(slices[1].sums.valid_rows, 0);
+    EXPECT_EQ(slices[2].sums.valid_rows, 1);
+    EXPECT_EQ(slices[0].first_nonfinite_row, -1);
+    EXPECT_EQ(slices[1].first_nonfinite_row, -1);
+    EXPECT_EQ(slices[2].first_nonfinite_row, embedding == Embedding::kGradients ? 1 : -1);
   }
 }
 

@@ -44,6 +44,9 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
     classes and computes a part of the rows. There is no program to start and no launcher of its own: a process computes its part of the head
     beside its own work. Rank 0 of the group serves the clients.
 
+    A rank whose thread works on a GPU opens the memory for its rows at once, 256 MiB that its GPU pins: while ranks train, a GPU may have
+    no time for that. `client` may say another size, `{"shared_memory_bytes": ...}`.
+
     The ranks end together. When a rank closes its client or ends, the server drains for at most `drain_timeout` and ends in all of
     them, so a save of the head comes before, and then a barrier. When a rank dies or hangs, the calls of the others end with
     Unavailable or Internal once it is lost: within `rank_silence_timeout` (30 s).
@@ -81,7 +84,8 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
     leader, secret = _from_first(group, rank, lambda: (_free_address(), secrets.token_hex(32)))
     if size > 1:
         options = {"rank_timeout": "1m", "rank": rank, "ranks": size, "leader": leader,
-                   "local_rank": os.environ.get("LOCAL_RANK", rank), **options}
+                   "local_rank": os.environ.get("LOCAL_RANK", rank),
+                   "shared_memory_bytes": max(1 << 30, 2 * size * _CLIENT["shared_memory_bytes"]), **options}
     member = _start_all(group, rank, size, options, secret)
     address = _from_first(group, rank, lambda: member.address)
     return EmbeddedClient(member, {**_CLIENT, **(client or {})}, address if size > 1 else None)
