@@ -375,6 +375,8 @@ void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
   Head& head = At(report.head);
   head.rows += report.rows;
   head.valid_rows += report.sums.valid_rows;
+  if (report.accumulating.valid_rows > 0) head.takes_part = true;
+  if (report.accumulating.valid_rows > 0 || !head.takes_part) head.gradients = report.gradients;
   if (report.accumulating.valid_rows == 0) return;  // it takes no part in the step
   head.open.sums += report.sums;
   head.open.accumulating += report.accumulating;
@@ -414,12 +416,20 @@ void HeadMetrics::Forget(absl::string_view head) {
 std::map<std::string, HeadMetrics::Summary> HeadMetrics::Summaries() const {
   absl::ReaderMutexLock lock(&mutex_);
   std::map<std::string, Summary> summaries;
-  for (const auto& [name, head] : heads_) {
-    Summary& summary = summaries[name];
-    summary.rows = head.rows;
-    if (!head.steps.empty()) summary.last = head.steps.front();
-  }
+  for (const auto& [name, head] : heads_) summaries[name] = SummaryOf(head);
   return summaries;
+}
+
+HeadMetrics::Summary HeadMetrics::SummaryOf(absl::string_view head) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto it = heads_.find(head);
+  return it == heads_.end() ? Summary() : SummaryOf(it->second);
+}
+
+HeadMetrics::Summary HeadMetrics::SummaryOf(const Head& head) {
+  Summary summary{.rows = head.rows, .gradients = head.gradients};
+  if (!head.steps.empty()) summary.last = head.steps.front();
+  return summary;
 }
 
 std::vector<HeadMetrics::Step> HeadMetrics::Steps(absl::string_view head) const {
