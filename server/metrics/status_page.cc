@@ -214,7 +214,8 @@ void Sampler::Sample(absl::Time now) {
       rate = static_cast<double>(std::max<int64_t>(grown, 0)) /
              std::max(absl::ToDoubleSeconds(now - begin.time), 1e-3);
     }
-    const HeadMetrics::Step* last = of_head != nullptr && of_head->last.has_value() ? &*of_head->last : nullptr;
+    const HeadMetrics::Step* last =
+        of_head != nullptr && of_head->last.has_value() ? &*of_head->last : nullptr;
     if (last != nullptr) reading.last_closed[head.name] = last->closed;
     heads[head.name] = ValuesOf(IsNews(head.name, last) ? last : nullptr, rate);
   }
@@ -500,12 +501,11 @@ std::string StatusPage::HeadsTable() const {
     }
     const absl::string_view state =
         head.tensors_status.ok() ? "" : " <span class=\"state error\">not usable</span>";
-    rows +=
-        TableRow({absl::StrCat(LinkTo(head.name), state), Grouped(static_cast<int64_t>(head.state.step)), loss,
-                  Grouped(head.step_rows), Grouped(head.total_rows), Grouped(head.open_streams),
-                  Grouped(head.config.vocab_size), Grouped(head.config.hidden_size),
-                  EscapeHtml(kernels::Name(head.compute_dtype)), head.config.trainable ? "yes" : "frozen",
-                  FormatBytes(static_cast<double>(head.memory.Total()))});
+    rows += TableRow({absl::StrCat(LinkTo(head.name), state), Grouped(static_cast<int64_t>(head.state.step)),
+                      loss, Grouped(head.step_rows), Grouped(head.total_rows), Grouped(head.open_streams),
+                      Grouped(head.config.vocab_size), Grouped(head.config.hidden_size),
+                      EscapeHtml(kernels::Name(head.compute_dtype)), head.config.trainable ? "yes" : "frozen",
+                      FormatBytes(static_cast<double>(head.memory.Total()))});
   }
   std::string html = Table({"Head", "Step", "Loss", "Rows in step", "Rows", "Streams", "Vocabulary",
                             "Hidden size", "Compute", "Trained", "Memory"},
@@ -666,8 +666,8 @@ std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestChec
     more = absl::StrCat("<p>And ", list.and_more ? "more than " : "",
                         Grouped(static_cast<int64_t>(list.left_out)), " older.</p>\n");
   }
-  return absl::StrCat(Table({"Checkpoint", "Step", "Size", "Saved (UTC)", "Age", "Took", "Run", "Named by"}, rows),
-                      more);
+  return absl::StrCat(
+      Table({"Checkpoint", "Step", "Size", "Saved (UTC)", "Age", "Took", "Run", "Named by"}, rows), more);
 }
 
 std::string ChoicesTable(const engine::HeadSnapshot& head) {
@@ -740,9 +740,9 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
           options_.checkpoints == nullptr
               ? std::string()
               : CheckpointsTable(options_.checkpoints->Of(name), metrics_->saves().Saves(name)),
-          "</section>\n<section id=\"choices\"><h2>Choices</h2>\n",
-          ChoicesTable(*head), "</section>\n<section id=\"memory\"><h2>Memory</h2>\n",
-          PlannedTable(head->memory), "</section>\n<section id=\"events\"><h2>Events</h2>\n",
+          "</section>\n<section id=\"choices\"><h2>Choices</h2>\n", ChoicesTable(*head),
+          "</section>\n<section id=\"memory\"><h2>Memory</h2>\n", PlannedTable(head->memory),
+          "</section>\n<section id=\"events\"><h2>Events</h2>\n",
           events.empty() ? "<p>None since the server started.</p>\n"
                          : Table({"Time (UTC)", "Level", "What", "Head", "Count"}, events),
           "</section>\n"));
@@ -751,10 +751,12 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
 std::string StatusPage::RenderNoHead(absl::string_view name) const {
   return Document(
       "lossd: no such head", "",
-      absl::StrCat("<header id=\"summary\"><p><a href=\"/\">lossd</a></p><h1>No head ", EscapeHtml(name),
-                   "</h1>\n<p>There is no head of this name: it was not created yet, or it was deleted. In a browser this page "
-                   "appears when the head does, and looks for it less and less often, once a minute in the end.</p>\n"
-                   "<p><a href=\"/\">All heads</a></p></header>\n"));
+      absl::StrCat(
+          "<header id=\"summary\"><p><a href=\"/\">lossd</a></p><h1>No head ", EscapeHtml(name),
+          "</h1>\n<p>There is no head of this name: it was not created yet, or it was deleted. In a browser "
+          "this page "
+          "appears when the head does, and looks for it less and less often, once a minute in the end.</p>\n"
+          "<p><a href=\"/\">All heads</a></p></header>\n"));
 }
 
 }  // namespace lossd::metrics

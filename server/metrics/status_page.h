@@ -135,7 +135,7 @@ class Sampler {
     absl::Time time;
     Totals totals;
     absl::Duration device_busy;
-    std::map<std::string, int64_t> rows;             // by head
+    std::map<std::string, int64_t> rows;            // by head
     std::map<std::string, absl::Time> last_closed;  // by head: when its last step was closed
   };
   struct LatencyReading {
@@ -215,8 +215,8 @@ class CheckpointLists {
   CheckpointLists(const CheckpointLists&) = delete;
   CheckpointLists& operator=(const CheckpointLists&) = delete;
 
-  // What was read last. A list older than kFresh is read anew, for the next look; for a list older than kOld, or
-  // none, this look waits, for at most kPatience. nullopt: none was read yet.
+  // What was read last. A list older than kFresh is read anew, for the next look; for a list older than kOld,
+  // or none, this look waits, for at most kPatience. nullopt: none was read yet.
   std::optional<absl::StatusOr<head::NewestCheckpoints>> Of(absl::string_view head)
       ABSL_LOCKS_EXCLUDED(mutex_);
 

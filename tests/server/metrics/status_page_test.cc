@@ -178,7 +178,8 @@ TEST_F(StatusPageTest, GradientsAreThoseOfTheLastChunk) {
   EXPECT_THAT(chunk(kernels::Gradients::kExact, false), HasSubstr("<b>exact</b><span>gradient error"));
   EXPECT_THAT(chunk(kernels::Gradients::kSampled, false),
               HasSubstr(" gradients of the last chunk sampled, by default exact "));
-  EXPECT_THAT(chunk(kernels::Gradients::kFiltered, true), HasSubstr(" last chunk filtered, by default exact "));
+  EXPECT_THAT(chunk(kernels::Gradients::kFiltered, true),
+              HasSubstr(" last chunk filtered, by default exact "));
   const std::string evaluated = chunk(kernels::Gradients::kExact, false);
   EXPECT_THAT(evaluated, HasSubstr("last chunk filtered")) << "an evaluation has no gradients";
   EXPECT_THAT(evaluated, HasSubstr("<b>-</b><span>gradient error")) << "its step is not closed";
