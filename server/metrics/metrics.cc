@@ -897,7 +897,7 @@ Metrics::Metrics(const BuildInfo& build)
           HistogramFamily(registry_, "lossd_microbatch_seconds",
                           "Time from the opening message of a ComputeLoss call to its summary.")
               .Add({}, LatencyBuckets())),
-      events_(std::make_unique<EngineSeries>(registry_)),
+      engine_series_(std::make_unique<EngineSeries>(registry_)),
       payload_family_(CounterFamily(registry_, "lossd_payload_bytes_total",
                                     "Tensor bytes of slices received (in) and sent (out).")),
       payload_in_(payload_family_.Add({{"direction", "in"}})),
@@ -979,10 +979,11 @@ void Metrics::ForgetHead(absl::string_view head) {
 }
 
 void Metrics::OnChunk(const engine::ChunkReport& report) {
-  events_->Chunks(report.gradients).Increment();
-  events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.sums.valid_rows));
-  if (report.gradients == Gradients::kSampled) events_->gradient_error.Observe(report.sums.gradient_error());
-  events_->dropped_mass.Increment(report.sums.dropped_mass);
+  engine_series_->Chunks(report.gradients).Increment();
+  engine_series_->ChunkRows(report.gradients).Observe(static_cast<double>(report.sums.valid_rows));
+  if (report.gradients == Gradients::kSampled)
+    engine_series_->gradient_error.Observe(report.sums.gradient_error());
+  engine_series_->dropped_mass.Increment(report.sums.dropped_mass);
   for (const double seconds : report.queue_seconds) {
     ObservePhase(Phase::kQueue, seconds);
     ObservePhase(Phase::kCompute, report.compute_seconds);
@@ -999,18 +1000,18 @@ void Metrics::OnChunkLeft(const engine::ChunkReport& report) {
 void Metrics::OnChoices(const engine::ChoicesReport&) {}
 
 void Metrics::OnContribution(const engine::ContributionReport& report) {
-  events_->contribution_rows.Increment(static_cast<double>(report.added_rows));
+  engine_series_->contribution_rows.Increment(static_cast<double>(report.added_rows));
 }
 
 void Metrics::OnStep(const engine::StepReport& report) {
   if (report.made_not_finite > 0) {
-    events_->diverged_steps.Increment();
+    engine_series_->diverged_steps.Increment();
     return event_log_.Count(EventLevel::kError, "weights_not_finite", report.head,
                             "a step made weights or moments infinite or NaN; the head is not usable now");
   }
-  events_->steps.Increment();
+  engine_series_->steps.Increment();
   if (report.skipped) {
-    events_->skipped_steps.Increment();
+    engine_series_->skipped_steps.Increment();
     event_log_.Count(EventLevel::kWarning, "step_skipped", report.head,
                      "a step was closed without an update: its gradients were not finite");
   }
@@ -1021,9 +1022,9 @@ void Metrics::OnStep(const engine::StepReport& report) {
 }
 
 void Metrics::OnDeviceError(const absl::Status& status) {
-  events_->device_errors.Increment();
+  engine_series_->device_errors.Increment();
   const bool lost = absl::IsUnavailable(status);
-  if (lost) events_->device_lost.Set(1);
+  if (lost) engine_series_->device_lost.Set(1);
   event_log_.Count(EventLevel::kError, lost ? "device_lost" : "device_error", "", status.message());
 }
 
@@ -1100,7 +1101,7 @@ Totals Metrics::totals() const {
   Totals totals;
   totals.payload_bytes_in = payload_in_.Value();
   totals.payload_bytes_out = payload_out_.Value();
-  totals.steps = events_->steps.Value();
+  totals.steps = engine_series_->steps.Value();
   for (const MetricFamily& family : errors_.Collect()) {
     for (const prometheus::ClientMetric& metric : family.metric) totals.errors += metric.counter.value;
   }

@@ -558,7 +558,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Family<prometheus::Histogram>& phase_family_;
   prometheus::Histogram* phase_seconds_[kPhases];
   prometheus::Histogram& microbatch_seconds_;
-  const std::unique_ptr<EngineSeries> events_;
+  const std::unique_ptr<EngineSeries> engine_series_;
   prometheus::Family<prometheus::Counter>& payload_family_;
   prometheus::Counter& payload_in_;
   prometheus::Counter& payload_out_;
