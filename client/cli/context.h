@@ -38,7 +38,7 @@ struct Context {
   // Global options.
   ServerFlags flags;
   Output output = Output::kTable;
-  bool json = false;  // `output` is a document, JSON or YAML: PrintJson prints it
+  bool json = false;  // `output` is kJson
   ColorMode color = ColorMode::kAuto;
   double timeout_seconds = 0;  // 0: each call's default
   int attempts = client::RetryOptions().max_attempts;
@@ -80,9 +80,10 @@ struct Context {
   void Print(absl::string_view text) const;  // to stdout
   // INTERNAL once something could not be printed: the disk is full, stdout is closed.
   absl::Status Printed() const;
-  // To stdout, indented; as YAML if that was asked for.
+  // To stdout, indented. The document of a command is an object; a list is a field of it
+  // (docs/lossctl.md#documents-for-scripts).
   void PrintJson(const nlohmann::ordered_json& document) const;
-  // One of several documents: on one line, or as one of a stream of YAML documents.
+  // One of several documents of a command that goes on: on one line.
   void PrintJsonOfMany(const nlohmann::ordered_json& document) const;
 
  private:

@@ -102,6 +102,13 @@ absl::StatusOr<Events> ParseEvents(absl::string_view text) {
   return events;
 }
 
+nlohmann::ordered_json ToJson(const Events& events) {
+  return {{"incarnation", events.incarnation},
+          {"last_id", events.last_id},
+          {"missed", events.missed},
+          {"events", events.events}};
+}
+
 std::string EventLine(const Json& event) {
   const auto text = [&event](const char* field) {
     return Printable(event[field].get_ref<const std::string&>());

@@ -11,7 +11,6 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
-#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -51,6 +50,8 @@ struct Events {
 
 // INTERNAL if the text is no such answer.
 absl::StatusOr<Events> ParseEvents(absl::string_view json);
+// The answer again.
+nlohmann::ordered_json ToJson(const Events& events);
 
 // "2026-01-02T03:04:05.678Z warning  ApplyStep ended with NOT_FOUND (12 times)", with the head if it is of
 // one. Control characters in texts are shown as "?".

@@ -102,7 +102,7 @@ absl::Status RunHeads(Context* context, client::Client& client) {
   }
   Json list = Json::array();
   for (const v1::HeadDescription& head : heads) list.push_back(ToJson(head));
-  context->PrintJson(list);
+  context->PrintJson({{"heads", list}});
   return absl::OkStatus();
 }
 
@@ -474,7 +474,7 @@ absl::Status RunShares(Context* context, const SharesFlags& flags, client::Clien
   LOSSD_TRY(const v1::HeadDescription head, client.DescribeHead(flags.head, context->timeout()));
   if (head.devices().empty()) return NotDivided(flags);
   if (context->json) {
-    context->PrintJson(ToJson(head)["devices"]);
+    context->PrintJson({{"devices", ToJson(head)["devices"]}});
   } else {
     context->Print(DevicesTable(head, context->style()));
   }

@@ -656,15 +656,19 @@ absl::StatusOr<Events> Fetch(const Context& context, const std::string& address,
   return ParseEvents(text);
 }
 
-// With --json a line of JSON for each event.
 void Print(const Context& context, const Events& events) {
-  if (events.missed && !context.json) context.Print("earlier events are no longer there\n");
+  if (events.missed) context.Print("earlier events are no longer there\n");
   for (const nlohmann::ordered_json& event : events.events) {
-    if (context.json) {
-      context.PrintJsonOfMany(event);
-    } else {
-      context.Print(absl::StrCat(EventLine(event), "\n"));
-    }
+    context.Print(absl::StrCat(EventLine(event), "\n"));
+  }
+}
+
+// A look of several, of which one without an event prints nothing.
+void PrintLook(const Context& context, const Events& events) {
+  if (!context.json) {
+    Print(context, events);
+  } else if (events.missed || !events.events.empty()) {
+    context.PrintJsonOfMany(ToJson(events));
   }
 }
 
@@ -677,8 +681,15 @@ absl::Status RunEvents(Context* context, const EventsFlags& flags) {
   LOSSD_TRY(const std::string address, context->HttpAddress(flags.http));
   absl::StatusOr<Events> events = Fetch(*context, address, flags.after);
   if (!events.ok()) return events.status();
-  Print(*context, *events);
-  if (!flags.follow) return absl::OkStatus();
+  if (!flags.follow) {
+    if (context->json) {
+      context->PrintJson(ToJson(*events));
+    } else {
+      Print(*context, *events);
+    }
+    return absl::OkStatus();
+  }
+  PrintLook(*context, *events);
   Interrupt interrupt;
   std::string incarnation = events->incarnation;
   uint64_t seen = events->last_id;
@@ -693,7 +704,7 @@ absl::Status RunEvents(Context* context, const EventsFlags& flags) {
     }
     if (!events.ok() && MayComeBack(events.status())) continue;
     if (!events.ok()) return events.status();
-    Print(*context, *events);
+    PrintLook(*context, *events);
     seen = events->last_id;
   }
 }
@@ -702,7 +713,9 @@ absl::Status RunEvents(Context* context, const EventsFlags& flags) {
 
 void AddEventsCommand(CLI::App* app, Context* context) {
   CLI::App* events = app->add_subcommand("events", "Print what has happened on the server");
-  events->footer("With --json an object a line. --follow waits for a server that is gone.");
+  events->footer(
+      "With --follow -o json prints a document per look that finds events. --follow waits for a server that "
+      "is gone.");
   auto flags = std::make_shared<EventsFlags>();
   events->add_flag("--follow", flags->follow, "Go on with what happens, until Ctrl-C");
   events->add_option("--after", flags->after, "Only events whose id is larger [0]");

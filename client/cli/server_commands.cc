@@ -95,7 +95,7 @@ absl::Status RunMetrics(Context* context, const std::string& http, const std::st
   LOSSD_TRY(const std::string address, context->HttpAddress(http));
   LOSSD_TRY(const std::string text, HttpFetch(address, "/metrics", context->credentials, timeout));
   if (context->json) {
-    context->PrintJson(SamplesJson(ParseMetrics(text), pattern));
+    context->PrintJson({{"samples", SamplesJson(ParseMetrics(text), pattern)}});
     return absl::OkStatus();
   }
   std::string lines;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/admin/head_operations.h"
 
-#include <algorithm>
 #include <set>
 
 #include "absl/cleanup/cleanup.h"

@@ -20,7 +20,7 @@
 namespace lossd::engine {
 namespace {
 
-constexpr int64_t kRowBytes = sizeof(int32_t) + sizeof(uint8_t);  // target and state
+constexpr int64_t kTargetAndStateBytes = sizeof(int32_t) + sizeof(uint8_t);  // of a row of a microbatch
 
 // A fast test for the usual case: rows come again with the same contents.
 template <typename T>
@@ -37,7 +37,7 @@ int64_t MicrobatchRecord::Segment::settled_rows() const {
 }
 
 int64_t MicrobatchRecord::Segment::bytes() const {
-  int64_t row_bytes = kRowBytes;
+  int64_t row_bytes = kTargetAndStateBytes;
   for (const std::vector<float>& values : floats) row_bytes += values.empty() ? 0 : sizeof(float);
   return kSegmentBytes + rows() * row_bytes;
 }
@@ -178,7 +178,7 @@ std::vector<RowRange> MicrobatchRecord::Undeclared(RowRange rows) const {
 }
 
 int64_t MicrobatchRecord::BytesToDeclare(RowRange piece, const RowContents& contents) {
-  int64_t row_bytes = kRowBytes;
+  int64_t row_bytes = kTargetAndStateBytes;
   for (const absl::Span<const float> values : FloatsOf(contents))
     row_bytes += values.empty() ? 0 : sizeof(float);
   return kSegmentBytes + piece.size() * row_bytes;

@@ -376,7 +376,9 @@ void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
   head.rows += report.rows;
   head.valid_rows += report.sums.valid_rows;
   if (report.embedding != kernels::Embedding::kNone) return;  // its rows have no loss
-  if (report.accumulating.valid_rows == 0) return;            // it takes no part in the step
+  if (report.accumulating.valid_rows > 0) head.takes_part = true;
+  if (report.accumulating.valid_rows > 0 || !head.takes_part) head.gradients = report.gradients;
+  if (report.accumulating.valid_rows == 0) return;  // it takes no part in the step
   head.open.sums += report.sums;
   head.open.accumulating += report.accumulating;
   if (report.gradients == kernels::Gradients::kFiltered) head.open.filtered_rows += report.sums.valid_rows;
@@ -415,12 +417,20 @@ void HeadMetrics::Forget(absl::string_view head) {
 std::map<std::string, HeadMetrics::Summary> HeadMetrics::Summaries() const {
   absl::ReaderMutexLock lock(&mutex_);
   std::map<std::string, Summary> summaries;
-  for (const auto& [name, head] : heads_) {
-    Summary& summary = summaries[name];
-    summary.rows = head.rows;
-    if (!head.steps.empty()) summary.last = head.steps.front();
-  }
+  for (const auto& [name, head] : heads_) summaries[name] = SummaryOf(head);
   return summaries;
+}
+
+HeadMetrics::Summary HeadMetrics::SummaryOf(absl::string_view head) const {
+  absl::ReaderMutexLock lock(&mutex_);
+  const auto it = heads_.find(head);
+  return it == heads_.end() ? Summary() : SummaryOf(it->second);
+}
+
+HeadMetrics::Summary HeadMetrics::SummaryOf(const Head& head) {
+  Summary summary{.rows = head.rows, .gradients = head.gradients};
+  if (!head.steps.empty()) summary.last = head.steps.front();
+  return summary;
 }
 
 std::vector<HeadMetrics::Step> HeadMetrics::Steps(absl::string_view head) const {
@@ -896,7 +906,7 @@ Metrics::Metrics(const BuildInfo& build)
           HistogramFamily(registry_, "lossd_microbatch_seconds",
                           "Time from the opening message of a ComputeLoss call to its summary.")
               .Add({}, LatencyBuckets())),
-      events_(std::make_unique<EngineSeries>(registry_)),
+      engine_series_(std::make_unique<EngineSeries>(registry_)),
       payload_family_(CounterFamily(registry_, "lossd_payload_bytes_total",
                                     "Tensor bytes of slices received (in) and sent (out).")),
       payload_in_(payload_family_.Add({{"direction", "in"}})),
@@ -979,13 +989,14 @@ void Metrics::ForgetHead(absl::string_view head) {
 
 void Metrics::OnChunk(const engine::ChunkReport& report) {
   if (report.embedding != kernels::Embedding::kNone) {
-    events_->EmbeddingRows(report.embedding).Increment(static_cast<double>(report.sums.valid_rows));
+    engine_series_->EmbeddingRows(report.embedding).Increment(static_cast<double>(report.sums.valid_rows));
   } else {
-    events_->Chunks(report.gradients).Increment();
-    events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.sums.valid_rows));
+    engine_series_->Chunks(report.gradients).Increment();
+    engine_series_->ChunkRows(report.gradients).Observe(static_cast<double>(report.sums.valid_rows));
   }
-  if (report.gradients == Gradients::kSampled) events_->gradient_error.Observe(report.sums.gradient_error());
-  events_->dropped_mass.Increment(report.sums.dropped_mass);
+  if (report.gradients == Gradients::kSampled)
+    engine_series_->gradient_error.Observe(report.sums.gradient_error());
+  engine_series_->dropped_mass.Increment(report.sums.dropped_mass);
   for (const double seconds : report.queue_seconds) {
     ObservePhase(Phase::kQueue, seconds);
     ObservePhase(Phase::kCompute, report.compute_seconds);
@@ -1002,18 +1013,18 @@ void Metrics::OnChunkLeft(const engine::ChunkReport& report) {
 void Metrics::OnChoices(const engine::ChoicesReport&) {}
 
 void Metrics::OnContribution(const engine::ContributionReport& report) {
-  events_->contribution_rows.Increment(static_cast<double>(report.added_rows));
+  engine_series_->contribution_rows.Increment(static_cast<double>(report.added_rows));
 }
 
 void Metrics::OnStep(const engine::StepReport& report) {
   if (report.made_not_finite > 0) {
-    events_->diverged_steps.Increment();
+    engine_series_->diverged_steps.Increment();
     return event_log_.Count(EventLevel::kError, "weights_not_finite", report.head,
                             "a step made weights or moments infinite or NaN; the head is not usable now");
   }
-  events_->steps.Increment();
+  engine_series_->steps.Increment();
   if (report.skipped) {
-    events_->skipped_steps.Increment();
+    engine_series_->skipped_steps.Increment();
     event_log_.Count(EventLevel::kWarning, "step_skipped", report.head,
                      "a step was closed without an update: its gradients were not finite");
   }
@@ -1024,9 +1035,9 @@ void Metrics::OnStep(const engine::StepReport& report) {
 }
 
 void Metrics::OnDeviceError(const absl::Status& status) {
-  events_->device_errors.Increment();
+  engine_series_->device_errors.Increment();
   const bool lost = absl::IsUnavailable(status);
-  if (lost) events_->device_lost.Set(1);
+  if (lost) engine_series_->device_lost.Set(1);
   event_log_.Count(EventLevel::kError, lost ? "device_lost" : "device_error", "", status.message());
 }
 
@@ -1103,7 +1114,7 @@ Totals Metrics::totals() const {
   Totals totals;
   totals.payload_bytes_in = payload_in_.Value();
   totals.payload_bytes_out = payload_out_.Value();
-  totals.steps = events_->steps.Value();
+  totals.steps = engine_series_->steps.Value();
   for (const MetricFamily& family : errors_.Collect()) {
     for (const prometheus::ClientMetric& metric : family.metric) totals.errors += metric.counter.value;
   }

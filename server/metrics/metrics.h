@@ -306,6 +306,9 @@ class HeadMetrics {
   // A head at one moment.
   struct Summary {
     int64_t rows = 0;  // computed since the head's series began
+    // Of the last chunk that took part in a step: exact, filtered or sampled. Of a head of which none has, of
+    // the last chunk. None: there was no chunk.
+    std::optional<kernels::Gradients> gradients;
     std::optional<Step> last;
   };
 
@@ -318,6 +321,8 @@ class HeadMetrics {
   // Ends the head's series.
   void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
   std::map<std::string, Summary> Summaries() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Empty for a head without series.
+  Summary SummaryOf(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
   // The last steps of a head, the newest first.
   std::vector<Step> Steps(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
   // Rows of all heads, also of heads that were deleted.
@@ -335,10 +340,13 @@ class HeadMetrics {
     int64_t rows = 0;
     int64_t valid_rows = 0;
     double device_seconds = 0.0;
+    std::optional<kernels::Gradients> gradients;  // as Summary says
+    bool takes_part = false;                      // a chunk of it has taken part in a step
     OpenStep open;
     std::deque<Step> steps;  // the newest first
   };
 
+  static Summary SummaryOf(const Head& head);
   Head& At(absl::string_view head) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const absl::AnyInvocable<absl::Time() const> now_;
@@ -550,7 +558,7 @@ class Metrics final : public engine::EngineObserver {
   prometheus::Family<prometheus::Histogram>& phase_family_;
   prometheus::Histogram* phase_seconds_[kPhases];
   prometheus::Histogram& microbatch_seconds_;
-  const std::unique_ptr<EngineSeries> events_;
+  const std::unique_ptr<EngineSeries> engine_series_;
   prometheus::Family<prometheus::Counter>& payload_family_;
   prometheus::Counter& payload_in_;
   prometheus::Counter& payload_out_;

@@ -147,17 +147,18 @@ ClientMetric::Histogram Difference(ClientMetric::Histogram later, const ClientMe
   return later;
 }
 
-HeadValues ValuesOf(const HeadMetrics::Step* last, double rows_per_second) {
+// `step`: the last step that was closed since the sample before; null: none was.
+HeadValues ValuesOf(const HeadMetrics::Step* step, double rows_per_second) {
   HeadValues values;
   values.fill(kNothing);
   const auto set = [&](HeadSeries series, double value) {
     values[static_cast<size_t>(series)] = static_cast<float>(value);
   };
   set(HeadSeries::kRows, rows_per_second);
-  if (last == nullptr) return values;
-  if (last->loss.has_value()) set(HeadSeries::kLoss, *last->loss);
-  set(HeadSeries::kGradientNorm, last->grad_norm);
-  set(HeadSeries::kLearningRate, last->learning_rate);
+  if (step == nullptr) return values;
+  if (step->loss.has_value()) set(HeadSeries::kLoss, *step->loss);
+  set(HeadSeries::kGradientNorm, step->grad_norm);
+  set(HeadSeries::kLearningRate, step->learning_rate);
   return values;
 }
 
@@ -213,8 +214,10 @@ void Sampler::Sample(absl::Time now) {
       rate = static_cast<double>(std::max<int64_t>(grown, 0)) /
              std::max(absl::ToDoubleSeconds(now - begin.time), 1e-3);
     }
-    heads[head.name] =
-        ValuesOf(of_head != nullptr && of_head->last.has_value() ? &*of_head->last : nullptr, rate);
+    const HeadMetrics::Step* last =
+        of_head != nullptr && of_head->last.has_value() ? &*of_head->last : nullptr;
+    if (last != nullptr) reading.last_closed[head.name] = last->closed;
+    heads[head.name] = ValuesOf(IsNews(head.name, last) ? last : nullptr, rate);
   }
   metrics_->trace().Expire();
   latencies_.push_back({now, metrics_->latencies()});
@@ -222,6 +225,13 @@ void Sampler::Sample(absl::Time now) {
   history_->Add(clocks::OnTheWall(now), ServerValues(reading, stats), heads);
   readings_.push_back(std::move(reading));
   Shorten(&readings_, now + History::kInterval, kRateWindow);
+}
+
+bool Sampler::IsNews(const std::string& head, const HeadMetrics::Step* last) const {
+  if (last == nullptr) return false;
+  if (readings_.empty()) return true;
+  const auto before = readings_.back().last_closed.find(head);
+  return before == readings_.back().last_closed.end() || before->second != last->closed;
 }
 
 Values Sampler::ServerValues(const Reading& now, const engine::EngineStats& stats) const {
@@ -371,12 +381,12 @@ std::optional<absl::StatusOr<head::NewestCheckpoints>> CheckpointLists::Of(absl:
     entry.waits = true;
     queue_.push_back(name);
   }
-  if (entry.list.has_value()) return entry.list;
-  const auto has_list = [this, &name]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  if (entry.asked_at - entry.read_at <= kOld) return entry.list;
+  const auto was_read = [this, &name]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const auto found = by_head_.find(name);
-    return stopped_ || found == by_head_.end() || found->second.list.has_value();
+    return stopped_ || found == by_head_.end() || !found->second.waits;
   };
-  clocks::AwaitFor(mutex_, absl::Condition(&has_list), kPatience);
+  clocks::AwaitFor(mutex_, absl::Condition(&was_read), kPatience);
   const auto found = by_head_.find(name);
   return found == by_head_.end() ? std::nullopt : found->second.list;
 }
@@ -491,15 +501,14 @@ std::string StatusPage::HeadsTable() const {
     }
     const absl::string_view state =
         head.tensors_status.ok() ? "" : " <span class=\"state error\">not usable</span>";
-    rows +=
-        TableRow({absl::StrCat(LinkTo(head.name), state), Grouped(head.config.vocab_size),
-                  Grouped(head.config.hidden_size), EscapeHtml(kernels::Name(head.compute_dtype)),
-                  head.config.trainable ? "yes" : "frozen", Grouped(static_cast<int64_t>(head.state.step)),
-                  loss, Grouped(head.step_rows), Grouped(head.total_rows), Grouped(head.open_streams),
-                  FormatBytes(static_cast<double>(head.memory.Total()))});
+    rows += TableRow({absl::StrCat(LinkTo(head.name), state), Grouped(static_cast<int64_t>(head.state.step)),
+                      loss, Grouped(head.step_rows), Grouped(head.total_rows), Grouped(head.open_streams),
+                      Grouped(head.config.vocab_size), Grouped(head.config.hidden_size),
+                      EscapeHtml(kernels::Name(head.compute_dtype)), head.config.trainable ? "yes" : "frozen",
+                      FormatBytes(static_cast<double>(head.memory.Total()))});
   }
-  std::string html = Table({"Head", "Vocabulary", "Hidden size", "Compute", "Trained", "Step", "Loss",
-                            "Rows in step", "Rows", "Streams", "Memory"},
+  std::string html = Table({"Head", "Step", "Loss", "Rows in step", "Rows", "Streams", "Vocabulary",
+                            "Hidden size", "Compute", "Trained", "Memory"},
                            rows);
   if (heads.size() > kMostRows) absl::StrAppend(&html, "<p>and ", heads.size() - kMostRows, " more</p>\n");
   return html;
@@ -580,12 +589,26 @@ std::string ErrorText(const HeadMetrics::Step& step) {
                                               : std::string("-");
 }
 
+// How the last gradients of the head were computed; how they will be, if none were yet.
+kernels::Gradients LastGradients(const engine::HeadSnapshot& head, const HeadMetrics::Summary& summary) {
+  return summary.gradients.value_or(head.config.gradients);
+}
+
+std::string GradientsText(const engine::HeadSnapshot& head, const HeadMetrics::Summary& summary) {
+  const kernels::Gradients last = LastGradients(head, summary);
+  const absl::string_view by_default = kernels::Name(head.config.gradients);
+  if (last == head.config.gradients) return absl::StrCat("gradients ", by_default);
+  return absl::StrCat("gradients of the last chunk ", kernels::Name(last), ", by default ", by_default);
+}
+
 // Of the last gradients: predicted if they were sampled, what was left out if they were filtered.
-std::string GradientError(const engine::HeadSnapshot& head, const std::vector<HeadMetrics::Step>& steps) {
-  if (head.gradient_error > 0) return absl::StrCat(FormatNumber(head.gradient_error * 100), " %");
-  const std::string of_step = steps.empty() ? "-" : ErrorText(steps.front());
-  if (of_step != "-") return of_step;
-  return head.config.gradients == kernels::Gradients::kExact ? "exact" : "-";
+std::string GradientError(const engine::HeadSnapshot& head, const HeadMetrics::Summary& summary) {
+  const kernels::Gradients last = LastGradients(head, summary);
+  if (last == kernels::Gradients::kExact) return "exact";
+  if (last == kernels::Gradients::kSampled && head.gradient_error > 0) {
+    return absl::StrCat(FormatNumber(head.gradient_error * 100), " %");
+  }
+  return summary.last.has_value() ? ErrorText(*summary.last) : std::string("-");
 }
 
 std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
@@ -604,35 +627,30 @@ std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
                rows);
 }
 
-std::string SavesTable(const std::vector<SaveMetrics::Save>& saves) {
-  if (saves.empty()) return "<p>None saved since the server started.</p>\n";
-  const absl::Time now = clocks::WallNow();
-  std::string rows;
-  for (const SaveMetrics::Save& save : saves) {
-    rows += TableRow({EscapeHtml(save.checkpoint), Grouped(static_cast<int64_t>(save.step)),
-                      FormatTime(save.time, now), FormatBytes(static_cast<double>(save.bytes)),
-                      FormatSeconds(save.seconds)});
-  }
-  return Table({"Checkpoint", "Step", "Time (UTC)", "Size", "Took"}, rows);
-}
-
-std::string CheckpointRow(const head::CheckpointInfo& info, absl::Time now) {
+// `saves`: of this server, the newest first.
+std::string CheckpointRow(const head::CheckpointInfo& info, const std::vector<SaveMetrics::Save>& saves,
+                          absl::Time now) {
   if (!info.status.ok()) {
-    return TableRow({EscapeHtml(info.name), "-", "-", "-", "-", "-",
+    return TableRow({EscapeHtml(info.name), "-", "-", "-", "-", "-", "-",
                      absl::StrCat("<span class=\"state error\">damaged</span> <span class=\"text\">",
                                   EscapeHtml(info.status.message()), "</span>")});
   }
   const bool is_dated = info.saved_at > absl::UnixEpoch();
+  const auto save = std::find_if(saves.begin(), saves.end(), [&info](const SaveMetrics::Save& each) {
+    return each.checkpoint == info.name && each.step == info.subject.step;
+  });
   return TableRow(
       {EscapeHtml(info.name), Grouped(static_cast<int64_t>(info.subject.step)),
        FormatBytes(static_cast<double>(info.bytes)),
        is_dated ? FormatTime(info.saved_at, now) : std::string("-"),
        is_dated ? FormatUptime(std::max(now - info.saved_at, absl::ZeroDuration())) : std::string("-"),
+       save == saves.end() ? std::string("-") : FormatSeconds(save->seconds),
        info.subject.run.empty() ? std::string("-") : EscapeHtml(info.subject.run),
        info.automatic ? "the server" : "a client"});
 }
 
-std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestCheckpoints>>& newest) {
+std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestCheckpoints>>& newest,
+                             const std::vector<SaveMetrics::Save>& saves) {
   if (!newest.has_value()) return "<p>The directory is being read.</p>\n";
   if (!newest->ok()) {
     return absl::StrCat("<p>The directory cannot be read: ", EscapeHtml(newest->status().message()),
@@ -642,14 +660,14 @@ std::string CheckpointsTable(const std::optional<absl::StatusOr<head::NewestChec
   if (list.checkpoints.empty()) return "<p>There are none.</p>\n";
   const absl::Time now = clocks::WallNow();
   std::string rows;
-  for (const head::CheckpointInfo& info : list.checkpoints) rows += CheckpointRow(info, now);
+  for (const head::CheckpointInfo& info : list.checkpoints) rows += CheckpointRow(info, saves, now);
   std::string more;
   if (list.left_out > 0 || list.and_more) {
     more = absl::StrCat("<p>And ", list.and_more ? "more than " : "",
                         Grouped(static_cast<int64_t>(list.left_out)), " older.</p>\n");
   }
-  return absl::StrCat(Table({"Checkpoint", "Step", "Size", "Saved (UTC)", "Age", "Run", "Named by"}, rows),
-                      more);
+  return absl::StrCat(
+      Table({"Checkpoint", "Step", "Size", "Saved (UTC)", "Age", "Took", "Run", "Named by"}, rows), more);
 }
 
 std::string ChoicesTable(const engine::HeadSnapshot& head) {
@@ -688,6 +706,7 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(name);
   if (!head.ok()) return std::nullopt;
   const std::vector<HeadMetrics::Step> steps = metrics_->heads().Steps(name);
+  const HeadMetrics::Summary summary = metrics_->heads().SummaryOf(name);
   const std::string loss = steps.empty() ? "-" : LossText(steps.front());
   const std::string events = EventRows(metrics_->events(), name, kEventsShown);
   const auto fact = [](absl::string_view what, int64_t value) { return Fact(what, Grouped(value)); };
@@ -699,15 +718,15 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
           Grouped(head->config.vocab_size), " classes of ", Grouped(head->config.hidden_size),
           " values &middot; ", EscapeHtml(kernels::Name(head->compute_dtype)), " &middot; ",
           head->config.trainable ? "trained" : "frozen", " &middot; optimizer state ",
-          EscapeHtml(kernels::Name(head->config.optimizer_state)), " &middot; gradients ",
-          EscapeHtml(kernels::Name(head->config.gradients)), " &middot; logits ",
+          EscapeHtml(kernels::Name(head->config.optimizer_state)), " &middot; ",
+          EscapeHtml(GradientsText(*head, summary)), " &middot; logits ",
           EscapeHtml(kernels::Name(head->config.logits)), "</p>\n<div class=\"facts\">\n",
           fact("step", static_cast<int64_t>(head->state.step)), Fact("loss", loss),
           fact("rows in step", head->step_rows), fact("rows", head->total_rows),
           fact("open streams", head->open_streams), fact("queued slices", head->queued_slices),
           fact("rows a chunk", head->chunk_rows),
           Fact("gradient norm", steps.empty() ? "-" : FormatNumber(steps.front().grad_norm)),
-          Fact("gradient error", GradientError(*head, steps)),
+          Fact("gradient error", GradientError(*head, summary)),
           Fact("memory", FormatBytes(static_cast<double>(head->memory.Total()))), "</div>\n",
           head->waits_for.empty() ? ""
                                   : absl::StrCat("<p>Waits for ", EscapeHtml(head->waits_for), ".</p>\n"),
@@ -718,11 +737,12 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
           Chart("head-loss", "Loss of the last step"), Chart("head-norm", "Gradient norm"),
           Chart("head-rate", "Learning rate"), "</section>\n<section id=\"steps\"><h2>Last steps</h2>\n",
           StepsTable(steps), "</section>\n<section id=\"checkpoints\"><h2>Checkpoints</h2>\n",
-          options_.checkpoints == nullptr ? std::string() : CheckpointsTable(options_.checkpoints->Of(name)),
-          "</section>\n<section id=\"saves\"><h2>Last saves</h2>\n",
-          SavesTable(metrics_->saves().Saves(name)), "</section>\n<section id=\"choices\"><h2>Choices</h2>\n",
-          ChoicesTable(*head), "</section>\n<section id=\"memory\"><h2>Memory</h2>\n",
-          PlannedTable(head->memory), "</section>\n<section id=\"events\"><h2>Events</h2>\n",
+          options_.checkpoints == nullptr
+              ? std::string()
+              : CheckpointsTable(options_.checkpoints->Of(name), metrics_->saves().Saves(name)),
+          "</section>\n<section id=\"choices\"><h2>Choices</h2>\n", ChoicesTable(*head),
+          "</section>\n<section id=\"memory\"><h2>Memory</h2>\n", PlannedTable(head->memory),
+          "</section>\n<section id=\"events\"><h2>Events</h2>\n",
           events.empty() ? "<p>None since the server started.</p>\n"
                          : Table({"Time (UTC)", "Level", "What", "Head", "Count"}, events),
           "</section>\n"));
@@ -731,8 +751,12 @@ std::optional<std::string> StatusPage::RenderHead(absl::string_view name) const 
 std::string StatusPage::RenderNoHead(absl::string_view name) const {
   return Document(
       "lossd: no such head", "",
-      absl::StrCat("<header id=\"summary\"><p><a href=\"/\">lossd</a></p><h1>No head ", EscapeHtml(name),
-                   "</h1>\n<p>There is no head of this name, or no longer.</p></header>\n"));
+      absl::StrCat(
+          "<header id=\"summary\"><p><a href=\"/\">lossd</a></p><h1>No head ", EscapeHtml(name),
+          "</h1>\n<p>There is no head of this name: it was not created yet, or it was deleted. In a browser "
+          "this page "
+          "appears when the head does, and looks for it less and less often, once a minute in the end.</p>\n"
+          "<p><a href=\"/\">All heads</a></p></header>\n"));
 }
 
 }  // namespace lossd::metrics

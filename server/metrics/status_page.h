@@ -60,7 +60,8 @@ enum class Series : uint8_t {
 inline constexpr size_t kSeries = static_cast<size_t>(Series::kEnd);
 absl::string_view SeriesName(size_t series);  // e.g. "rows_per_second"
 
-// Series of a head: its rate, and what its last step said.
+// Series of a head: its rate, and what the last step said that was closed since the sample before. NaN: no
+// step was, or the head has none.
 enum class HeadSeries : uint8_t { kRows, kLoss, kGradientNorm, kLearningRate };
 inline constexpr size_t kHeadSeries = 4;
 absl::string_view HeadSeriesName(size_t series);
@@ -134,7 +135,8 @@ class Sampler {
     absl::Time time;
     Totals totals;
     absl::Duration device_busy;
-    std::map<std::string, int64_t> rows;  // by head
+    std::map<std::string, int64_t> rows;            // by head
+    std::map<std::string, absl::Time> last_closed;  // by head: when its last step was closed
   };
   struct LatencyReading {
     absl::Time time;
@@ -142,6 +144,9 @@ class Sampler {
   };
 
   void Run() ABSL_LOCKS_EXCLUDED(stop_mutex_);
+  // Whether `last`, the last step of the head, was closed since the sample before. It may be null.
+  bool IsNews(const std::string& head, const HeadMetrics::Step* last) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Values ServerValues(const Reading& now, const engine::EngineStats& stats) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -201,7 +206,8 @@ class CheckpointLists {
   static constexpr size_t kMostFolders = 10'000;
   static constexpr size_t kMostHeads = 200;  // that are remembered
   static constexpr absl::Duration kFresh = absl::Seconds(2);
-  static constexpr absl::Duration kPatience = absl::Milliseconds(50);  // of the first look at a head
+  static constexpr absl::Duration kOld = absl::Seconds(10);
+  static constexpr absl::Duration kPatience = absl::Milliseconds(50);
 
   // Empty `directory`: the server has none.
   explicit CheckpointLists(std::string directory);
@@ -209,7 +215,8 @@ class CheckpointLists {
   CheckpointLists(const CheckpointLists&) = delete;
   CheckpointLists& operator=(const CheckpointLists&) = delete;
 
-  // What was read last; an older list is read anew for the next look. nullopt: none was read yet.
+  // What was read last. A list older than kFresh is read anew, for the next look; for a list older than kOld,
+  // or none, this look waits, for at most kPatience. nullopt: none was read yet.
   std::optional<absl::StatusOr<head::NewestCheckpoints>> Of(absl::string_view head)
       ABSL_LOCKS_EXCLUDED(mutex_);
 

@@ -11,8 +11,6 @@
 #ifndef LOSSD_SERVER_REGIONS_REGIONS_H_
 #define LOSSD_SERVER_REGIONS_REGIONS_H_
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <cstdint>
 #include <list>

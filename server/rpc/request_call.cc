@@ -27,8 +27,8 @@ CallRegistry::~CallRegistry() {
 
 absl::Status CallRegistry::Add(WatchedCall* call, const std::string& peer) {
   absl::MutexLock lock(&mutex_);
-  FairShare::Answer answer = shares_.Take(peer, 1);
-  if (answer == FairShare::Answer::kFull && MakeRoom(peer)) answer = shares_.Take(peer, 1);
+  FairShare::Answer answer = TakePlace(call, peer);
+  if (answer == FairShare::Answer::kFull && MakeRoom(peer)) answer = TakePlace(call, peer);
   if (answer == FairShare::Answer::kYes) {
     calls_.emplace(call, Entry{peer, next_number_++});
     return absl::OkStatus();
@@ -37,21 +37,46 @@ absl::Status CallRegistry::Add(WatchedCall* call, const std::string& peer) {
   return Refusal(answer, peer);
 }
 
+FairShare::Answer CallRegistry::TakePlace(WatchedCall* call, const std::string& peer) {
+  absl::MutexLock lock(&places_mutex_);
+  const FairShare::Answer answer = shares_.Take(peer, 1);
+  if (answer == FairShare::Answer::kYes) places_.emplace(call, peer);
+  return answer;
+}
+
+void CallRegistry::GiveBack(WatchedCall* call) {
+  absl::MutexLock lock(&places_mutex_);
+  const auto it = places_.find(call);
+  if (it == places_.end()) return;
+  shares_.Give(it->second, 1);
+  places_.erase(it);
+}
+
 bool CallRegistry::MakeRoom(const std::string& peer) {
-  if (!options_.end_oldest || calls_.empty() || shares_.held(peer) > 0) return false;
-  const auto oldest = std::min_element(calls_.begin(), calls_.end(), [](const auto& a, const auto& b) {
-    return a.second.number < b.second.number;
-  });
+  if (!options_.end_oldest) return false;
+  auto oldest = calls_.end();
+  int64_t used = 0;
+  {
+    absl::MutexLock lock(&places_mutex_);
+    if (shares_.held(peer) > 0) return false;
+    used = shares_.used();
+    for (auto it = calls_.begin(); it != calls_.end(); ++it) {
+      if (!places_.contains(it->first)) continue;
+      if (oldest == calls_.end() || it->second.number < oldest->second.number) oldest = it;
+    }
+  }
+  if (oldest == calls_.end()) return false;
   options_.on_limit(options_.flag);
   oldest->first->GiveUpPlace(absl::ResourceExhaustedError(
-      absl::StrCat("the call waited for its client, and another client has its place: ", shares_.used(),
+      absl::StrCat("the call waited for its client, and another client has its place: ", used,
                    " calls of this kind are open, the most allowed (--", options_.flag, ")")));
-  shares_.Give(oldest->second.peer, 1);
+  GiveBack(oldest->first);
   calls_.erase(oldest);
   return true;
 }
 
-absl::Status CallRegistry::Refusal(FairShare::Answer answer, const std::string& peer) const {
+absl::Status CallRegistry::Refusal(FairShare::Answer answer, const std::string& peer) {
+  absl::MutexLock lock(&places_mutex_);
   if (answer == FairShare::Answer::kFull) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "too many open calls: ", shares_.used(), " of this kind, the most allowed (--", options_.flag, ")"));
@@ -66,7 +91,7 @@ void CallRegistry::Remove(WatchedCall* call) {
   absl::MutexLock lock(&mutex_);
   const auto it = calls_.find(call);
   if (it == calls_.end()) return;
-  shares_.Give(it->second.peer, 1);
+  GiveBack(call);
   calls_.erase(it);
 }
 

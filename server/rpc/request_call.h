@@ -158,6 +158,11 @@ class CallRegistry {
   // such a call may be removed but need not. After Remove returns, the call is not used any more.
   absl::Status Add(WatchedCall* call, const std::string& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   void Remove(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Gives the place of the call to others before the call is removed. A call whose client sees that it has
+  // ended gives its place back first: gRPC tells the server later that the answer has gone, and until then
+  // the client's next call would be one too many. Changes nothing for a call that has no place. WatchedCall's
+  // members may call it.
+  void GiveBack(WatchedCall* call) ABSL_LOCKS_EXCLUDED(places_mutex_);
   // Ends all calls that are open.
   void EndAll(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mutex_);
   // Calls `look` with each call that is open, from the oldest to the youngest. They stay open meanwhile;
@@ -176,17 +181,23 @@ class CallRegistry {
 
   // Ends the oldest call for the sake of `peer`, if it may be.
   bool MakeRoom(const std::string& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status Refusal(engine::FairShare::Answer answer, const std::string& peer) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status Refusal(engine::FairShare::Answer answer, const std::string& peer)
+      ABSL_LOCKS_EXCLUDED(places_mutex_);
+  engine::FairShare::Answer TakePlace(WatchedCall* call, const std::string& peer)
+      ABSL_LOCKS_EXCLUDED(places_mutex_);
   void Watch() ABSL_LOCKS_EXCLUDED(mutex_);
 
   const CallRegistryOptions options_;
   absl::Mutex mutex_;
-  engine::FairShare shares_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<WatchedCall*, Entry> calls_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread watchdog_;
+
+  absl::Mutex places_mutex_ ABSL_ACQUIRED_AFTER(mutex_);  // a leaf
+  engine::FairShare shares_ ABSL_GUARDED_BY(places_mutex_);
+  // Calls that have a place, and whose share it is of.
+  absl::flat_hash_map<WatchedCall*, std::string> places_ ABSL_GUARDED_BY(places_mutex_);
+  std::thread watchdog_;  // last
 };
 
 // What all calls share; outlives them.

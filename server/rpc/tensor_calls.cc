@@ -167,6 +167,7 @@ void ReceiveRowsCall::End(absl::Status status) {
   Release();
   const grpc::Status result = EndedTensorCall(environment_, method_, std::move(status));
   environment_->access->Ended(admitted_, head_, CodeName(result));
+  environment_->registry->GiveBack(this);
   Finish(result);
 }
 
@@ -505,7 +506,9 @@ void ReadTensorCall::OnWriteDone(bool ok) {
 }
 
 void ReadTensorCall::End(absl::Status status) {
-  Finish(EndedTensorCall(environment_, kReadTensor, std::move(status)));
+  const grpc::Status result = EndedTensorCall(environment_, kReadTensor, std::move(status));
+  environment_->registry->GiveBack(this);
+  Finish(result);
 }
 
 absl::string_view ReadTensorCall::EndIfLate(absl::Time now, const CallTimeouts& timeouts) {

@@ -159,7 +159,7 @@ def test_the_commands_work(page: str, server: ServerProcess, tmp_path: Path) -> 
             printed = done.stdout + done.stderr
             if shape(printed) != shape("\n".join(command.said)):
                 failures.append(f"{where(command)}: the page shows\n" + "\n".join(command.said) + "\nand the program says\n" + printed)
-    for head in json.loads(lossctl(server, "heads", "--json").stdout):
+    for head in json.loads(lossctl(server, "heads", "--json").stdout)["heads"]:
         lossctl(server, "delete", head["name"], "--yes").check_returncode()
     assert not failures, "\n".join(failures)
 

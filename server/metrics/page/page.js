@@ -5,6 +5,7 @@
 "use strict";
 
 const PERIOD_MS = 2000;
+const LONGEST_PERIOD_MS = 60000; // of a page whose head is missing
 const WINDOW_SECONDS = 900; // that are kept
 const LEAST_SECONDS = 120; // that a chart shows, of a server that has just started
 const MOST_LINES = 8; // colours
@@ -32,10 +33,14 @@ const FORMATS = {
   number: (value) => value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) ? value.toExponential(1) : String(Number(value.toPrecision(4))),
 };
 
-// ---- Charts: what each shows. Lines are [name, series]. ----
+// ---- Charts: what each shows. Lines are [name, series]; `steps`: a line leads from step to step, over samples without one,
+// and ends at the last step. ----
 
 function server(...lines) {
   return (samples) => lines.map(([name, series]) => [name, samples.server[series] || []]);
+}
+function has(values) {
+  return values.some((value) => value !== null);
 }
 // Those with most rows in the window first, as many as there are colours, in the order of their names; then the others.
 function byRows(heads) {
@@ -44,26 +49,25 @@ function byRows(heads) {
   return busiest.splice(0, MOST_LINES).sort(([a], [b]) => (a < b ? -1 : 1)).concat(busiest);
 }
 function everyHead(series) {
-  const has = ([, values]) => values.some((value) => value !== null);
-  return (samples) => byRows(samples.heads).map(([name, of]) => [name, of[series]]).filter(has);
+  return (samples) => byRows(samples.heads).map(([name, of]) => [name, of[series]]).filter(([, values]) => has(values));
 }
 function thisHead(series) {
   return (samples) => HEAD in samples.heads ? [["", samples.heads[HEAD][series]]] : [];
 }
 const CHARTS = {
   rows: { lines: (samples) => [["all heads", samples.server.rows_per_second || []]], format: "count", zero: true },
-  loss: { lines: everyHead("loss"), format: "number", fence: true },
+  loss: { lines: everyHead("loss"), format: "number", fence: true, steps: true },
   latency: { lines: server(["median", "microbatch_seconds_p50"], ["95 %", "microbatch_seconds_p95"], ["99 %", "microbatch_seconds_p99"]), format: "seconds", zero: true },
   phases: { lines: server(["receive", "receive_seconds_p50"], ["queue", "queue_seconds_p50"], ["compute", "compute_seconds_p50"], ["send", "send_seconds_p50"]), format: "seconds", zero: true },
   busy: { lines: server(["device", "device_busy_ratio"]), format: "share", range: [0, 1] },
   bytes: { lines: server(["received", "bytes_in_per_second"], ["sent", "bytes_out_per_second"]), format: "bytes", zero: true, whole: true },
-  norm: { lines: everyHead("gradient_norm"), format: "number", zero: true, fence: true },
+  norm: { lines: everyHead("gradient_norm"), format: "number", zero: true, fence: true, steps: true },
   memory: { lines: server(["planned", "planned_bytes"], ["staging used", "staging_used_bytes"], ["process", "resident_bytes"]), format: "bytes", zero: true },
   queue: { lines: server(["queued slices", "queued_slices"], ["open streams", "open_streams"]), format: "count", zero: true, whole: true },
   "head-rows": { lines: thisHead("rows_per_second"), format: "count", zero: true },
-  "head-loss": { lines: thisHead("loss"), format: "number", fence: true },
-  "head-norm": { lines: thisHead("gradient_norm"), format: "number", zero: true, fence: true },
-  "head-rate": { lines: thisHead("learning_rate"), format: "number", zero: true },
+  "head-loss": { lines: thisHead("loss"), format: "number", fence: true, steps: true },
+  "head-norm": { lines: thisHead("gradient_norm"), format: "number", zero: true, fence: true, steps: true },
+  "head-rate": { lines: thisHead("learning_rate"), format: "number", zero: true, steps: true },
 };
 
 // ---- Samples: the answers of /history.json, joined ----
@@ -144,25 +148,27 @@ function rangeOf(all, zero, fence) {
   return [zero && low === 0 ? 0 : low - room, high + room];
 }
 
-function pathOf(values, x, y) {
+function pathOf(values, x, y, steps) {
   let path = "";
   let pen = "M";
   values.forEach((value, i) => {
     if (value === null) {
-      pen = "M";
+      if (!steps) pen = "M";
       return;
     }
     // A point without neighbours is a dot: a line of no length with round ends.
-    const alone = pen === "M" && (values[i + 1] === null || values[i + 1] === undefined);
+    const alone = pen === "M" && (steps ? !has(values.slice(i + 1)) : (values[i + 1] ?? null) === null);
     path += `${pen}${x(i).toFixed(1)} ${y(value).toFixed(1)}${alone ? "h.01" : ""}`;
     pen = "L";
   });
   return path;
 }
 
-// The last value, or that of the sample under the pointer.
-function valueAt(values, at) {
-  return at === null ? values[values.length - 1] : values[at];
+// The last value, or that of the sample under the pointer; of steps, that of the last step until then.
+function valueAt(values, at, steps) {
+  let i = at === null ? values.length - 1 : at;
+  while (steps && i > 0 && values[i] === null) --i;
+  return values[i];
 }
 
 // The beginning and the end of a name, since those of a series differ at the end.
@@ -170,14 +176,15 @@ function shortened(name) {
   return name.length <= 28 ? name : `${name.slice(0, 14)}\u2026${name.slice(-13)}`;
 }
 
-function drawLegend(figure, lines, format, at, hidden, beyond) {
+function drawLegend(figure, lines, chart, at, hidden, beyond) {
+  const format = FORMATS[chart.format];
   const legend = document.createElement("div");
   legend.className = "legend";
   lines.forEach(([name, values], i) => {
     const entry = document.createElement("span");
     const mark = document.createElement("i");
     mark.className = `c${i}`;
-    const value = valueAt(values, at);
+    const value = valueAt(values, at, chart.steps);
     const shown = document.createElement("b");
     shown.textContent = value === null || value === undefined ? "" : format(value);
     entry.title = name;
@@ -207,14 +214,15 @@ function draw(figure) {
   const fence = chart.fence ? fenceOf(values) : Infinity;
   const found = rangeOf(values, chart.zero, fence);
   const range = found && (chart.range || found);
+  const now = samples.times[samples.times.length - 1];
+  const span = samples.times.length === 0 ? 0 : now - samples.times[0];
   if (range === null) {
-    svg.append(element("text", { x: width / 2, y: height / 2, class: "empty" }, "nothing yet"));
-    drawLegend(figure, [], format, null, 0, null);
+    svg.append(element("text", { x: width / 2, y: height / 2, class: "empty" }, span < WINDOW_SECONDS - 60 ? "nothing yet" : "nothing in the last 15 minutes"));
+    drawLegend(figure, [], chart, null, 0, null);
     return;
   }
   const [low, high] = range;
-  const now = samples.times[samples.times.length - 1];
-  const shown = Math.min(WINDOW_SECONDS, Math.max(LEAST_SECONDS, now - samples.times[0]));
+  const shown = Math.min(WINDOW_SECONDS, Math.max(LEAST_SECONDS, span));
   const xAt = (ago) => right - (right - left) * ago / shown;
   const x = (i) => xAt(now - samples.times[i]);
   const y = (value) => Math.max(bottom - (bottom - top) * (value - low) / (high - low), -height);  // above it: not seen
@@ -228,14 +236,14 @@ function draw(figure) {
     svg.append(element("text", { x: at, y: height - 4, "text-anchor": anchor }, minutes === 0 ? "now" : `-${minutes} min`));
   }
   lines.forEach(([name, values], i) => {
-    const path = element("path", { class: `c${i}`, d: pathOf(values, x, y) });
+    const path = element("path", { class: `c${i}`, d: pathOf(values, x, y, chart.steps) });
     path.append(element("title", {}, name));
     svg.append(path);
   });
   const at = pointers.has(figure) ? sampleAt(pointers.get(figure) * width, x) : null;
   if (at !== null) svg.append(element("line", { class: "cursor", x1: x(at), x2: x(at), y1: top, y2: bottom }));
   const beyond = fence === Infinity ? null : values.reduce((a, b) => Math.max(a, b));
-  drawLegend(figure, lines, format, at, all.length - lines.length, beyond);
+  drawLegend(figure, lines, chart, at, all.length - lines.length, beyond);
 }
 
 // Where the pointer is in each chart, as a share of the width.
@@ -315,25 +323,34 @@ function replace(shown, part) {
   adopted.querySelectorAll(".wide").forEach((box, i) => { box.scrollLeft = scrolled[i] || 0; });
 }
 
+// Of a head that is missing, or is gone, the page has no charts.
+function isMissing() {
+  const charts = document.getElementById("charts");
+  return charts === null || charts.hidden;
+}
+
 let answered = Date.now();
+let period = PERIOD_MS;
 
 async function renew() {
   const trouble = document.getElementById("trouble");
   try {
-    await renewSamples();
+    if (!isMissing()) await renewSamples();
     await renewPage();
     answered = Date.now();
+    period = isMissing() ? Math.min(2 * period, LONGEST_PERIOD_MS) : PERIOD_MS;
     trouble.hidden = true;
     drawAll();
   } catch (error) {
     trouble.textContent = `No answer from the server for ${Math.round((Date.now() - answered) / 1000)} s.`;
     trouble.hidden = false;
+    period = PERIOD_MS;
   }
 }
 
 async function live() {
   if (document.visibilityState === "visible") await renew();
-  setTimeout(live, PERIOD_MS);
+  setTimeout(live, period);
 }
 
 document.querySelectorAll(".chart").forEach(watchPointer);

@@ -17,6 +17,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "kernels/data/real_rows.h"
 #include "proto/tensorfile/safetensors.h"
@@ -42,15 +44,15 @@ class LossctlServerTest : public ::testing::Test {
     Start();
   }
 
-  // With one more flag, if there is one.
-  void Start(const std::string& flag = "--log_level=off") {
+  // With more flags, if there are any.
+  void Start(const std::string& flag = "--log_level=off", const std::string& other = "--log_level=off") {
     server_ = nullptr;
     std::filesystem::remove(folder_.File("ports.json"));
     server_ = std::make_unique<test::ChildProcess>(std::vector<std::string>{
         LOSSD_BINARY, "--listen=127.0.0.1:0", "--http=", "--port_file=" + folder_.File("ports.json"),
         "--checkpoint_dir=" + folder_.File("checkpoints"), "--log_level=off", "--threads=1", "--backend=cpu",
-        "--slice_bytes=64KiB", "--staging_bytes=4MiB", "--workspace_bytes=4MiB", "--keep_checkpoints=2",
-        flag});
+        "--slice_bytes=64KiB", "--staging_bytes=4MiB", "--workspace_bytes=4MiB", "--keep_checkpoints=2", flag,
+        other});
     target_.clear();
     for (int i = 0; i < 4000 && target_.empty(); ++i) {
       std::ifstream file(folder_.File("ports.json"));
@@ -78,12 +80,28 @@ class LossctlServerTest : public ::testing::Test {
   // Runs `lossctl ARGUMENTS`; what it printed, on both streams.
   std::string Run(const std::string& arguments, int exit_code = 0) {
     const std::string out = folder_.File("out");
-    const std::string command = absl::StrCat("cd ", folder_.path(), " && LOSSD_SERVER=", target_,
-                                             " " LOSSCTL_PATH " ", arguments, " >", out, " 2>&1");
+    const std::string command =
+        absl::StrCat("cd ", folder_.path(), " && LOSSD_CONFIG=contexts.json LOSSD_SERVER=", target_,
+                     " " LOSSCTL_PATH " ", arguments, " >", out, " 2>&1");
     const int status = std::system(command.c_str());
     const std::string text = test::ReadWholeFile(out);
     EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, exit_code) << arguments << ": " << text;
     return text;
+  }
+
+  // Computes rows of the head, which several devices divide, until the program ends. Returns when the first
+  // have been computed.
+  std::unique_ptr<test::ChildProcess> Train(const std::string& head) {
+    const auto rows = [&] {
+      return nlohmann::json::parse(Run("--json shares " + head))["devices"][0]["rows"].get<uint64_t>();
+    };
+    const uint64_t before = rows();
+    auto bench = std::make_unique<test::ChildProcess>(
+        std::vector<std::string>{"/bin/sh", "-c",
+                                 absl::StrCat("exec " LOSSCTL_PATH " --server ", target_, " bench ", head,
+                                              " --what dx --rows 64 --seconds 300 >/dev/null 2>&1")});
+    for (int i = 0; i < 400 && rows() == before; ++i) absl::SleepFor(absl::Milliseconds(20));
+    return bench;
   }
 
   std::string ReadWeight(const std::string& head) {
@@ -144,8 +162,10 @@ TEST_F(LossctlServerTest, Events) {
   const std::string printed = Run("events" + at_http);
   EXPECT_THAT(printed, ContainsRegex("Z info    lossd [^ ]+ serves"));
   EXPECT_THAT(printed, HasSubstr("Z info    one: head created: 20 classes of 6 values, step 0\n"));
-  const auto event = nlohmann::json::parse(Run("events --json --after 1" + at_http));
-  EXPECT_EQ(event["kind"], "head_created");
+  const auto json = nlohmann::json::parse(Run("events --json --after 1" + at_http));
+  EXPECT_EQ(json["events"][0]["kind"], "head_created");
+  EXPECT_EQ(json["last_id"], json["events"].back()["id"]);
+  EXPECT_EQ(json["missed"], false);
   EXPECT_THAT(Run("events --http 127.0.0.1:1", 3), HasSubstr("127.0.0.1:1"));
 
   const std::string followed = folder_.File("followed");
@@ -158,6 +178,10 @@ TEST_F(LossctlServerTest, Events) {
     }
     EXPECT_THAT(test::ReadWholeFile(followed), HasSubstr(text));
   };
+  const std::string documents = folder_.File("documents");
+  test::ChildProcess other(
+      {"/bin/sh", "-c",
+       absl::StrCat("exec " LOSSCTL_PATH " -o json events --follow", at_http, " >", documents)});
   await("one: head created");
   Run("describe two", 4);
   await("DescribeHead ended with NOT_FOUND\n");
@@ -169,6 +193,83 @@ TEST_F(LossctlServerTest, Events) {
   await("three: head created");
   follower.Signal(SIGINT);
   EXPECT_EQ(follower.WaitFor(absl::Seconds(60)), 0);
+  for (int i = 0; i < 4000 && !absl::StrContains(test::ReadWholeFile(documents), "three"); ++i) {
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  other.Signal(SIGINT);
+  EXPECT_EQ(other.WaitFor(absl::Seconds(60)), 0);
+  size_t events = 0;
+  for (const absl::string_view line :
+       absl::StrSplit(test::ReadWholeFile(documents), '\n', absl::SkipEmpty())) {
+    const auto look = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    ASSERT_TRUE(look.is_object()) << line;
+    EXPECT_FALSE(look["events"].empty()) << "a look without news prints nothing";
+    events += look["events"].size();
+  }
+  EXPECT_GE(events, 5u);
+}
+
+// What each command prints as a document, with arguments that work in this order on a server of two devices.
+constexpr const char* kDocuments[] = {"health",
+                                      "health --probe ready --http HTTP",
+                                      "server",
+                                      "create head --hidden 6 --vocab 20 --split vocabulary",
+                                      "heads",
+                                      "describe head",
+                                      "shares head",
+                                      "shares head even",
+                                      "loss head --random 5 --accumulate",
+                                      "shares head --balance --interval 1",
+                                      "grad-norm head",
+                                      "zero-grad head",
+                                      "loss head --random 5 --accumulate",
+                                      "step head --lr 0.1",
+                                      "read head weight --out weight.npy",
+                                      "write head weight weight.npy",
+                                      "add-grad head weight weight.npy --id 7",
+                                      "save head --name one",
+                                      "checkpoints",
+                                      "load head/one --yes",
+                                      "checkpoints rm head/one --yes",
+                                      "reset head --scope all --yes",
+                                      "bench head --microbatches 1 --rows 4",
+                                      "watch --count 1 --http HTTP",
+                                      "top --count 1 --interval 0.05",
+                                      "metrics --http HTTP",
+                                      "metrics --filter nothing --http HTTP",
+                                      "events --http HTTP",
+                                      "trace --seconds 0.01 --http HTTP",
+                                      "plan --hidden 4096 --vocab 128256",
+                                      "context add here --server 127.0.0.1:1 --use",
+                                      "context list",
+                                      "context show",
+                                      "context use --none",
+                                      "context remove here",
+                                      "delete head --yes"};
+
+// docs/lossctl.md, "Documents for scripts": each command prints an object.
+TEST_F(LossctlServerTest, EveryCommandPrintsAnObject) {
+  Start("--cpu_devices=2", "--http=127.0.0.1:0");
+  std::set<std::string> seen;
+  for (const char* const command : kDocuments) {
+    SCOPED_TRACE(command);
+    seen.insert(std::string(command).substr(0, std::string(command).find(' ')));
+    std::unique_ptr<test::ChildProcess> training;  // that --balance measures
+    if (absl::StrContains(command, "--balance")) training = Train("head");
+    const std::string text = Run(absl::StrCat("-o json ", absl::StrReplaceAll(command, {{"HTTP", http_}})));
+    EXPECT_TRUE(nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false).is_object()) << text;
+  }
+  const std::string help = Run("--help");
+  const std::string list =
+      help.substr(help.find("Subcommands:\n") + 13, help.find("\nExit codes") - help.find("Subcommands:\n"));
+  size_t commands = 0;
+  for (const absl::string_view line : absl::StrSplit(list, '\n')) {
+    if (!absl::StartsWith(line, "  ") || absl::StartsWith(line, "   ")) continue;
+    const std::string command(line.substr(2, line.find(' ', 2) - 2));
+    ++commands;
+    EXPECT_TRUE(command == "completion" || seen.contains(command)) << command << " has no case here";
+  }
+  EXPECT_GT(commands, 20u);
 }
 
 TEST_F(LossctlServerTest, ATraceOfARealRunIsInOrder) {
@@ -285,7 +386,7 @@ TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {
 
 // The classes of the head lie on two devices, which sample them apart and tell the error of all.
 TEST_F(LossctlServerTest, SampledGradientsOfAHeadSplitByVocabularySayTheirError) {
-  Start("--cpu_devices=2");
+  Start("--cpu_devices=2", "--http=127.0.0.1:0");
   Run("create head --hidden 6 --vocab 20 --split vocabulary --gradients sampled");
   EXPECT_THAT(Run("describe head"),
               AllOf(ContainsRegex("\ndevices +2, by vocabulary"), ContainsRegex("\ngradients +sampled")));

@@ -196,6 +196,25 @@ TEST_F(SamplerTest, HeadsSayWhatTheirLastStepSaid) {
   EXPECT_GT(Last(Series::kPlannedBytes), 0);
 }
 
+TEST_F(SamplerTest, ASampleWithoutAStepSaysNothingOfSteps) {
+  const auto step = [this](uint64_t number, double norm) {
+    metrics_.OnStep({.head = "lm", .step = number, .rows = 4, .grad_norm = norm, .learning_rate = 0.5});
+  };
+  step(0, 0.25);
+  SampleAfter(0);
+  SampleAfter(2);
+  step(1, 0.5);
+  step(2, 0.75);
+  SampleAfter(2);
+  SampleAfter(2);
+  metrics_.ForgetHead("lm");  // another head of the same name follows
+  step(2, 1.0);
+  SampleAfter(2);
+  EXPECT_EQ(Head()["gradient_norm"], nlohmann::json({0.25, nullptr, 0.75, nullptr, 1.0}));
+  EXPECT_EQ(Head()["learning_rate"], nlohmann::json({0.5, nullptr, 0.5, nullptr, 0.5}));
+  EXPECT_EQ(Head()["rows_per_second"], nlohmann::json({0, 0, 0, 0, 0}));
+}
+
 TEST_F(SamplerTest, AHeadThatWasMadeAnewBeginsAtZero) {
   metrics_.OnChunk({.head = "lm", .rows = 1000});
   SampleAfter(0);

@@ -232,6 +232,39 @@ TEST(CallRegistryTest, BoundsTheNumberOfCalls) {
   EXPECT_EQ(limits, std::vector<std::string>{"max_tensor_calls"});
 }
 
+// A call that has ended gives its place back while gRPC still has it.
+TEST(CallRegistryTest, APlaceIsGivenBackOnce) {
+  CallRegistry registry({.max_calls = 1, .peer_share = 1.0});
+  FakeCall a, b, c;
+  ASSERT_TRUE(registry.Add(&a, "x").ok());
+  EXPECT_FALSE(registry.Add(&b, "x").ok());
+  registry.GiveBack(&b);  // it has none
+  EXPECT_FALSE(registry.Add(&b, "x").ok());
+  registry.GiveBack(&a);
+  ASSERT_TRUE(registry.Add(&b, "x").ok());
+  registry.GiveBack(&a);
+  registry.Remove(&a);
+  EXPECT_FALSE(registry.Add(&c, "x").ok()) << "the place of a is given back twice";
+  EXPECT_FALSE(registry.WaitUntilEmpty(absl::InfinitePast()));
+  registry.GiveBack(&b);
+  EXPECT_FALSE(registry.WaitUntilEmpty(absl::InfinitePast())) << "gRPC still has the call";
+  registry.Remove(&b);
+  EXPECT_TRUE(registry.WaitUntilEmpty(absl::InfinitePast()));
+}
+
+// A call that only waits for gRPC has no place that another peer could get.
+TEST(CallRegistryTest, TheOldestCallWithAPlaceMakesRoom) {
+  CallRegistry registry({.max_calls = 1, .peer_share = 1.0, .end_oldest = true});
+  FakeCall a, b, c;
+  ASSERT_TRUE(registry.Add(&a, "x").ok());
+  registry.GiveBack(&a);
+  ASSERT_TRUE(registry.Add(&b, "x").ok());
+  ASSERT_TRUE(registry.Add(&c, "y").ok());
+  EXPECT_TRUE(a.given_up.ok());
+  EXPECT_EQ(b.given_up.code(), absl::StatusCode::kResourceExhausted);
+  for (FakeCall* call : {&a, &b, &c}) registry.Remove(call);
+}
+
 TEST(CallRegistryTest, APeerLeavesPlacesToOthers) {
   CallRegistry registry({.max_calls = 8, .peer_share = 0.5});
   FakeCall calls[6];

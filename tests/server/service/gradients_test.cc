@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -14,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "client/cpp/client.h"
@@ -258,6 +260,59 @@ ServerOptions DeterministicServer() {
   ServerOptions options = SmallServer();
   options.deterministic = true;
   return options;
+}
+
+ServerOptions WithOneTensorCall() {
+  ServerOptions options = SmallServer();
+  options.max_tensor_calls = 1;
+  options.peer_share = 1.0;
+  return options;
+}
+
+// Who has the answer of a call may make the next one, however busy the server is.
+TEST(TensorCallsTest, ACallCountsUntilItIsAnswered) {
+  const TestServer server(WithOneTensorCall());
+  client::ClientOptions options;
+  options.target = server.target();
+  options.transport = "grpc";
+  const auto client = client::Client::Connect(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  v1::CreateHeadRequest request;
+  request.mutable_spec()->set_name("lm");
+  request.mutable_spec()->set_hidden_size(4);
+  request.mutable_spec()->set_vocab_size(4);
+  ASSERT_TRUE((*client)->CreateHead(request).ok());
+  const std::vector<float> values(16, 0.5f);
+  v1::OpenGradient open;
+  open.set_head("lm");
+  open.set_step(0);
+  open.set_param(v1::PARAM_WEIGHT);
+  open.mutable_rows()->set_end(4);
+  open.set_dtype(v1::DTYPE_FP32);
+  const absl::Span<const char> bytes(reinterpret_cast<const char*>(values.data()),
+                                     sizeof(float) * values.size());
+  // Threads that keep the server's own from running in time.
+  std::atomic<bool> ends{false};
+  std::vector<std::thread> busy;
+  for (unsigned i = 0; i < 2 * std::max(std::thread::hardware_concurrency(), 1u); ++i) {
+    busy.emplace_back([&ends] {
+      while (!ends) {
+      }
+    });
+  }
+  const absl::Cleanup joins = [&] {
+    ends = true;
+    for (std::thread& thread : busy) thread.join();
+  };
+  for (int i = 0; i < 400; ++i) {
+    const absl::Status written = (*client)->WriteTensor("lm", v1::PARAM_WEIGHT, values).status();
+    ASSERT_TRUE(written.ok()) << i << ": " << written;
+    const absl::Status read = (*client)->ReadTensor("lm", v1::PARAM_WEIGHT).status();
+    ASSERT_TRUE(read.ok()) << i << ": " << read;
+    open.set_contribution_id(static_cast<uint64_t>(i));
+    const absl::Status added = (*client)->AddGradient(open, bytes).status();
+    ASSERT_TRUE(added.ok()) << i << ": " << added;
+  }
 }
 
 class OrderedAddGradientTest : public AddGradientTest {

@@ -108,16 +108,28 @@ def await_server(channel: Any, options: ConnectionOptions, deadline: Deadline) -
         again = True
 
 
+def _exchange(channel: Any, method: str, request: Message, decode: Callable[[bytes], T], timeout: Callable[[], float],
+              ending: Cancellation, *, wait_for_ready: bool | None = None) -> Callable[[], T]:
+    """One call with one answer: what makes it and waits for its end. `timeout` is asked when it is made, and `ending` cancels it."""
+    call = channel.unary_unary(method, request_serializer=type(request).SerializeToString, response_deserializer=decode)
+
+    def exchange() -> T:
+        under_way = call.future(request, timeout=timeout(), wait_for_ready=wait_for_ready)
+        with ending.ends(under_way.cancel):
+            result: T = under_way.result()
+            return result
+
+    return exchange
+
+
 def _ask(channel: Any, options: ConnectionOptions, timeout: float, wait_for_ready: bool) -> server_pb2.ServerDescription:
-    request = server_pb2.GetServerRequest().SerializeToString()
     ending = Cancellation()
+    # Decoded here: gRPC would say INTERNAL of an answer in another protocol.
+    call = _exchange(channel, _METHOD, server_pb2.GetServerRequest(), bytes, lambda: timeout, ending, wait_for_ready=wait_for_ready)
 
     def exchange() -> bytes:
-        under_way = channel.unary_unary(_METHOD).future(request, timeout=timeout, wait_for_ready=wait_for_ready)
         try:
-            with ending.ends(under_way.cancel):
-                answer: bytes = under_way.result()
-                return answer
+            return call()
         except grpc.RpcError as error:
             raise errors.from_rpc(error, options.target) from None
 
@@ -407,7 +419,7 @@ class Connections:
         self.device_regions.check()
 
     def _ask(self) -> server_pb2.ServerDescription:
-        return self.unary("/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
+        return self.unary(_METHOD, server_pb2.GetServerRequest(), server_pb2.ServerDescription,
                           Deadline(2.0))
 
     def region_for(self, device: str, call_bytes: int) -> SharedRegion | None:
@@ -450,16 +462,8 @@ class Connections:
               cancellation: Cancellation | None = None) -> M:
         """One call, repeated on errors.is_transient if that is safe. Cancelled if `cancellation` says so before it has ended."""
         self.check_usable()
-        call = self._first.unary_unary(
-            method, request_serializer=type(request).SerializeToString, response_deserializer=answer.FromString)
-
         ending = Cancellation() if cancellation is None else cancellation
-
-        def exchange() -> M:
-            under_way = call.future(request, timeout=deadline.left())
-            with ending.ends(under_way.cancel):
-                result: M = under_way.result()
-                return result
+        exchange = _exchange(self._first, method, request, answer.FromString, deadline.left, ending)
 
         def attempt() -> M:
             return self.run(exchange, ending.cancel)

@@ -7,8 +7,10 @@ Skipped where Chromium or Selenium is missing (scripts/install-deps browser inst
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +166,7 @@ def test_a_head_has_a_page(site: Site) -> None:
     step = site.fact("step")
     site.browser.wait_for("another step", lambda: site.fact("step") != step)
     assert "0.125" in site.text("#steps")
-    assert "lm/step-" in site.text("#saves")
+    assert "lm/step-" in site.text("#checkpoints") and " ms" in site.text("#checkpoints"), "which took so long to save"
     assert "weights" in site.text("#memory")
     assert site.text("#choices") != ""
 
@@ -181,6 +183,117 @@ def test_a_phone_needs_no_sideways_scrolling(site: Site, path: str) -> None:
         "part.getBoundingClientRect().right > 391).map((part) => part.outerHTML.slice(0, 80))")
     assert wide == []
     assert site.browser.evaluate("document.documentElement.scrollWidth") <= 390
+    site.browser.console()  # of a page that is not there the browser says so
+
+
+def seen(site: Site, selector: str) -> list[dict[str, float]]:
+    """Where the elements are in the window."""
+    boxes: list[dict[str, float]] = site.browser.evaluate(
+        f"Array.from(document.querySelectorAll({json.dumps(selector)}), (part) => part.getBoundingClientRect().toJSON())")
+    return boxes
+
+
+def test_a_phone_shows_loss_and_step_first(site: Site) -> None:
+    site.browser.look(375, 667)
+    site.open()
+    names = site.browser.evaluate("Array.from(document.querySelectorAll('#heads th'), (name) => name.innerText)")
+    for name in ("Step", "Loss"):
+        for box in seen(site, f"#heads td:nth-child({names.index(name) + 1})"):
+            assert 0 <= box["left"] and box["right"] <= 375 and box["bottom"] <= 667, (name, box)
+    assert seen(site, "h1")[0]["bottom"] < seen(site, "#heads")[0]["top"] < seen(site, ".facts")[0]["top"]
+    site.open("/heads/lm")
+    facts = site.browser.evaluate("Array.from(document.querySelectorAll('.facts span'), (fact) => fact.innerText)")
+    for name in ("step", "loss"):
+        assert seen(site, ".facts div")[facts.index(name)]["bottom"] <= 667 / 2
+
+
+@pytest.mark.parametrize("path", ["/", "/heads/lm"])
+def test_a_phone_shows_events_whole(site: Site, path: str) -> None:
+    site.browser.look(375, 667)
+    site.open(path)
+    texts = seen(site, "#events .text")
+    assert texts and all(0 <= box["left"] and box["right"] <= 375 for box in texts), texts
+    for section in ("#events", "#choices"):
+        for wide in site.browser.evaluate(f"Array.from(document.querySelectorAll('{section} .wide'), (box) => box.scrollWidth)"):
+            assert wide <= 375
+
+
+def test_checkpoints_that_are_gone_are_not_listed(site: Site) -> None:
+    with lossd.Client(site.server.target) as client:
+        client.create_head("saved", hidden_size=8, vocab_size=8)
+        try:
+            gone, left = (client.save_checkpoint("saved", name).checkpoint for name in ("gone", "left"))
+            site.open("/heads/saved")
+            lists = "Array.from(document.querySelectorAll('main > section:not(#events)'), (part) => part.innerText).join()"
+            site.browser.wait_for("both", lambda: all(name in site.browser.evaluate(lists) for name in (gone, left)))
+            shutil.rmtree(site.server.folder / "checkpoints" / gone)
+            site.browser.wait_for("one to go", lambda: gone not in site.browser.evaluate(lists), patience=20)
+            assert left in site.browser.evaluate(lists)
+        finally:
+            site.open()  # the page of a head that is gone makes the console complain
+            client.delete_head("saved")
+
+
+def test_curves_end_at_the_last_step(site: Site) -> None:
+    rng = np.random.default_rng(4)
+    end = "Number(document.querySelector('[data-chart={}] path')?.getAttribute('d').match(/([0-9.]+) [0-9.]+(h.01)?$/)[1] ?? 0)"
+    with lossd.Client(site.server.target) as client:
+        client.create_head("idle", hidden_size=8, vocab_size=8)
+        try:
+            for step in range(3):
+                client.compute_loss("idle", rng.standard_normal((4, 8), dtype=np.float32), rng.integers(0, 8, 4), step=step, id=0,
+                                    accumulate=True)
+                client.apply_step("idle", step, lossd.SGD(lr=0.125))
+                time.sleep(5)  # some samples without a step lie between
+            site.open("/heads/idle")
+            site.await_charts({"head-rows": 1, "head-loss": 1, "head-norm": 1, "head-rate": 1})
+            for chart in ("head-loss", "head-norm", "head-rate"):
+                site.browser.wait_for(f"{chart} to stay behind", lambda chart=chart: site.browser.evaluate(end.format(chart)) < (
+                    site.browser.evaluate(end.format("head-rows")) - 10), patience=20)
+                line = site.browser.evaluate(f"document.querySelector('[data-chart={chart}] path').getAttribute('d')")
+                assert line.count("M") == 1 and line.count("L") == 2, "one line through three steps"
+            assert site.fact("loss") in site.text("[data-chart=head-loss] .legend"), "the value of the last step"
+        finally:
+            site.open()  # the page of a head that is gone makes the console complain
+            client.delete_head("idle")
+
+
+def test_a_head_says_how_its_last_gradients_were_computed(site: Site) -> None:
+    rng = np.random.default_rng(5)
+    with lossd.Client(site.server.target) as client:
+        client.create_head("sampled", hidden_size=16, vocab_size=64)
+        try:
+            client.compute_loss("sampled", rng.standard_normal((32, 16), dtype=np.float32), rng.integers(0, 64, 32), step=0, id=0,
+                                accumulate=True, options=lossd.LossOptions(gradients="sampled", sample_threshold=0.02))
+            site.open("/heads/sampled")
+            assert "gradients of the last chunk sampled, by default exact" in site.text("#summary p:nth-of-type(2)")
+            assert site.fact("gradient error").endswith(" %")
+        finally:
+            site.open()  # the page of a head that is gone makes the console complain
+            client.delete_head("sampled")
+
+
+def test_the_page_of_a_missing_head_asks_less_and_less_often(site: Site) -> None:
+    site.open("/heads/not-yet")
+    assert "There is no head of this name" in site.text("#summary")
+    assert site.browser.evaluate("Array.from(document.querySelectorAll('#summary a'), (link) => link.getAttribute('href'))") == ["/", "/"]
+    asked = "performance.getEntriesByType('resource').map((entry) => new URL(entry.name).pathname)"
+    time.sleep(11)
+    names = site.browser.evaluate(asked)
+    assert "/history.json" not in names, "it has no charts"
+    assert 2 <= names.count("/heads/not-yet") <= 3, names
+    with lossd.Client(site.server.target) as client:
+        client.create_head("not-yet", hidden_size=8, vocab_size=8)
+        try:
+            site.browser.wait_for("the head", lambda: site.text("h1") == "not-yet", patience=30)
+            site.browser.wait_for("its charts", lambda: site.drawn().get("head-rows") == 1)
+        finally:
+            client.delete_head("not-yet")
+        site.browser.wait_for("the head to go", lambda: "There is no head of this name" in site.text("#summary"))
+        site.browser.run("performance.clearResourceTimings()")
+        time.sleep(11)
+        assert site.browser.evaluate(asked).count("/heads/not-yet") <= 3
+    site.open()
     site.browser.console()  # of a page that is not there the browser says so
 
 
