@@ -169,7 +169,7 @@ struct Depth {
   void* grad_hidden = nullptr;
 };
 
-// The rows of one loss computation.
+// The rows of one loss computation, or of an embedding (`embedding`).
 struct Microbatch {
   std::string head;
   // The open step the gradients belong to. Required with ComputeOptions::accumulate_gradients.
@@ -209,6 +209,18 @@ struct Microbatch {
   absl::Span<const int32_t> target_classes;
   absl::Span<const float> target_weights;
   uint32_t target_count = 0;  // at most 256
+  // The rows have no loss: the head's weight serves as an embedding, and `targets` are token ids in [0, V).
+  //   EMBEDDING_ROWS       `hidden` is null, and LossOutputs::grad_hidden gets the row of the weight that
+  //   each
+  //                        id names, rounded to hidden_dtype; zeros for ComputeOptions::loss.ignore_index.
+  //                        Client::ComputeLoss begins again, as for a loss, if the weights change meanwhile.
+  //   EMBEDDING_GRADIENTS  `hidden` has the gradient with respect to each row. It is added, times
+  //                        ComputeOptions::grad_output, to the gradient of the weight's row, exactly once.
+  //                        The id is that of a microbatch of its own. Needs
+  //                        ComputeOptions::accumulate_gradients.
+  // ComputeOptions::reduction does not matter; no other option or result of a loss may be asked for, and of
+  // the LossResult the rows, versions and costs mean something.
+  v1::Embedding embedding = v1::EMBEDDING_UNSPECIFIED;
   // Classes of which LossOutputs::class_logprobs is wanted: [K], the same for all rows, or [N, K]; K is
   // LossOutputs::class_count. Each in [0, V), in any order and as often as one likes. Copied.
   absl::Span<const int32_t> classes;
@@ -337,6 +349,7 @@ struct LossResult {
   // Where the server stood.
   uint64_t incarnation = 0;
   uint64_t step = 0;
+  uint64_t weights_version = 0;  // of the values that were used; 0 from servers that do not number versions
 
   // Cost.
   double queue_seconds = 0;     // summed over slices: waiting for the device

@@ -109,7 +109,7 @@ class ForwardWork : public LossWork {
         outputs_(outputs),
         hidden_(HiddenOf(microbatch)),
         grad_hidden_(GradientsOf(microbatch, outputs)),
-        options_(options),
+        options_(OptionsOf(microbatch, options)),
         ignore_index_(IgnoreIndex(options.loss)),
         valid_rows_(CountValid(targets_, ignore_index_)) {
     microbatch_.targets = targets_;
@@ -181,6 +181,12 @@ class ForwardWork : public LossWork {
   }
 
  private:
+  // The rows of an embedding are not reduced to a loss.
+  static ComputeOptions OptionsOf(const Microbatch& microbatch, ComputeOptions options) {
+    if (microbatch.embedding != v1::EMBEDDING_UNSPECIFIED) options.reduction = v1::REDUCTION_SUM;
+    return options;
+  }
+
   // Floats that a row has for its objective.
   uint64_t NumbersOfRow() const {
     return (advantages_.empty() ? 0u : 1u) + (old_logprobs_.empty() ? 0u : 1u) +
@@ -244,6 +250,7 @@ class ForwardWork : public LossWork {
     SetDepths(&open);
     if (options_.grad_output.has_value()) open.set_grad_output(*options_.grad_output);
     open.set_retain(options_.retain);
+    open.set_embedding(microbatch_.embedding);
     SetWanted(&open);
     open.mutable_targets()->Add(targets_.begin() + rows.begin, targets_.begin() + rows.end);
     const auto add = [rows](const std::vector<float>& values, google::protobuf::RepeatedField<float>* out) {
@@ -446,10 +453,10 @@ void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   open->mutable_in_region()->set_bytes(room_->bytes);
 }
 
-absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<const uint8_t> hidden,
+absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, uint64_t bytes,
+                                                    absl::Span<const uint8_t> hidden,
                                                     absl::Span<const uint8_t> teacher) {
-  if (region_ == nullptr || hidden.empty()) return Place();
-  const uint64_t bytes = hidden.size() + teacher.size();
+  if (region_ == nullptr || bytes == 0) return Place();
   Place place;
   {
     absl::MutexLock lock(&mu_);
@@ -460,6 +467,7 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, absl::Span<con
     taken_bytes_ += bytes;
     place = {Place::Kind::kRegion, *offset};
   }
+  if (hidden.empty()) return place;
   LOSSD_RETURN_IF_ERROR(
       CopyBytes(region_->At(place.offset), hidden.data(), hidden.size(), copiers_.to_region, after_.get()));
   if (teacher.empty()) return place;
@@ -805,7 +813,8 @@ absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
   while (true) {
     const Rows rows = left_.front();
     const absl::StatusOr<SlicePlaces::Place> place =
-        places_.Put(rows.begin, HiddenOf(work_, rows), TeacherOf(work_, rows));
+        places_.Put(rows.begin, rows.size() * (work_.row_bytes + work_.teacher_row_bytes),
+                    HiddenOf(work_, rows), TeacherOf(work_, rows));
     if (!place.ok() || place->kind != SlicePlaces::Place::Kind::kMessage || rows.size() <= job_.rule.max_rows)
       return place;
     const std::vector<Rows> parts = CutForMessages(rows, job_.rule);
@@ -844,7 +853,7 @@ absl::Status LossStream::SendSlice() {
   if (!place.ok() || waiting_) return place.status();
   const Rows rows = left_.front();
   left_.pop_front();
-  const uint64_t bytes = rows.size() * (work_.row_bytes + work_.teacher_row_bytes);
+  const uint64_t bytes = HiddenOf(work_, rows).size() + TeacherOf(work_, rows).size();
   if (place->kind == Kind::kRegion) {
     request_ = EncodeSliceInRegion(work_, rows, place->offset);
   } else {
@@ -1263,6 +1272,7 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
   total_.compute_seconds += summary.compute_seconds();
   total_.incarnation = summary.state().incarnation();
   total_.step = summary.state().step();
+  total_.weights_version = summary.state().weights_version();
 }
 
 void LossCall::Fail(const absl::Status& status) {

@@ -166,8 +166,9 @@ class SlicePlaces {
   // kWait: there is none before a slice of this call is answered; then Put is to be called again.
   // kWaitForOthers: there is none before another call gives some back; then `freed` of WaitForOthers runs,
   // and Put is to be called again. An error of the driver ends the call.
-  // `teacher`: lies behind `hidden`; empty if there is none.
-  absl::StatusOr<Place> Put(uint64_t row, absl::Span<const uint8_t> hidden,
+  // `bytes` of the place. `hidden`: empty if the slice brings no values, and the place is for the rows that
+  // come back. `teacher`: lies behind `hidden`; empty if there is none.
+  absl::StatusOr<Place> Put(uint64_t row, uint64_t bytes, absl::Span<const uint8_t> hidden,
                             absl::Span<const uint8_t> teacher = {}) ABSL_LOCKS_EXCLUDED(mu_);
   // From now on a call that has nothing in the region waits for what others give back, if it may wait at all;
   // `freed` as in SharedRegion::Await. False: it may not.

@@ -60,6 +60,29 @@ absl::Status ValidateShape(absl::string_view what, const std::string& head, uint
   return absl::OkStatus();
 }
 
+// What the rows of an embedding bring and want; the rest is the server's to check.
+absl::Status ValidateEmbedding(const Microbatch& microbatch, const LossOutputs& outputs,
+                               const ComputeOptions& options) {
+  if (microbatch.embedding == v1::EMBEDDING_UNSPECIFIED) return absl::OkStatus();
+  const bool gradients = microbatch.embedding == v1::EMBEDDING_GRADIENTS;
+  if (!gradients && microbatch.hidden != nullptr)
+    return ArgumentError("microbatch.hidden", "a buffer", "is given; EMBEDDING_ROWS brings none");
+  if (!gradients && outputs.grad_hidden == nullptr && !microbatch.targets.empty())
+    return ArgumentError("outputs.grad_hidden", "null", "is null; EMBEDDING_ROWS needs a place for the rows");
+  if (gradients && outputs.grad_hidden != nullptr)
+    return ArgumentError("outputs.grad_hidden", "a buffer", "is given; EMBEDDING_GRADIENTS has no result");
+  if (options.accumulate_gradients != gradients) {
+    return ArgumentError("options.accumulate_gradients", gradients ? "false" : "true",
+                         gradients ? "is false; EMBEDDING_GRADIENTS adds to the gradients"
+                                   : "is true; EMBEDDING_ROWS adds nothing");
+  }
+  if (!microbatch.depths.empty()) {
+    return ArgumentError("microbatch.depths", microbatch.depths.size(),
+                         "is given; the rows of an embedding have no depths");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_index) {
   const uint64_t rows = microbatch.targets.size();
   LOSSD_RETURN_IF_ERROR(
@@ -72,7 +95,8 @@ absl::Status ValidateMicrobatch(const Microbatch& microbatch, int32_t ignore_ind
   for (const auto& [field, count] : counts) {
     if (count != 0 && count != rows) return WrongCount(field, count, rows);
   }
-  if (HiddenOf(microbatch).empty() && CountValid(microbatch.targets, ignore_index) > 0) {
+  if (microbatch.embedding != v1::EMBEDDING_ROWS && HiddenOf(microbatch).empty() &&
+      CountValid(microbatch.targets, ignore_index) > 0) {
     return ArgumentError("microbatch.hidden", "null", "is null");
   }
   return absl::OkStatus();
@@ -378,6 +402,7 @@ int32_t IgnoreIndex(const v1::LossOptions& options) {
 absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outputs,
                           const ComputeOptions& options) {
   absl::Status status = ValidateMicrobatch(microbatch, IgnoreIndex(options.loss));
+  status.Update(ValidateEmbedding(microbatch, outputs, options));
   status.Update(ValidateDepths(microbatch, outputs, options));
   status.Update(ValidateTeacher(microbatch, options));
   status.Update(ValidateOutputs(outputs, microbatch.targets.size()));

@@ -513,9 +513,10 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
         BringValues(*head->pooled_, head->params_, head->buffers_);
     }
   }
-  status = ComputeResults(*chunk, order);
+  const bool has_loss = !chunk->options.is_embedding();
+  status = has_loss ? ComputeResults(*chunk, order) : ComputeEmbedding(*chunk, order);
   callbacks.on_results(status);
-  if (status.ok()) AccumulateWeight(order);
+  if (status.ok() && has_loss) AccumulateWeight(order);
   callbacks.on_done(status);
 }
 

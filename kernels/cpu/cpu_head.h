@@ -342,6 +342,14 @@ class CpuHead final : public CpuPooledKernels {
   void ScatterGradHidden(const Chunk& chunk, RowRange rows);
   void AccumulateWeight(const RowOrder& order);
 
+  // ---- Chunks of an embedding (cpu_embedding.cc): all that is computed of one ----
+  absl::Status ComputeEmbedding(const Chunk& chunk, const RowOrder& order);
+  absl::Status LookUpRows(const Chunk& chunk, const RowOrder& order);
+  void GatherRowGradients(const Chunk& chunk, const RowOrder& order);
+  void AddRowGradients(const Chunk& chunk, const RowOrder& order);
+  // The gathered row's class among those that are here; -1: it is elsewhere.
+  int64_t OwnPlaceOf(const Chunk& chunk, int64_t gathered) const;
+
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
   const HeadConfig config_;

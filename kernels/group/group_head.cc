@@ -89,7 +89,9 @@ std::vector<int> GroupHead::HomesOf(const Chunk& chunk) const {
   if (places_ == 1 || layout_.member_of == nullptr) return {};
   std::vector<int> homes;
   for (const Slice& slice : chunk.slices) {
-    const int member = slice.hidden == nullptr ? -1 : layout_.member_of(slice.hidden);
+    const void* const rows =
+        slice.hidden != nullptr || slice.retained_offset >= 0 ? slice.hidden : slice.grad_hidden;
+    const int member = rows == nullptr ? -1 : layout_.member_of(rows);
     homes.push_back(member < 0 ? -1 : member / places_);
   }
   return homes;

@@ -59,7 +59,8 @@ struct ChunkReport {
   int64_t rows = 0;  // computed of those that were sent; zeros in their place do not count
   // How its gradients were computed: kExact, kFiltered or kSampled (kernels::Chunk::gradients).
   kernels::Gradients gradients = kernels::Gradients::kExact;
-  kernels::LossSums sums;          // over these rows
+  kernels::Embedding embedding = kernels::Embedding::kNone;  // kNone: the rows have a loss
+  kernels::LossSums sums;                                    // over these rows
   kernels::LossSums accumulating;  // over those of them that may reach the accumulators
   double compute_seconds = 0.0;    // from its forming until its results were ready
   double device_seconds = 0.0;     // from its forming until now: until it left the device, if it has

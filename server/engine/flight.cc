@@ -201,7 +201,7 @@ void Flight::OnDone(const absl::Status& status) {
 void Flight::Tell() {
   const ChunkReport report = Report();
   head_.context->observers.Tell(&EngineObserver::OnChunk, report);
-  owner_->NoteChunk(report, chunk_.choices);
+  if (!chunk_.options.is_embedding()) owner_->NoteChunk(report, chunk_.choices);
 }
 
 void Flight::Settle(bool accumulated) {
@@ -229,6 +229,7 @@ void Flight::Settle(bool accumulated) {
 ChunkReport Flight::Report() const {
   ChunkReport report{.head = head_.head,
                      .gradients = chunk_.gradients,
+                     .embedding = chunk_.options.embedding,
                      .compute_seconds = compute_seconds_,
                      .device_seconds = absl::ToDoubleSeconds(head_.context->runtime->Now() - formed_)};
   for (size_t i = 0; i < work_->segments.size(); ++i) {

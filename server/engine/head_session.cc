@@ -388,7 +388,9 @@ void Stream::Receive(IncomingSlice incoming) {
   auto slice = std::make_unique<SliceWork>();  // outlives the lock if it is refused
   slice->stream = state_;
   slice->rows = incoming.rows;
-  slice->bytes = state_->is_backward() ? state_->RowBytes(incoming.rows.size()) : incoming.bytes;
+  slice->bytes = incoming.bytes;
+  // Memory for what goes out, unless there is a place for it.
+  if (!state_->brings_rows() && incoming.bytes == 0) slice->bytes = state_->RowBytes(incoming.rows.size());
   slice->caller = std::move(incoming);
   bool has_memory = false;
   {

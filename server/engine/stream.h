@@ -109,7 +109,7 @@ struct StreamSpec {
   Reduction reduction = Reduction::kSum;
   std::optional<double> normalizer;  // kMean only; see the protocol for when it may be absent
   float grad_output = 1.0f;
-  bool want_grad_hidden = false;
+  bool want_grad_hidden = false;  // rows of an embedding: the rows
   bool accumulate_gradients = false;
   // Reduction kNone only: keep the hidden states for Engine::OpenBackward.
   bool retain = false;
@@ -175,6 +175,8 @@ struct IncomingSlice {
   // (kernels::Backend::AdoptStaging): the slice is then computed there, in place, if its schedule can do so.
   // Empty: nowhere.
   StagingBuffer in_place;
+  // Of a stream of rows of an embedding, `bytes` is 0 and `copy` writes nothing, but for a slice in place,
+  // where the rows will lie.
   // Writes the hidden states, [rows, D] in the stream's dtype and behind them the teacher's, if the stream
   // has one, to `to`, which has `bytes` bytes, or does nothing if `to` is where they lie. Called once, unless
   // the stream ends first: by Receive, or by what StreamObserver::OnMemory is given. Null for retained rows.

@@ -231,7 +231,7 @@ absl::Status CheckNumbers(const StreamSpec& spec) {
 
 // Fills in what the spec leaves to the head.
 void ResolveOptions(const kernels::HeadConfig& config, StreamSpec& spec) {
-  if (spec.gradients_of_head) spec.options.gradients = config.gradients;
+  if (spec.gradients_of_head && !spec.options.is_embedding()) spec.options.gradients = config.gradients;
 }
 
 absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config) {
@@ -245,6 +245,46 @@ absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config
   }
   if (!spec.step.has_value()) {
     return InvalidField("open.step", "is required with accumulate_gradients", "nothing");
+  }
+  return absl::OkStatus();
+}
+
+// The rows of an embedding have no loss, and no result but the rows.
+absl::Status CheckEmbedding(const StreamSpec& spec, const kernels::HeadConfig& config) {
+  if (!spec.options.is_embedding()) return absl::OkStatus();
+  const bool gradients = spec.options.embedding == kernels::Embedding::kGradients;
+  const RowWants& wants = spec.want_rows;
+  const std::pair<absl::string_view, bool> given[] = {
+      {"open.reduction", spec.reduction != Reduction::kSum},
+      {"open.grad_output", !gradients && spec.grad_output != 1.0f},
+      {"open.want_grad_hidden", spec.want_grad_hidden == gradients},
+      {"open.accumulate_gradients", spec.accumulate_gradients != gradients},
+      {"open.want_row_loss", wants.loss},
+      {"open.want_row_lse", wants.lse},
+      {"open.want_row_entropy", wants.entropy},
+      {"open.want_row_logprob", wants.logprob},
+      {"open.want_row_argmax", wants.argmax},
+      {"open.class_count", wants.class_count != 0},
+      {"open.top_k", wants.top_k != 0},
+      {"open.target_count", spec.soft.count != 0},
+      {"open.row_weights", !spec.row_weights.empty()},
+      {"open.depths", !spec.depths.empty()},
+      {"open.retain", spec.retain}};
+  for (const auto& [field, is_wrong] : given) {
+    if (!is_wrong) continue;
+    return InvalidField(field,
+                        gradients ? "must be as lossd.v1.EMBEDDING_GRADIENTS says"
+                                  : "must be as lossd.v1.EMBEDDING_ROWS says",
+                        "something else");
+  }
+  if (!config.class_list.empty()) {
+    return InvalidField("open.embedding", "must be absent: the head has a draft vocabulary (class_list)",
+                        gradients ? "gradients" : "rows");
+  }
+  if (config.residency == kernels::Residency::kHost) {
+    return FieldError(absl::StatusCode::kUnimplemented, "open.embedding",
+                      "must be absent: the head lives in memory of the host",
+                      gradients ? "gradients" : "rows");
   }
   return absl::OkStatus();
 }
@@ -420,6 +460,7 @@ absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::He
   LOSSD_RETURN_IF_ERROR(CheckRanges(spec));
   LOSSD_RETURN_IF_ERROR(CheckNumbers(spec));
   LOSSD_RETURN_IF_ERROR(CheckHead(spec, config));
+  LOSSD_RETURN_IF_ERROR(CheckEmbedding(spec, config));
   LOSSD_RETURN_IF_ERROR(CheckClasses(spec, config.vocab_size, limits));
   if (spec.options.has_soft_targets() && !config.class_list.empty()) {
     return FieldError(absl::StatusCode::kUnimplemented, "open.options.rest",

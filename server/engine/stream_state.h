@@ -157,6 +157,9 @@ class StreamRows {
   // Whether the stream computes retained rows. Never changes after SetRetained, so it may be read without a
   // lock.
   bool is_backward() const { return is_backward_; }
+  // Whether slices bring values of their rows: hidden states, or the gradients of an embedding. Those of a
+  // backward are retained, and rows of an embedding go out only. As is_backward, without a lock.
+  bool brings_rows() const { return !is_backward_ && spec_.options.embedding != kernels::Embedding::kRows; }
   // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
   // the gradients, if it accumulates, retains rows or uses retained ones.
   Binding binding() const;

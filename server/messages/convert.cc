@@ -383,6 +383,11 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   const auto options = ToLossOptions(open.options());
   if (!options.ok()) return options.status();
   spec.options = *options;
+  LOSSD_TRY(spec.options.embedding, ToEmbedding(open.embedding()));
+  if (spec.options.is_embedding()) {
+    if (absl::Status status = kernels::Validate(spec.options); !status.ok())
+      return errors::Within("open.options.", std::move(status));
+  }
   spec.teacher = open.options().distillation().teacher();
   spec.gradients_of_head = open.options().gradients() == v1::GRADIENTS_UNSPECIFIED;
   if (open.options().has_ignore_index()) spec.ignore_index = open.options().ignore_index();
@@ -876,6 +881,20 @@ absl::StatusOr<kernels::Role> ToRole(v1::Role role, absl::string_view field) {
       return kernels::Role::kMoment2;
     default:
       return FieldError(field, "be a known Role", static_cast<int>(role));
+  }
+}
+
+absl::StatusOr<kernels::Embedding> ToEmbedding(v1::Embedding embedding) {
+  switch (embedding) {
+    case v1::EMBEDDING_UNSPECIFIED:
+      return kernels::Embedding::kNone;
+    case v1::EMBEDDING_ROWS:
+      return kernels::Embedding::kRows;
+    case v1::EMBEDDING_GRADIENTS:
+      return kernels::Embedding::kGradients;
+    default:
+      return FieldError("open.embedding", "be absent, EMBEDDING_ROWS or EMBEDDING_GRADIENTS",
+                        static_cast<int>(embedding));
   }
 }
 

@@ -93,6 +93,7 @@ absl::StatusOr<kernels::Param> ToParam(v1::Param param, absl::string_view field)
 // Unspecified: the value.
 absl::StatusOr<kernels::Role> ToRole(v1::Role role, absl::string_view field);
 
+absl::StatusOr<kernels::Embedding> ToEmbedding(v1::Embedding embedding);
 absl::StatusOr<engine::Reduction> ToReduction(v1::Reduction reduction, absl::string_view field);
 
 }  // namespace lossd::messages

@@ -375,7 +375,8 @@ void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
   Head& head = At(report.head);
   head.rows += report.rows;
   head.valid_rows += report.sums.valid_rows;
-  if (report.accumulating.valid_rows == 0) return;  // it takes no part in the step
+  if (report.embedding != kernels::Embedding::kNone) return;  // its rows have no loss
+  if (report.accumulating.valid_rows == 0) return;            // it takes no part in the step
   head.open.sums += report.sums;
   head.open.accumulating += report.accumulating;
   if (report.gradients == kernels::Gradients::kFiltered) head.open.filtered_rows += report.sums.valid_rows;
@@ -857,6 +858,11 @@ struct Metrics::EngineSeries {
       CounterFamily(registry, "lossd_contribution_rows_total",
                     "Rows added to gradients by AddGradient, over all heads.")
           .Add({});
+  prometheus::Family<prometheus::Counter>& embedding_rows_family =
+      CounterFamily(registry, "lossd_embedding_rows_total",
+                    "Rows of embeddings, over all heads, by kind: rows served, or gradients of rows added.");
+  prometheus::Counter& served_rows = embedding_rows_family.Add({{"kind", "rows"}});
+  prometheus::Counter& row_gradients = embedding_rows_family.Add({{"kind", "gradients"}});
   prometheus::Counter& device_errors =
       CounterFamily(registry, "lossd_device_errors_total", "Operations that failed on the device.").Add({});
   prometheus::Gauge& device_lost =
@@ -866,6 +872,9 @@ struct Metrics::EngineSeries {
           .Register(registry)
           .Add({});
 
+  prometheus::Counter& EmbeddingRows(kernels::Embedding embedding) const {
+    return embedding == kernels::Embedding::kRows ? served_rows : row_gradients;
+  }
   // Of chunks whose gradients were computed so.
   prometheus::Counter& Chunks(Gradients gradients) const {
     if (gradients == Gradients::kSampled) return sampled_chunks;
@@ -969,8 +978,12 @@ void Metrics::ForgetHead(absl::string_view head) {
 }
 
 void Metrics::OnChunk(const engine::ChunkReport& report) {
-  events_->Chunks(report.gradients).Increment();
-  events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.sums.valid_rows));
+  if (report.embedding != kernels::Embedding::kNone) {
+    events_->EmbeddingRows(report.embedding).Increment(static_cast<double>(report.sums.valid_rows));
+  } else {
+    events_->Chunks(report.gradients).Increment();
+    events_->ChunkRows(report.gradients).Observe(static_cast<double>(report.sums.valid_rows));
+  }
   if (report.gradients == Gradients::kSampled) events_->gradient_error.Observe(report.sums.gradient_error());
   events_->dropped_mass.Increment(report.sums.dropped_mass);
   for (const double seconds : report.queue_seconds) {

@@ -171,6 +171,7 @@ v1::LossOptions ToProto(const kernels::LossOptions& options) {
   sent.set_entropy_bonus(objective.entropy_bonus);
   *out.mutable_distillation() = ToProto(options.distillation);
   out.set_rest(ValueOf(options.rest));
+  out.set_embedding(ValueOf(options.embedding));
   return out;
 }
 
@@ -181,6 +182,7 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
   LOSSD_TRY(const auto kl, EnumOf("objective.kl", objective.kl(), kernels::KlEstimator::kK3));
   LOSSD_TRY(const auto distillation, FromProto(options.distillation()));
   LOSSD_TRY(const auto rest, EnumOf("rest", options.rest(), kernels::kLastRest));
+  LOSSD_TRY(const auto embedding, EnumOf("embedding", options.embedding(), kernels::Embedding::kGradients));
   return kernels::LossOptions{.logit_scale = options.logit_scale(),
                               .softcap = options.softcap(),
                               .label_smoothing = options.label_smoothing(),
@@ -198,7 +200,8 @@ absl::StatusOr<kernels::LossOptions> FromProto(const v1::LossOptions& options) {
                                             .kl_coef = objective.kl_coef(),
                                             .entropy_bonus = objective.entropy_bonus()},
                               .distillation = distillation,
-                              .rest = rest};
+                              .rest = rest,
+                              .embedding = embedding};
 }
 
 void SetBytes(const kernels::MemoryBytes& bytes, google::protobuf::RepeatedField<int64_t>* out) {
@@ -415,7 +418,7 @@ absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t
 // After PlaceGradients. Hidden states that are to be retained the leader keeps, by vocabulary the first part.
 absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t length, bool is_part,
                        FindPlace find, v1::ChunkSlice* message) {
-  if (length == 0) return absl::OkStatus();
+  if (length == 0 || message->without_hidden()) return absl::OkStatus();
   if (slice.hidden == nullptr) return PutRetained(chunk, slice, length, message);
   if (slice.retained_offset >= 0 && !is_part)
     LOSSD_RETURN_IF_ERROR(chunk.retained->WriteBytes(slice.retained_offset,
@@ -430,7 +433,7 @@ absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t l
 
 // As many bytes as the rows have, which the message brings or names.
 absl::Status CheckHidden(const v1::ChunkSlice& message, size_t bytes) {
-  const size_t want = message.has_hidden_at() ? 0 : bytes;
+  const size_t want = message.has_hidden_at() || message.without_hidden() ? 0 : bytes;
   if (message.hidden().size() == want) return absl::OkStatus();
   return WrongLength("hidden states", want, message.hidden().size());
 }
@@ -458,6 +461,7 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   v1::ChunkSlice message;
   message.set_rows(slice.rows);
   const size_t length = static_cast<size_t>(slice.rows) * row_bytes;
+  message.set_without_hidden(chunk.options.embedding == kernels::Embedding::kRows);
   PlaceGradients(slice, length, is_part, find, &message);
   LOSSD_RETURN_IF_ERROR(PutHidden(chunk, slice, length, is_part, find, &message));
   Put(slice.targets, slice.rows, message.mutable_targets());
@@ -540,8 +544,9 @@ absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start) {
 }
 
 bool NeedsOwnMemory(const v1::ChunkSlice& message) {
-  return message.rows() > 0 &&
-         (!message.has_hidden_at() || (message.want_grad_hidden() && !message.has_grad_hidden_at()));
+  const bool brings_hidden = !message.has_hidden_at() && !message.without_hidden();
+  const bool writes_gradients = message.want_grad_hidden() && !message.has_grad_hidden_at();
+  return message.rows() > 0 && (brings_hidden || writes_gradients);
 }
 
 absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const SliceMemory& memory,
@@ -551,8 +556,8 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const S
   LOSSD_RETURN_IF_ERROR(CheckHidden(message, bytes));
   Slice slice;
   slice.rows = rows;
-  slice.hidden = memory.hidden == nullptr ? memory.own : memory.hidden;
-  if (memory.hidden == nullptr && bytes > 0) std::memcpy(memory.own, message.hidden().data(), bytes);
+  if (!message.without_hidden()) slice.hidden = memory.hidden == nullptr ? memory.own : memory.hidden;
+  if (!message.hidden().empty()) std::memcpy(memory.own, message.hidden().data(), bytes);
   message.clear_hidden();
   absl::Status status = Get("targets", message.targets(), rows, slice.targets);
   status.Update(Get("row weights", message.row_weights(), rows, slice.row_weights));

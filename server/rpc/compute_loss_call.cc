@@ -440,6 +440,10 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
   const absl::StatusOr<engine::RowRange> rows =
       messages::ToRowRange(header.rows(), "slice.rows", std::numeric_limits<int64_t>::max());
   if (!rows.ok()) return rows.status();
+  if (!stream->brings_rows() && !payload.empty()) {
+    return errors::FieldError("payload", "be empty for rows of an embedding",
+                              errors::ExactBytes(payload.size()));
+  }
   LOSSD_TRY(engine::IncomingSlice slice, places_.Take(header, *rows, std::move(payload)));
   std::string head;  // for a trace; empty: none is recorded
   if (environment_->metrics->trace().recording()) head = std::string(stream->head());
