@@ -161,11 +161,8 @@ class EmbeddingCalls(HeadCalls):
         kind, shape, data = _arrays.as_rows("gradients", gradients, dtype)
         if len(numbers) != shape[0]:
             raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {shape[0]} rows of gradients")
-        if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, Integral)
-                                        or not 0 <= padding_idx < 2**31):
-            raise errors.InvalidArgument(f"padding_idx is {padding_idx!r}; it must be a whole number in [0, 2^31), or None")
         work = EmbeddingWork(
-            head=head, step=step, id=id, ids=numbers, padding_idx=None if padding_idx is None else int(padding_idx),
+            head=head, step=step, id=id, ids=numbers, padding_idx=_padding(padding_idx),
             dtype=types.DTYPES[kind], hidden_size=shape[1], element_size=types.NUMPY_DTYPES[kind].itemsize, gradients=data,
             scale=scale, outputs=Outputs(), run=self._run)
         call = self._launch(work, streams, None, timeout, _arrays.ready_with(data, ready))
@@ -184,3 +181,13 @@ class EmbeddingCalls(HeadCalls):
     def _launch(self, work: Work, streams: int | None, slice_bytes: int | None, timeout: float | None,
                 ready: Callable[[], None] | None) -> LossCall:
         """Begins a call of the client."""
+
+
+def _padding(padding_idx: int | None) -> int | None:
+    """InvalidArgument if it cannot be an id."""
+    if padding_idx is None:
+        return None
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, Integral) or not 0 <= int(padding_idx) < 2**31:
+        raise errors.InvalidArgument(f"padding_idx is {padding_idx!r}; it must be a whole number in [0, 2^31), or None",
+                                     types_pb2.ErrorDetail(field="padding_idx", value=str(padding_idx)))
+    return int(padding_idx)

@@ -91,12 +91,6 @@ class AnswerCheck:
                 return None
             return GradientsId(self._state.incarnation, self._state.generation if self._in_step else 0)
 
-    @property
-    def weights_version(self) -> int:
-        """Of the weights that the call rests on; 0 before the first stream is accepted, and from servers that do not say."""
-        with self._lock:
-            return 0 if self._state is None else self._state.weights_version
-
     def begin_again(self) -> None:
         """The call begins again, with whatever it finds. Only for calls that do not belong to a step."""
         with self._lock:
@@ -425,7 +419,6 @@ class LossCall:
                                received_bytes=total.received_bytes)
             self._check.begin_again()
         self._work.conclude(total)
-        total.weights_version = self._check.weights_version
         return total
 
     def _try_round(self, round_: Round, lent: int, attempt: int) -> float | None:

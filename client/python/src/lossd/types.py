@@ -510,6 +510,7 @@ class LossResult(Shown):
         self.compute_seconds += summary.compute_seconds
         self.incarnation = summary.state.incarnation
         self.step = summary.state.step
+        self.weights_version = summary.state.weights_version
 
 
 @dataclass(repr=False)
