@@ -84,12 +84,15 @@ class EmbeddingCalls(HeadCalls):
     """The part of lossd.Client that is about heads as embeddings; threads, units and errors as there."""
 
     def embed(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
-              streams: int | None = None, timeout: float | None = None) -> EmbedResult:
+              streams: int | None = None, timeout: float | None = None,
+              ready: Callable[[], None] | None = None) -> EmbedResult:
         """Rows of a head's weight; blocks until they are there; see embed_async."""
-        return self.embed_async(head, ids, dtype=dtype, step=step, out=out, streams=streams, timeout=timeout).wait()
+        return self.embed_async(
+            head, ids, dtype=dtype, step=step, out=out, streams=streams, timeout=timeout, ready=ready).wait()
 
     def embed_async(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
-                    streams: int | None = None, timeout: float | None = None) -> PendingRows:
+                    streams: int | None = None, timeout: float | None = None,
+                    ready: Callable[[], None] | None = None) -> PendingRows:
         """Asks for rows of a head's weight [V, D], which serves as an embedding: row n of the result is that of ids[n].
 
         All rows are of one version of the weights: the call begins again if they change under it (RetryOptions). It changes
@@ -105,11 +108,12 @@ class EmbeddingCalls(HeadCalls):
           out: a C-contiguous array [N, D] of that dtype, or such a CUDA array (bf16: any of 16 bits), to write the rows into.
             None: a new array.
           streams, timeout: as compute_loss_async().
+          ready: blocks until `out` may be written; runs on a thread of the client.
         """
         self._connections.check_usable()
         numbers = _arrays.as_targets(ids, "ids")
         types.enum_value("dtype", types.DTYPES, dtype)
-        shape = getattr(out, "shape", None)
+        shape = out.__cuda_array_interface__["shape"] if _arrays.is_cuda_array(out) else getattr(out, "shape", None)
         if out is not None and (shape is None or len(shape) != 2):
             raise errors.InvalidArgument(f"out has shape {shape}; it must be [{len(numbers)}, D]")
         hidden_size = self._hidden_size(head, timeout) if shape is None else int(shape[1])
@@ -118,7 +122,7 @@ class EmbeddingCalls(HeadCalls):
         work = EmbeddingWork(
             head=head, step=step, id=0, ids=numbers, padding_idx=None, dtype=types.DTYPES[dtype], hidden_size=hidden_size,
             element_size=types.NUMPY_DTYPES[dtype].itemsize, gradients=None, scale=1.0, outputs=Outputs(place), run=self._run)
-        call = self._launch(work, streams, None, timeout, _arrays.ready_with(place, None))
+        call = self._launch(work, streams, None, timeout, _arrays.ready_with(place, ready))
         return PendingRows(call, lambda result: EmbedResult(
             array, result.step, result.incarnation, result.weights_version, result.wall_seconds, result.received_bytes,
             result.streams, result.repeats))
