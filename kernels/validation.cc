@@ -97,20 +97,26 @@ absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slic
 absl::Status ValidateEmbeddingSlice(const HeadConfig& config, size_t index, const Slice& slice,
                                     const Chunk& chunk) {
   const bool gradients = chunk.options.embedding == Embedding::kGradients;
-  const std::pair<absl::string_view, bool> wrong[] = {
-      {"hidden", slice.rows > 0 && (slice.hidden == nullptr) == gradients},
-      {"grad_hidden", slice.rows > 0 && (slice.grad_hidden != nullptr) == gradients},
+  if (slice.rows > 0 && (slice.hidden == nullptr) == gradients) {
+    return errors::FieldError(Of(index, "hidden"),
+                              gradients ? "not be null" : "be null for rows of an embedding",
+                              gradients ? "null" : "an array");
+  }
+  if (slice.rows > 0 && (slice.grad_hidden != nullptr) == gradients) {
+    return errors::FieldError(Of(index, "grad_hidden"),
+                              gradients ? "be null for gradients of an embedding" : "not be null",
+                              gradients ? "an array" : "null");
+  }
+  const RowOutputs& out = slice.out;
+  const std::pair<absl::string_view, bool> given[] = {
       {"retained_offset", slice.retained_offset != -1},
       {"row_weights", slice.row_weights != nullptr},
       {"class_count", slice.class_count != 0},
       {"top_k", slice.top_k != 0},
-      {"out", slice.out.loss != nullptr || slice.out.lse != nullptr || slice.out.entropy != nullptr ||
-                  slice.out.target_logprob != nullptr || slice.out.argmax != nullptr}};
-  for (const auto& [name, is_wrong] : wrong) {
-    if (!is_wrong) continue;
-    return errors::FieldError(Of(index, name),
-                              gradients ? "fit gradients of an embedding" : "fit rows of an embedding",
-                              "something else");
+      {"out", out.loss != nullptr || out.lse != nullptr || out.entropy != nullptr ||
+                  out.target_logprob != nullptr || out.argmax != nullptr}};
+  for (const auto& [name, is_given] : given) {
+    if (is_given) return errors::FieldError(Of(index, name), "be absent for rows of an embedding", "given");
   }
   if (slice.rows > 0 && slice.targets == nullptr) {
     return errors::FieldError(Of(index, "targets"), "not be null", "null");

@@ -274,7 +274,7 @@ class ForwardWork : public LossWork {
   }
 
   void SetWanted(v1::OpenMicrobatch* open) const {
-    open->set_want_grad_hidden(!grad_hidden_.empty());
+    open->set_want_grad_hidden(!grad_hidden_.empty() || microbatch_.embedding == v1::EMBEDDING_ROWS);
     open->set_accumulate_gradients(accumulates());
     open->set_want_row_loss(!outputs_.row_loss.empty());
     open->set_want_row_lse(!outputs_.row_lse.empty());

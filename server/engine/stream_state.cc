@@ -254,32 +254,40 @@ absl::Status CheckEmbedding(const StreamSpec& spec, const kernels::HeadConfig& c
   if (!spec.options.is_embedding()) return absl::OkStatus();
   const bool gradients = spec.options.embedding == kernels::Embedding::kGradients;
   const RowWants& wants = spec.want_rows;
-  const std::pair<absl::string_view, bool> given[] = {
-      {"open.reduction", spec.reduction != Reduction::kSum},
-      {"open.grad_output", !gradients && spec.grad_output != 1.0f},
-      {"open.want_grad_hidden", spec.want_grad_hidden == gradients},
-      {"open.accumulate_gradients", spec.accumulate_gradients != gradients},
-      {"open.want_row_loss", wants.loss},
-      {"open.want_row_lse", wants.lse},
-      {"open.want_row_entropy", wants.entropy},
-      {"open.want_row_logprob", wants.logprob},
-      {"open.want_row_argmax", wants.argmax},
-      {"open.class_count", wants.class_count != 0},
-      {"open.top_k", wants.top_k != 0},
-      {"open.target_count", spec.soft.count != 0},
-      {"open.row_weights", !spec.row_weights.empty()},
-      {"open.depths", !spec.depths.empty()},
-      {"open.retain", spec.retain}};
-  for (const auto& [field, is_wrong] : given) {
-    if (!is_wrong) continue;
-    return InvalidField(field,
-                        gradients ? "must be as lossd.v1.EMBEDDING_GRADIENTS says"
-                                  : "must be as lossd.v1.EMBEDDING_ROWS says",
-                        "something else");
+  struct Rule {
+    absl::string_view field;
+    bool is_broken;
+    absl::string_view must;
+    std::string value;
+  };
+  const absl::string_view must_go_out = gradients ? "must be false" : "must be true";
+  const absl::string_view must_come_in = gradients ? "must be true" : "must be false";
+  const std::string true_or_false[] = {gradients ? "true" : "false", gradients ? "false" : "true"};
+  const Rule rules[] = {
+      {"open.reduction", spec.reduction != Reduction::kSum, "must be sum",
+       spec.reduction == Reduction::kMean ? "mean" : "none"},
+      {"open.grad_output", !gradients && spec.grad_output != 1.0f, "must be absent",
+       absl::StrCat(spec.grad_output)},
+      {"open.want_grad_hidden", spec.want_grad_hidden == gradients, must_go_out, true_or_false[0]},
+      {"open.accumulate_gradients", spec.accumulate_gradients != gradients, must_come_in, true_or_false[1]},
+      {"open.want_row_loss", wants.loss, "must be false", "true"},
+      {"open.want_row_lse", wants.lse, "must be false", "true"},
+      {"open.want_row_entropy", wants.entropy, "must be false", "true"},
+      {"open.want_row_logprob", wants.logprob, "must be false", "true"},
+      {"open.want_row_argmax", wants.argmax, "must be false", "true"},
+      {"open.class_count", wants.class_count != 0, "must be 0", absl::StrCat(wants.class_count)},
+      {"open.top_k", wants.top_k != 0, "must be 0", absl::StrCat(wants.top_k)},
+      {"open.target_count", spec.soft.count != 0, "must be 0", absl::StrCat(spec.soft.count)},
+      {"open.row_weights", !spec.row_weights.empty(), "must be empty", absl::StrCat(spec.row_weights.size())},
+      {"open.depths", !spec.depths.empty(), "must be empty", absl::StrCat(spec.depths.size())},
+      {"open.retain", spec.retain, "must be false", "true"}};
+  const absl::string_view name = gradients ? "EMBEDDING_GRADIENTS" : "EMBEDDING_ROWS";
+  for (const Rule& rule : rules) {
+    if (rule.is_broken) return InvalidField(rule.field, absl::StrCat(rule.must, " with ", name), rule.value);
   }
   if (!config.class_list.empty()) {
     return InvalidField("open.embedding", "must be absent: the head has a draft vocabulary (class_list)",
-                        gradients ? "gradients" : "rows");
+                        name);
   }
   if (config.residency == kernels::Residency::kHost) {
     return FieldError(absl::StatusCode::kUnimplemented, "open.embedding",

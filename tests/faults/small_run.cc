@@ -91,8 +91,55 @@ std::vector<int32_t> SmallTrainer::Targets(uint64_t id) const {
   return targets;
 }
 
+absl::Status SmallTrainer::Embed(uint64_t id, SentMicrobatch* sent) const {
+  const std::vector<int32_t> ids = Targets(id);
+  std::vector<float> rows(ids.size() * shape_.hidden_size);
+  client::ComputeOptions options{.streams = sent->travel.streams, .slice_bytes = sent->travel.slice_bytes};
+  options.loss.set_ignore_index(kIgnored);
+  const auto result = sent->client->ComputeLoss({.head = shape_.head,
+                                                 .step = step_,
+                                                 .hidden_size = shape_.hidden_size,
+                                                 .hidden_dtype = v1::DTYPE_FP32,
+                                                 .targets = ids,
+                                                 .embedding = v1::EMBEDDING_ROWS},
+                                                {.grad_hidden = rows.data()}, options);
+  if (!result.ok()) return result.status();
+  sent->input = hidden_[id];
+  for (size_t i = 0; i < rows.size(); ++i) sent->input[i] += rows[i];
+  return absl::OkStatus();
+}
+
+absl::Status SmallTrainer::AddRowGradients(const SentMicrobatch& last) const {
+  std::vector<client::PendingLoss> pending;
+  for (uint64_t id = 0; id < shape_.microbatches; ++id) {
+    client::ComputeOptions options{
+        .accumulate_gradients = true, .streams = last.travel.streams, .slice_bytes = last.travel.slice_bytes};
+    options.loss.set_ignore_index(kIgnored);
+    const std::vector<int32_t> ids = Targets(id);
+    pending.push_back(last.client->ComputeLossAsync({.head = shape_.head,
+                                                     .step = step_,
+                                                     .id = shape_.microbatches + id,
+                                                     .hidden_size = shape_.hidden_size,
+                                                     .hidden_dtype = v1::DTYPE_FP32,
+                                                     .hidden = gradients_[id].data(),
+                                                     .targets = ids,
+                                                     .embedding = v1::EMBEDDING_GRADIENTS},
+                                                    {}, options));
+  }
+  absl::Status status;
+  for (client::PendingLoss& call : pending) status.Update(call.Wait().status());
+  return status;
+}
+
 std::unique_ptr<SentMicrobatch> SmallTrainer::Send(Client& client, uint64_t id, const Travel& travel) const {
   auto sent = std::make_unique<SentMicrobatch>();
+  sent->client = &client;
+  sent->travel = travel;
+  if (tied_) {
+    sent->embedded = Embed(id, sent.get());
+    if (!sent->embedded.ok()) return sent;
+  }
+  const std::vector<float>& input = tied_ ? sent->input : hidden_[id];
   sent->row_loss.resize(shape_.microbatch_rows);
   sent->grad_hidden.resize(shape_.microbatch_rows * shape_.hidden_size);
   const std::vector<int32_t> targets = Targets(id);
@@ -106,12 +153,12 @@ std::unique_ptr<SentMicrobatch> SmallTrainer::Send(Client& client, uint64_t id, 
                                 .id = id,
                                 .hidden_size = shape_.hidden_size,
                                 .hidden_dtype = v1::DTYPE_FP32,
-                                .hidden = hidden_[id].data(),
+                                .hidden = input.data(),
                                 .targets = targets};
   client::LossOutputs outputs{.grad_hidden = sent->grad_hidden.data(),
                               .row_loss = absl::MakeSpan(sent->row_loss)};
   if (RowsAreOnGpu()) {
-    sent->hidden_on_gpu = std::make_unique<GpuRows>(hidden_[id]);
+    sent->hidden_on_gpu = std::make_unique<GpuRows>(input);
     sent->gradient_on_gpu = std::make_unique<GpuRows>(sent->grad_hidden);
     microbatch.memory = client::Memory::kDevice;
     microbatch.hidden = sent->hidden_on_gpu->data();
@@ -122,6 +169,7 @@ std::unique_ptr<SentMicrobatch> SmallTrainer::Send(Client& client, uint64_t id, 
 }
 
 absl::Status SmallTrainer::Receive(uint64_t id, SentMicrobatch& sent) {
+  if (!sent.embedded.ok()) return sent.embedded;
   if (const auto result = sent.pending.Wait(); !result.ok()) return result.status();
   if (sent.gradient_on_gpu != nullptr) {
     if (absl::Status read = sent.gradient_on_gpu->Read(&sent.grad_hidden); !read.ok()) return read;
@@ -134,7 +182,11 @@ absl::Status SmallTrainer::Receive(uint64_t id, SentMicrobatch& sent) {
   gradients_[id] = std::move(sent.grad_hidden);
   losses_[id] = std::move(sent.row_loss);
   received_[id] = true;
-  return absl::OkStatus();
+  if (!tied_ || std::find(received_.begin(), received_.end(), false) != received_.end())
+    return absl::OkStatus();
+  const absl::Status added = AddRowGradients(sent);
+  received_[id] = added.ok();
+  return added;
 }
 
 void SmallTrainer::Repeat() { received_.assign(received_.size(), false); }
@@ -145,7 +197,7 @@ v1::ApplyStepRequest SmallTrainer::StepRequest(uint64_t step) const {
   request.set_step(step);
   request.mutable_optimizer()->mutable_adamw()->set_learning_rate(1e-2);
   request.mutable_optimizer()->mutable_adamw()->set_weight_decay(0.1);
-  for (uint64_t id = 0; id < shape_.microbatches; ++id) request.add_expected_microbatches(id);
+  for (uint64_t id = 0; id < wire_microbatches(); ++id) request.add_expected_microbatches(id);
   return request;
 }
 

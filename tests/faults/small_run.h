@@ -92,8 +92,20 @@ struct Travel {
   uint64_t slice_bytes = 32 * 32 * sizeof(float);  // 32 rows
 };
 
+// Whether the head's weight is also the trainer's embedding (LOSSD_TEST_TIED=1): what is sent of a row is its
+// hidden state plus the weight's row of its target, and the gradient of that row comes back in a microbatch
+// of its own.
+inline bool IsTied() {
+  const char* const tied = std::getenv("LOSSD_TEST_TIED");
+  return tied != nullptr && absl::string_view(tied) == "1";
+}
+
 // A microbatch under way and its results.
 struct SentMicrobatch {
+  client::Client* client = nullptr;
+  Travel travel;
+  std::vector<float> input;                                 // [N, D], of a tied head: what was sent
+  absl::Status embedded;                                    // whether the rows of the embedding came
   std::vector<float> row_loss;                              // [N]
   std::vector<float> grad_hidden;                           // [N, D]
   std::unique_ptr<GpuRows> hidden_on_gpu, gradient_on_gpu;  // null: rows are on the host
@@ -110,7 +122,7 @@ class SmallTrainer {
   // Starts microbatch `id` of the step. The trainer must not change before it is done.
   std::unique_ptr<SentMicrobatch> Send(client::Client& client, uint64_t id, const Travel& travel) const;
   // Waits for a microbatch and keeps its results; INTERNAL if they differ in a bit from earlier ones of the
-  // step.
+  // step. Of a tied head the last one of a step adds the gradients of the embedding of all.
   absl::Status Receive(uint64_t id, SentMicrobatch& sent);
   // Whether the microbatch is done as far as the trainer knows.
   bool received(uint64_t id) const { return received_[id]; }
@@ -133,8 +145,14 @@ class SmallTrainer {
 
  private:
   std::vector<int32_t> Targets(uint64_t id) const;
+  // Microbatches on the wire: with those of the embedding's gradients.
+  uint64_t wire_microbatches() const { return (tied_ ? 2 : 1) * shape_.microbatches; }
+  // Fills `input`.
+  absl::Status Embed(uint64_t id, SentMicrobatch* sent) const;
+  absl::Status AddRowGradients(const SentMicrobatch& last) const;
 
   RunShape shape_;
+  bool tied_ = IsTied();
   uint64_t step_ = 0;
   std::vector<std::vector<float>> hidden_;
   std::vector<std::vector<float>> last_losses_;

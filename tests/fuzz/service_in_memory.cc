@@ -427,7 +427,8 @@ absl::Status ServiceInMemory::ComputeLoss(const fuzz::ComputeLoss& call, bool* o
     const int64_t row_bytes = width * static_cast<int64_t>(kernels::SizeOf(dtype));
     const int64_t bytes = range->size() > kMostFilledBytes ? -1 : range->size() * row_bytes;
     if (!slice.has_in_region()) {
-      SendSlice(**stream, SliceOf(*range, Values(slice.payload(), bytes, dtype)));
+      const int64_t brought = (*stream)->brings_rows() ? bytes : 0;
+      SendSlice(**stream, SliceOf(*range, Values(slice.payload(), brought, dtype)));
       continue;
     }
     v1::SliceHeader header;
