@@ -699,11 +699,17 @@ void AddLossCommand(CLI::App* app, Context* context) {
 
 namespace {
 
-enum class What { kLoss, kDx, kAll };
+enum class What { kLoss, kDx, kAll, kRows, kRowGradients };
+
+bool Accumulates(What what) { return what == What::kAll || what == What::kRowGradients; }
+bool HasRowsBack(What what) { return what != What::kLoss && what != What::kRowGradients; }
 
 const std::map<std::string, What>& Whats() {
-  static const auto* words =
-      new std::map<std::string, What>{{"loss", What::kLoss}, {"dx", What::kDx}, {"all", What::kAll}};
+  static const auto* words = new std::map<std::string, What>{{"loss", What::kLoss},
+                                                             {"dx", What::kDx},
+                                                             {"all", What::kAll},
+                                                             {"rows", What::kRows},
+                                                             {"row-gradients", What::kRowGradients}};
   return *words;
 }
 
@@ -776,23 +782,25 @@ class Bench {
 
  private:
   absl::StatusOr<RowBuffer> MakeGradient() const {
-    return RowBuffer::Create(flags_.what == What::kLoss ? 0 : rows_.hidden.size(), gpu_);
+    return RowBuffer::Create(HasRowsBack(flags_.what) ? rows_.hidden.size() : 0, gpu_);
   }
 
   absl::StatusOr<client::LossResult> ComputeOne(RowBuffer& dx) {
     client::Microbatch microbatch;
     microbatch.head = flags_.head;
-    if (flags_.what == What::kAll) microbatch.step = step_;
+    if (Accumulates(flags_.what)) microbatch.step = step_;
     microbatch.id = first_id_ + next_id_++;
     microbatch.hidden_size = rows_.hidden_size;
     microbatch.hidden_dtype = rows_.dtype;
-    microbatch.hidden = hidden_.data();
+    if (flags_.what != What::kRows) microbatch.hidden = hidden_.data();
+    if (flags_.what == What::kRows) microbatch.embedding = v1::EMBEDDING_ROWS;
+    if (flags_.what == What::kRowGradients) microbatch.embedding = v1::EMBEDDING_GRADIENTS;
     microbatch.memory = hidden_.memory();
     microbatch.targets = rows_.targets;
     client::LossOutputs outputs;
-    if (flags_.what != What::kLoss) outputs.grad_hidden = dx.data();
+    if (HasRowsBack(flags_.what)) outputs.grad_hidden = dx.data();
     client::ComputeOptions options = flags_.loss;
-    options.accumulate_gradients = flags_.what == What::kAll;
+    options.accumulate_gradients = Accumulates(flags_.what);
     return client_->ComputeLoss(microbatch, outputs, options);
   }
 
@@ -867,7 +875,7 @@ class Bench {
 };
 
 absl::Status CheckHead(const BenchFlags& flags, const v1::HeadDescription& head) {
-  if (flags.what != What::kAll || flags.force || head.step_rows() == 0) return absl::OkStatus();
+  if (!Accumulates(flags.what) || flags.force || head.step_rows() == 0) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "head \"", flags.head, "\" holds gradients of ", head.step_rows(),
       " rows, which the benchmark would mix with its own and discard; use --what dx, or --force"));
@@ -936,7 +944,7 @@ absl::Status RunBench(Context* context, const BenchFlags& flags) {
   LOSSD_TRY(const v1::HeadDescription head, (*client)->DescribeHead(flags.head, context->timeout()));
   LOSSD_RETURN_IF_ERROR(CheckHead(flags, head));
   // The rows, and a gradient for each thread.
-  const int copies = flags.what == What::kLoss ? 1 : 1 + flags.in_flight;
+  const int copies = HasRowsBack(flags.what) ? 1 + flags.in_flight : 1;
   LOSSD_RETURN_IF_ERROR(CheckRoom("--rows", flags.rows, head.spec().hidden_size(), flags.dtype, copies));
   LOSSD_TRY(const HiddenRows rows, MakeBenchRows(flags, head.spec(), **client));
 
@@ -945,7 +953,7 @@ absl::Status RunBench(Context* context, const BenchFlags& flags) {
 
   const absl::StatusOr<BenchTotals> totals =
       Bench(flags, rows, std::move(hidden), gpu, head, client->get()).Run();
-  if (flags.what == What::kAll) {
+  if (Accumulates(flags.what)) {
     const auto zeroed = (*client)->ZeroGradients(flags.head, head.state().step(), context->timeout());
     if (totals.ok() && !zeroed.ok()) return zeroed.status();
   }
@@ -970,8 +978,10 @@ void AddBenchCommand(CLI::App* app, Context* context) {
   CLI::App* bench = app->add_subcommand("bench", "Measure throughput and latency with made-up rows");
   auto flags = std::make_shared<BenchFlags>();
   AddHead(bench, &flags->head);
-  AddWord(bench, "--what", &flags->what, Whats(),
-          "loss only, with dL/dx, or all: also accumulate dL/dW, discarded afterwards [all]");
+  AddWord(
+      bench, "--what", &flags->what, Whats(),
+      "loss only, with dL/dx, or all: also accumulate dL/dW, discarded afterwards; rows of the weight as of "
+      "an embedding, or gradients of them, discarded [all]");
   AddWord(bench, "--data", &flags->data, DataKinds(),
           "Rows: random, or real, with the softmax of a trained model (needs --overwrite-weight) [random]");
   bench->add_flag("--overwrite-weight", flags->overwrite_weight,

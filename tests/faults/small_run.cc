@@ -169,8 +169,7 @@ std::unique_ptr<SentMicrobatch> SmallTrainer::Send(Client& client, uint64_t id, 
 }
 
 absl::Status SmallTrainer::Receive(uint64_t id, SentMicrobatch& sent) {
-  if (!sent.embedded.ok()) return sent.embedded;
-  if (const auto result = sent.pending.Wait(); !result.ok()) return result.status();
+  if (const auto result = sent.Wait(); !result.ok()) return result.status();
   if (sent.gradient_on_gpu != nullptr) {
     if (absl::Status read = sent.gradient_on_gpu->Read(&sent.grad_hidden); !read.ok()) return read;
   }

@@ -110,6 +110,11 @@ struct SentMicrobatch {
   std::vector<float> grad_hidden;                           // [N, D]
   std::unique_ptr<GpuRows> hidden_on_gpu, gradient_on_gpu;  // null: rows are on the host
   client::PendingLoss pending;                              // ends before the memory does
+
+  absl::StatusOr<client::LossResult> Wait() {
+    if (embedded.ok()) return pending.Wait();
+    return embedded;
+  }
 };
 
 class SmallTrainer {

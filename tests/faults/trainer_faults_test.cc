@@ -86,13 +86,13 @@ TEST_F(TrainerFaultsTest, EverythingIsSaidTwice) {
       ASSERT_TRUE(status.ok()) << status;
     }
     const auto again = trainer_.Send(AnyClient(), AnyOrder()[0], AnyTravel());
-    const auto result = again->pending.Wait();
+    const auto result = again->Wait();
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_EQ(result->accumulated_rows, 0);
     EXPECT_EQ(result->repeated_rows, result->valid_rows);
     ApplyThreeTimes();
     const auto late = trainer_.Send(AnyClient(), AnyOrder()[0], AnyTravel());
-    EXPECT_THAT(std::string(late->pending.Wait().status().message()),
+    EXPECT_THAT(std::string(late->Wait().status().message()),
                 HasSubstr(absl::StrCat("is not the open step, which is ", trainer_.step() + 1)));
     Count("microbatches of a closed step");
     trainer_.Advance();
@@ -107,7 +107,7 @@ TEST_F(TrainerFaultsTest, MicrobatchesAreGivenUp) {
       const auto sent = trainer_.Send(AnyClient(), id, AnyTravel());
       absl::SleepFor(absl::Microseconds(Draw(3000)));
       sent->pending.Cancel();
-      Count("microbatches given up", absl::IsCancelled(sent->pending.Wait().status()) ? 1 : 0);
+      Count("microbatches given up", absl::IsCancelled(sent->Wait().status()) ? 1 : 0);
     }
     const absl::Status status = TrainStep(trainer_, AnyClient(), AnyTravel());
     ASSERT_TRUE(status.ok()) << status;
@@ -124,7 +124,7 @@ TEST_F(TrainerFaultsTest, AnotherMicrobatchUnderTheSameNameIsRefused) {
       ASSERT_TRUE(trainer_.Receive(id, *sent).ok());
     }
     const uint64_t id = AnyOrder()[0];
-    const absl::Status refused = other.Send(AnyClient(), id, AnyTravel())->pending.Wait().status();
+    const absl::Status refused = other.Send(AnyClient(), id, AnyTravel())->Wait().status();
     EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
     EXPECT_THAT(std::string(refused.message()), HasSubstr("opened before with another target"));
     Count("other microbatches under a taken name");

@@ -314,6 +314,8 @@ def _piece(event: Event, piece: dict[str, Any], vocab: int) -> str:
         return f"rows {rows} with {_spread(piece['lse'], vocab, event.args.get('scale', 1.0))}"
     if "dx" in piece:
         return f"rows {rows} dx {piece['dx'][0]:.5f}"
+    if "values" not in piece:  # gradients of an embedding
+        return f"rows {rows}"
     return f"rows {rows} {history.describe(tuple(piece['values']), piece['rows'][0])}"
 
 

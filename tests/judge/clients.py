@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 from fake_cuda import FakeArray
-from history import GRID, Event, Recorder, Values
+from history import EMBEDDED, GRID, Event, Recorder, Values
 
 import lossd
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
@@ -65,12 +65,15 @@ class RawClient:
     def compute_loss(self, id: int, slices: Sequence[tuple[int, int]], total: int, *, step: int | None = None,
                      accumulate: bool = False, retain: bool = False, scale: float = 1.0, pause: Pause = _no_pause,
                      on_slice: Pause = _no_pause, cancel_after: float | None = None, timeout: float = 30.0,
-                     named: Named | None = None) -> Event:
+                     named: Named | None = None, embedding: bool = False) -> Event:
         """Rows of all `slices` in one call; `total` is N. Rows that accumulate have weight 0: their gradient is 0.
-        `named`: to be named in the call."""
+        `named`: to be named in the call. `embedding`: the rows have no loss: they are row EMBEDDED of the weight, or, if
+        they accumulate, gradients of it, which are 0."""
         rows = (slices[0][0], slices[-1][1])
         args: dict[str, Any] = {"id": id, "rows": rows, "total": total, "step": step, "accumulate": accumulate,
                                 "retain": retain, "scale": scale}
+        if embedding:
+            args["embedding"] = True
         opened = loss_pb2.OpenMicrobatch(
             head=self._head, step=step, microbatch_id=id, microbatch_rows=total,
             rows=types_pb2.RowRange(begin=rows[0], end=rows[1]), hidden_dtype=types_pb2.DTYPE_FP32,
@@ -78,6 +81,12 @@ class RawClient:
             reduction=loss_pb2.REDUCTION_NONE if retain else loss_pb2.REDUCTION_SUM, want_row_lse=True,
             accumulate_gradients=accumulate, retain=retain, targets=[0] * (rows[1] - rows[0]),
             row_weights=[0.0] * (rows[1] - rows[0]) if accumulate else [])
+        if embedding:
+            opened = loss_pb2.OpenMicrobatch(
+                head=self._head, step=step, microbatch_id=id, microbatch_rows=total, rows=opened.rows,
+                hidden_dtype=types_pb2.DTYPE_FP32, reduction=loss_pb2.REDUCTION_SUM, want_grad_hidden=not accumulate,
+                embedding=loss_pb2.EMBEDDING_GRADIENTS if accumulate else loss_pb2.EMBEDDING_ROWS,
+                accumulate_gradients=accumulate, targets=[EMBEDDED] * (rows[1] - rows[0]))
         _name(named, opened, args)
         sent: dict[int, int] = {}
 
@@ -87,9 +96,10 @@ class RawClient:
                 pause(number)
                 sent[begin] = self._recorder.now()
                 hidden = np.zeros((end - begin, self._hidden_size), np.float32)
-                hidden[:, 0] = 1
+                hidden[:, 0] = not embedding
                 yield loss_pb2.ComputeLossRequest(
-                    slice=loss_pb2.SliceHeader(rows=types_pb2.RowRange(begin=begin, end=end)), payload=hidden.tobytes())
+                    slice=loss_pb2.SliceHeader(rows=types_pb2.RowRange(begin=begin, end=end)),
+                    payload=b"" if embedding and not accumulate else hidden.tobytes())
 
         with self._recorder.call(self.name, "ComputeLoss", args) as event:
             self._exchange(event, messages(), sent, on_slice, cancel_after, timeout)
@@ -118,10 +128,10 @@ class RawClient:
             elif kind == "slice":
                 begin, end = answer.slice.rows.begin, answer.slice.rows.end
                 piece = {"rows": [begin, end], "sent": sent.get(begin, event.start), "got": now}
-                if event.call == "Backward":
+                if answer.payload:
                     piece["dx"] = np.frombuffer(answer.payload, np.float32).reshape(
                         end - begin, self._hidden_size)[:, 0].tolist()
-                else:
+                elif answer.slice.row_lse:
                     piece["lse"] = list(answer.slice.row_lse)
                 pieces.append(piece)
                 on_slice(len(pieces) - 1)

@@ -177,6 +177,7 @@ class Recorder:
 
 GRID = 2.0**-8
 TOLERANCE = 2e-4
+EMBEDDED = 3  # the row of the weight that calls of an embedding ask for: its column 0 tells the version
 
 Values = tuple[int, ...]
 

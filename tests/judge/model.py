@@ -317,6 +317,9 @@ class Model(Administration):
         if event.call == "Backward":
             expected = history.lse_gradient(state.values, under.terms)
             seen, text = piece["dx"], "dx"
+        elif event.args.get("embedding"):
+            expected = history.GRID * state.values[history.EMBEDDED]
+            seen, text = piece.get("dx", []), "the embedding"  # nothing comes back of gradients
         else:
             expected = history.lse(state.values, event.args.get("scale", 1.0))
             seen, text = piece["lse"], "lse"

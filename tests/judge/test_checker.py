@@ -76,6 +76,16 @@ class Made:
                          accumulated=rows - repeated if accumulate else 0,
                          accepted={"time": accepted or at[1], "state": self.state(told_step)}, **more)
 
+    def embed(self, cs: tuple[int, ...], at: tuple[float, float], **more: Any) -> Event:
+        """As loss, of rows of the embedding."""
+        event = self.loss(cs, at, **more)
+        event.args["embedding"] = True
+        for c, piece in zip(cs, event.result["slices"]):
+            del piece["lse"]
+            if not event.args["accumulate"]:
+                piece["dx"] = [history.GRID * c * history.EMBEDDED] * ROWS
+        return event
+
     def backward(self, c: int, at: tuple[float, float], scale: float = 1.0, outcome: str = "OK") -> Event:
         if outcome != "OK":
             return self.call("Backward", at, "B", outcome, {"id": 1, "step": None, "rows": (0, ROWS)})
@@ -214,6 +224,25 @@ def test_a_microbatch_is_of_one_version() -> None:
         made.loss(cs, (4, 12), accepted=5, slices=((4, 6), (10, 11))[:len(cs)], outcome=outcome)
         made.write(9, (7, 8))
         possible(made) if fine else impossible(made, "")
+
+
+def test_rows_of_an_embedding_are_of_one_version() -> None:
+    for cs, fine in (((5, 5), True), ((9, 9), True), ((5, 9), False)):
+        made = begun()
+        made.embed(cs, (3, 10), accepted=3.2, slices=((3, 4), (8, 9)))
+        made.write(9, (2.5, 7))
+        possible(made) if fine else impossible(made, "the weights have changed since the call began")
+    made = begun()
+    made.embed((7,), (3, 4))
+    impossible(made, "rows [0, 2) dx 0.08203")  # no weights ever gave these
+
+
+def test_gradients_of_an_embedding_are_rows_of_the_step() -> None:
+    for rows, fine in ((ROWS, True), (0, False)):
+        made = begun()
+        made.embed((5,), (3, 4), id=50, step=0, accumulate=True)
+        made.describe((5, 6), rows=rows)
+        possible(made) if fine else impossible(made, "rows are accumulated")
 
 
 def test_zeroed_gradients_do_not_concern_a_microbatch_of_losses_only() -> None:

@@ -37,7 +37,7 @@ class Mix:
 
 _READS = {"value": 4, "gradient": 2, "moment1": 1, "describe": 2, "list": 1, "norm": 2}
 _CHANGES = {"write": 3, "apply": 3, "zero": 1, "contribute": 3}
-_STREAMS = {"loss": 5, "accumulate": 3, "retain": 2, "backward": 3, "release": 1}
+_STREAMS = {"loss": 5, "accumulate": 3, "retain": 2, "backward": 3, "release": 1, "embed": 3, "row_gradients": 2}
 _HEADS = {"save": 2, "load": 2, "recreate": 1}
 
 MIXES: dict[str, Mix] = {
@@ -54,7 +54,7 @@ MIXES: dict[str, Mix] = {
     # Parts of it, whose histories go deeper in one respect: calls that change the weights never meet streams, and only
     # a trainer's own step ends its gradients.
     "administration": Mix({**_READS, **_CHANGES, "save": 2, "load": 2, "recreate": 1}, trainers=0, pieces=False),
-    "ledger": Mix({"accumulate": 6, "cancel": 3, "contribute": 2, "zero": 1, "describe": 3, "list": 1, "norm": 1,
+    "ledger": Mix({"accumulate": 4, "row_gradients": 3, "cancel": 3, "contribute": 2, "zero": 1, "describe": 3, "list": 1, "norm": 1,
                    "value": 1, "gradient": 1, "save": 1}, trainers=0),
     "trainers": Mix({"accumulate": 2, "contribute": 2, "describe": 2, "gradient": 1, "norm": 1}, clients=1, trainers=2,
                     mean_bytes=4000, pieces=False, trainer_calls={"compute": 6, "contribute": 2}),
@@ -139,6 +139,15 @@ class _RawWorker(_RandomClient):
         return self._client.compute_loss(self._random.randrange(4), self._slices(), ROWS, step=self._step(),
                                          accumulate=True, pause=self._pauses(),
                                          named=self._named())
+
+    def _embed(self) -> Event:
+        step = self._random.choice((None, self._step()))
+        return self._client.compute_loss(0, self._slices(), ROWS, step=step, embedding=True, pause=self._pauses(),
+                                         on_slice=self._pauses())
+
+    def _row_gradients(self) -> Event:
+        return self._client.compute_loss(50 + self._random.randrange(3), self._slices(), ROWS, step=self._step(),
+                                         accumulate=True, embedding=True, pause=self._pauses(), named=self._named())
 
     def _cancel(self) -> Event:
         return self._client.compute_loss(

@@ -646,7 +646,7 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, kClasses + 1, 0.01f, 0, &o); }, "open.target_count",
         "31"},
        {[](Open& o) { o.set_top_k(kClasses + 1); }, "open.top_k", "31"},
-       {[](Open& o) { o.set_embedding(v1::EMBEDDING_ROWS); }, "open.accumulate_gradients", "true"},
+       {[](Open& o) { o.set_embedding(v1::EMBEDDING_ROWS); }, "open.reduction", "mean"},
        {[](Open& o) { o.set_embedding(static_cast<v1::Embedding>(3)); }, "open.embedding", "3"},
        {[](Open& o) { o.add_depths()->set_rows(5); }, "open.depths", "5"},
        {[](Open& o) {
