@@ -157,6 +157,7 @@ def run_stage_of_tied_model(rank, target, name, schedule_name, scale_grads, seed
                 schedule.step(target=targets[step], losses=of_step)
             torch.distributed.barrier()  # both have had their backward passes
             norms.append(head_optimizer.load_grad_norm())
+            torch.distributed.barrier()  # both have read the norm
             head_optimizer.step()
             optimizer.step()
             losses.append(sum(loss.item() for loss in of_step) / (MICROBATCHES if scale_grads else 1))
