@@ -346,9 +346,10 @@ def _padding(padding_idx: Any, vocab_size: int) -> int | None:
         return None
     if not isinstance(padding_idx, numbers.Integral) or isinstance(padding_idx, bool):
         raise TypeError(f"padding_idx is {padding_idx!r}; it must be an integer or None")
-    if not -vocab_size <= padding_idx < vocab_size:
-        raise ValueError(f"padding_idx is {padding_idx}; it must be in [-{vocab_size}, {vocab_size})")
-    return int(padding_idx) % vocab_size
+    row = int(padding_idx)
+    if not -vocab_size <= row < vocab_size:
+        raise ValueError(f"padding_idx is {row}; it must be in [-{vocab_size}, {vocab_size})")
+    return row % vocab_size
 
 
 def _known_dtype(dtype: Any) -> torch.dtype | None:

@@ -68,13 +68,17 @@ class ServedHead(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, head={self.loss_head.head_name!r}, on a lossd server"
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(
+    def copy_error(self) -> TypeError:
+        """Of a copy of the model."""
+        return TypeError(
             f"head {self.loss_head.head_name!r} is on a lossd server, so a copy of the model cannot have it: leave lm_head out "
             "of peft's modules_to_save (it is trained on the server unless it is frozen), and average or copy the trunk alone")
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise self.copy_error()
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__deepcopy__(None)
+        raise self.copy_error()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if self.tied is not None and name == "weight":

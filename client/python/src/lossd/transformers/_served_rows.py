@@ -27,7 +27,7 @@ class ServedRows(ServedEmbedding):
         object.__setattr__(self, "served", served)  # a module of the model already
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.served.__deepcopy__(memo)
+        raise self.served.copy_error()
 
     @property
     def weight(self) -> torch.Tensor:
