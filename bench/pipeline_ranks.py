@@ -560,9 +560,9 @@ class Rank:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         found = {"layers": sum(float(gradient.double().norm())**2 for gradient in gradients)}
         for each in self.optimizers:
-            if isinstance(each, HeadOptimizer) and self.last:
-                each.load_grad_norm()
-                found["head"] = float(each.stand_in.grad)**2
+            if isinstance(each, HeadOptimizer):
+                each.load_grad_norm()  # in both stages of a tied model, whose steps have to be alike
+                found |= {"head": float(each.stand_in.grad)**2} if self.last else {}
             elif isinstance(each, LocalHead):
                 found["head"] = each.gradient_norm()**2
         return found
