@@ -15,6 +15,10 @@ Kinds of configurations, which all take every GPU and train on the same tokens:
     server replicas  several pipelines, or several trainers of one stage, that share the server
     local replicas   several pipelines with a local head each; their gradients are averaged
 
+With --embeddings the first stage's embedding is a matrix of its own (own), as always above, or the head's (a tied model), where
+one pipeline has its head on a server: its rows come from the server (rows), or the first stage has a copy of the matrix, whose
+gradient and new values travel once a step (exchange). Tied and untied models learn differently, so only like is compared with like.
+
 For each: seconds of a step (median), tokens a second of all GPUs and of one, peak memory of every GPU and the losses. Losses
 of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what
 `lossctl plan` predicts from the measured time of a layer, and what a step takes if all work is divided evenly. Rows go to the
@@ -44,7 +48,7 @@ from typing import Any
 import numpy as np
 import torch
 from pipeline_layouts import (
-    BALANCED, EVEN, KINDS, ON_STAGES, ONE_F_ONE_B, OVERLAPPED, Configuration, Wanted, configurations, evenly_divided_seconds,
+    BALANCED, EMBEDDINGS, EVEN, KINDS, ON_STAGES, ONE_F_ONE_B, OVERLAPPED, Configuration, Wanted, configurations, evenly_divided_seconds,
     read_shares, read_splits, seconds_without_gaps)
 from pipeline_ranks import Settings, Shape, measure_parts, measure_server, reported, train
 from pipeline_server import CONTROL, Mps, Server, of_trainer
@@ -86,6 +90,7 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
                         help="CUDA_MPS_CLIENT_PRIORITY of the trainers: 0 is the server's, 1 below it")
     parser.add_argument("--server_flags", default="", help="further ones, with blanks between them")
     parser.add_argument("--gradients", default="exact,sampled", help="of the server")
+    parser.add_argument("--embeddings", default="own", help="of the first stage, with commas between them: own, rows, exchange")
     parser.add_argument("--schedules", default=f"{ONE_F_ONE_B},{OVERLAPPED}", help="with the server")
     parser.add_argument("--slack", default="1", help=f"of the {OVERLAPPED} schedule: 1 or 1,2")
     parser.add_argument("--warm_up", type=int, default=3, help="steps that are not timed")
@@ -104,7 +109,7 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
     parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args(given)
     for name, known in (("kinds", KINDS), ("gradients", ("exact", "sampled")), ("schedules", (ONE_F_ONE_B, OVERLAPPED)),
-                        ("mps", ("on", "off"))):
+                        ("mps", ("on", "off")), ("embeddings", EMBEDDINGS)):
         setattr(arguments, name, list(filter(None, getattr(arguments, name).split(","))))
         for each in getattr(arguments, name):
             if each not in known:
@@ -189,7 +194,7 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
         found["memory"].append({"role": "server", "peak_bytes": after["lossd_memory_peak_bytes"],
                                 "device_used_bytes": after.get("lossd_gpu_memory_used_bytes"),
                                 "resident_bytes": resident_bytes})
-        microbatches = rose["lossd_rows_total"] / settings.rows
+        microbatches = (rose["lossd_rows_total"] - rose.get("lossd_embedding_rows_total", 0.0)) / settings.rows
         found["server"] = {"transport": watched["transport"], "latency_seconds": watched["latency_seconds"],
                            "devices": [{"classes": now["classes"],
                                         **{key.replace("seconds", "share"): (now[key] - then[key]) / float(timed.sum())
@@ -205,32 +210,40 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
 
 
 def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
-    """How far configurations are from the first exact one: in losses, in nats, at most over all steps; and in gradient
-    norms of the first step, relatively. AdamW would hide a factor of gradients from losses."""
+    """How far configurations are from the first exact one that is tied, or not, as they are: in losses, in nats, at most over all
+    steps; and in gradient norms of the first step, relatively. AdamW would hide a factor of gradients from losses."""
     ran = [entry for entry in entries if "losses" in entry]
-    reference = next((entry for entry in ran if entry["exact"]), None)
-    if reference is None:
-        return {"tolerance": tolerance, "reference": None, "apart": {}, "agree": True}
-    norms = reference["gradient_norms"]
-    apart = {entry["name"]: {"losses": float(np.abs(np.subtract(entry["losses"], reference["losses"])).max()),
-                             **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}} for entry in ran}
+    references = {tied: next((entry for entry in ran if entry["exact"] and is_tied(entry) == tied), None) for tied in (False, True)}
+    apart = {}
+    for entry in ran:
+        if (reference := references[is_tied(entry)]) is None:
+            continue
+        norms = reference["gradient_norms"]
+        apart[entry["name"]] = {"losses": float(np.abs(np.subtract(entry["losses"], reference["losses"])).max()),
+                                **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}}
     agree = all(value <= tolerance for entry in ran if entry["exact"] for value in apart[entry["name"]].values())
-    return {"tolerance": tolerance, "reference": reference["name"], "apart": apart, "agree": agree}  # NaN: disagree
+    first = references[False] or references[True]
+    return {"tolerance": tolerance, "reference": first and first["name"], "apart": apart, "agree": agree}  # NaN: disagree
+
+
+def is_tied(entry: dict[str, Any]) -> bool:
+    """Whether the model's embedding is its head's matrix."""
+    return entry.get("embedding", "own") != "own"
 
 
 def fastest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest configuration of each kind and way to compute gradients, with and without MPS, and its tokens a second and
-    GPU over those of the fastest with local heads, whatever its kind; None if none ran."""
+    """The fastest configuration of each kind, embedding and way to compute gradients, with and without MPS, and its tokens a second
+    and GPU over those of the fastest with local heads, whatever its kind; None if none ran."""
     ran = [entry for entry in entries if "step_seconds" in entry]
     speed = "tokens_per_second_and_gpu"
     local = max((entry[speed] for entry in ran if entry["head"] != "lossd"), default=None)
-    best: dict[tuple[str, str, bool], dict[str, Any]] = {}
+    best: dict[tuple[str, str, bool, str], dict[str, Any]] = {}
     for entry in ran:
-        key = (entry["kind"], entry["gradients"], entry.get("mps", False))
+        key = (entry["kind"], entry["gradients"], entry.get("mps", False), entry.get("embedding", "own"))
         if key not in best or entry[speed] > best[key][speed]:
             best[key] = entry
-    return [{"kind": kind, "gradients": gradients, "mps": mps, "name": entry["name"], speed: entry[speed],
-             "over_local": entry[speed] / local if local else None} for (kind, gradients, mps), entry in best.items()]
+    return [{"kind": kind, "gradients": gradients, "mps": mps, "embedding": embedding, "name": entry["name"], speed: entry[speed],
+             "over_local": entry[speed] / local if local else None} for (kind, gradients, mps, embedding), entry in best.items()]
 
 
 def last_over_middle(entry: dict[str, Any]) -> float | None:
@@ -377,7 +390,8 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
         "name": configuration.name, "kind": configuration.kind, "head": configuration.head,
         "gradients": configuration.gradients, "schedule": configuration.schedule, "replicas": configuration.replicas,
         "layers": list(configuration.layers), "gpus": configuration.gpus, "exact": configuration.exact,
-        "shares": list(configuration.shares), "mps": configuration.mps, "slack": configuration.slack}
+        "shares": list(configuration.shares), "mps": configuration.mps, "slack": configuration.slack,
+        "embedding": configuration.embedding}
     if settings.microbatches % configuration.replicas:
         return entry | {"error": f"{settings.microbatches} microbatches do not divide among {configuration.replicas} replicas"}
     with ExitStack() as stack:
@@ -484,7 +498,7 @@ def main() -> None:
     wanted = configurations(
         Wanted(arguments.gpus, arguments.layers, arguments.kinds, arguments.gradients, arguments.schedules, arguments.splits,
                arguments.neighbours, arguments.most_splits, arguments.fastest_local, arguments.colocated_splits,
-               arguments.shares, [each == "on" for each in arguments.mps], arguments.slack),
+               arguments.shares, [each == "on" for each in arguments.mps], arguments.slack, arguments.embeddings),
         parts["layer"], parts["heads"], parts["server"])
     result: dict[str, Any] = {"card": parts.pop("card"), **describe_run(arguments), "measured_seconds": parts,
                               "configurations": [], "left_out": []}

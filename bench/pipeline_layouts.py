@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lossd.torch import balance
@@ -17,6 +17,8 @@ ONE_F_ONE_B, OVERLAPPED = "1F1B", "overlapped 1F1B"
 KINDS = ("local", "embedded", "colocated", "server", "server replicas", "local replicas")
 ON_STAGES = ("embedded", "colocated")  # kinds whose head is on the GPUs of the stages
 MEASURED = Path(__file__).parents[1] / "client" / "plan" / "measured.json"
+OWN, ROWS, EXCHANGE = "own", "rows", "exchange"
+EMBEDDINGS = (OWN, ROWS, EXCHANGE)
 BALANCED, EVEN = "balanced", "even"  # shares of a head on the stages' own GPUs, besides given ones
 
 
@@ -35,6 +37,9 @@ class Configuration:
     shares: tuple[int, ...] = ()  # of the stages' GPUs in the head's classes, if it is colocated; empty: all have the same
     mps: bool = False  # whether the programs of a GPU share it by MPS; else they take turns
     slack: int = 1  # microbatches of the head that OVERLAPPED hides
+    # The first stage's embedding: OWN, a matrix of its own, which its optimizer trains; or that of the head, a tied model:
+    # ROWS, which the server serves; EXCHANGE, of which the first stage has a copy, whose gradient and values travel once a step.
+    embedding: str = OWN
 
     @property
     def colocated(self) -> bool:
@@ -47,6 +52,10 @@ class Configuration:
     @property
     def on_server(self) -> bool:
         return self.head == "lossd"
+
+    @property
+    def tied(self) -> bool:
+        return self.embedding != OWN
 
     @property
     def stages(self) -> int:
@@ -78,6 +87,8 @@ class Configuration:
             name += f", slack {self.slack}"
         if self.colocated:
             name += f", shares {dashed(self.shares) or EVEN}"
+        if self.tied:
+            name += f", tied by {self.embedding}"
         if self.kind == "colocated":
             name += ", MPS" if self.mps else ", no MPS"
         return name
@@ -200,6 +211,13 @@ class Wanted:
     shares: Sequence[str] = (BALANCED,)
     mps: Sequence[bool] = (False,)
     slacks: Sequence[int] = (1,)
+    embeddings: Sequence[str] = (OWN,)
+
+
+def with_embeddings(configuration: Configuration, embeddings: Sequence[str]) -> list[Configuration]:
+    """The configuration with each of the embeddings that it can have: tied ones if it is one pipeline with a head on a server."""
+    can_tie = configuration.on_server and configuration.replicas == 1 and configuration.stages > 1
+    return [replace(configuration, embedding=each) for each in embeddings if each == OWN or can_tie]
 
 
 def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str, float],
@@ -246,7 +264,7 @@ def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str,
     if "local replicas" in wanted.kinds and fastest is not None:
         found += (Configuration("local replicas", fastest, predicted(wanted.gpus // count, fastest, 0)[0], count)
                   for count in replica_counts(wanted.gpus))
-    return found + neighbouring
+    return [each for one in found + neighbouring for each in with_embeddings(one, wanted.embeddings)]
 
 
 def colocated(wanted: Wanted, kind: str, gradients: str, schedule: str, slack: int, mps: bool, layer_seconds: float,

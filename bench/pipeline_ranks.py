@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ import peers
 import torch
 import torch.distributed
 from numpy.typing import NDArray
-from pipeline_layouts import OVERLAPPED, Configuration
+from pipeline_layouts import EXCHANGE, OVERLAPPED, ROWS, Configuration
 from pipeline_server import read_metrics
 from torch import nn
 from torch.nn import functional
 
 import lossd
 import lossd.torch
-from lossd.torch import HeadOptimizer, LossHead, PendingHeadLoss, PipelineLoss
+from lossd.torch import HeadOptimizer, LossHead, PendingHeadLoss, PipelineLoss, ServedEmbedding
 
 
 # The model of pipeline_bench.py: stages made of the blocks of examples/gpt_torch, local heads, and what is learnt.
@@ -366,6 +367,85 @@ def measure_server(settings: Settings, target: str, http: str, gradients: list[s
     return measured
 
 
+def exchanged_ids(microbatches: int) -> list[int]:
+    """Of the microbatches of trainer 0 of two, and of the one contribution of trainer 1."""
+    return [*range(0, 2 * microbatches, 2), 1]
+
+
+class Ahead(nn.Module):
+    """A served embedding that asks for the rows of the next microbatch when it has given those of one."""
+
+    def __init__(self, served: ServedEmbedding) -> None:
+        super().__init__()
+        self.served = served
+        self.coming: deque[torch.Tensor] = deque()  # ids of the microbatches of a step
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.served(ids)
+        if self.coming:
+            self.coming.popleft()
+        if self.coming:
+            self.served.prefetch(self.coming[0])
+        return rows
+
+
+class Tie:
+    """The embedding of a first stage that is the matrix of the head on the server."""
+
+    def __init__(self, part: Embedding, embedding: str, target: str, microbatches: int, settings: Settings,
+                 device: torch.device) -> None:
+        """Takes the place of the token embedding of `part`. `embedding`: ROWS or EXCHANGE."""
+        self.client = lossd.Client(target, transport=settings.transport)
+        self.microbatches, self.step = microbatches, 0
+        self.ahead: Ahead | None = None
+        self.optimizers: list[HeadOptimizer] = []
+        self.copy: nn.Parameter | None = None  # of the matrix
+        if embedding == ROWS:
+            served = ServedEmbedding(self.client, HEAD, process_group=None, rank=1, world_size=2, n_microbatches=microbatches,
+                                     device=device)
+            self.ahead = part.token = Ahead(served)
+            self.optimizers = [HeadOptimizer(served, lr=settings.lr, weight_decay=0.01)]
+        else:
+            self.copy = part.token.weight
+            self._pull()
+
+    def expect(self, inputs: torch.Tensor) -> None:
+        """The ids of a step come."""
+        if self.ahead is not None:
+            self.ahead.coming = deque(inputs.chunk(self.microbatches))
+
+    def send(self) -> None:
+        """After the last backward of a step: the server has the gradients when this returns."""
+        if self.ahead is not None:
+            self.ahead.served.head.row_gradients.settle()
+            return
+        assert self.copy is not None and self.copy.grad is not None
+        # The schedule has divided the gradient by the number of microbatches, as the head's step divides the server's.
+        self.client.add_gradient(HEAD, "weight", wire(self.copy.grad), step=self.step, id=1, scale=self.microbatches,
+                                 dtype="bf16" if self.copy.is_cuda else "fp32")
+        self.copy.grad = None
+
+    def receive(self) -> None:
+        """After the head's step."""
+        self.step += 1
+        if self.ahead is None:
+            self._pull()
+
+    def _pull(self) -> None:
+        assert self.copy is not None
+        values = self.client.read_tensor(HEAD, "weight", dtype="bf16" if self.copy.is_cuda else "fp32")
+        with torch.no_grad():
+            self.copy.copy_(torch.from_numpy(values.view(np.int16)).view(torch.bfloat16) if self.copy.is_cuda
+                            else torch.from_numpy(values))
+
+
+def wire(values: torch.Tensor) -> NDArray[Any]:
+    """As a client sends them: bf16 of a GPU's as its bits."""
+    if values.is_cuda:
+        return values.bfloat16().view(torch.int16).cpu().numpy().view(np.uint16)
+    return values.numpy()
+
+
 class Rank:
     """One rank of a configuration: its stage, its loss and the schedule."""
 
@@ -391,7 +471,13 @@ class Rank:
         if self.last:
             loss_fn = self._server_loss(target, group) if configuration.on_server else self._local_loss(group)
         module: torch.nn.Module = make_stage(settings.shape, configuration.layers, self.index, settings.seed, self.device)
-        parameters = list(module.parameters())
+        self.tie: Tie | None = None
+        if configuration.tied:
+            torch.distributed.barrier()  # the last stage has made the head
+            if self.first:
+                self.tie = Tie(module.parts[0], configuration.embedding, target, self.microbatches, settings, self.device)
+                self.optimizers += self.tie.optimizers
+        parameters = [each for each in module.parameters() if self.tie is None or each is not self.tie.copy]
         if parameters:
             self.optimizers.append(make_optimizer(parameters, settings.lr))
             if group is not None:
@@ -432,7 +518,8 @@ class Rank:
         for step in range(settings.warm_up + settings.steps):
             tokens = torch.from_numpy(make_tokens(settings.shape, settings.microbatches * settings.sequences, settings.seed,
                                                   step)[self.replica * each:(self.replica + 1) * each])
-            inputs = tokens[:, :-1].contiguous().to(self.device) if self.first else None
+            place = torch.device("cpu") if self.tie is not None and self.tie.ahead is not None else self.device
+            inputs = tokens[:, :-1].contiguous().to(place) if self.first else None
             targets = tokens[:, 1:].contiguous() if self.last else None
             found.append((inputs, targets if targets is None or self.client is not None else targets.to(self.device)))
         return found
@@ -444,11 +531,22 @@ class Rank:
             if isinstance(each, torch.optim.Optimizer):
                 each.zero_grad()
         received = {"target": targets, "losses": losses} if self.last else {}
+        if self.tie is not None and inputs is not None:
+            self.tie.expect(inputs)
         self.schedule.step(*([] if inputs is None else [inputs]), return_outputs=False, **received)
+        if self.configuration.tied:
+            if self.tie is not None:
+                self.tie.send()
+            torch.distributed.barrier()  # the server has all gradients of the head
         if with_norms:
             self.squared_norms = self._squared_norms()
+        expected = {"expected_microbatches": exchanged_ids(self.microbatches)} if self.configuration.embedding == EXCHANGE else {}
         for each in self.optimizers:
-            each.step()
+            each.step(**expected) if isinstance(each, HeadOptimizer) else each.step()
+        if self.configuration.embedding == EXCHANGE:
+            torch.distributed.barrier()  # the head's new values are there
+        if self.tie is not None:
+            self.tie.receive()
         return losses
 
     def description(self) -> dict[str, Any]:
@@ -463,8 +561,8 @@ class Rank:
         found = {"layers": sum(float(gradient.double().norm())**2 for gradient in gradients)}
         for each in self.optimizers:
             if isinstance(each, HeadOptimizer):
-                each.load_grad_norm()
-                found["head"] = float(each.stand_in.grad)**2
+                each.load_grad_norm()  # in both stages of a tied model, whose steps have to be alike
+                found |= {"head": float(each.stand_in.grad)**2} if self.last else {}
             elif isinstance(each, LocalHead):
                 found["head"] = each.gradient_norm()**2
         return found
@@ -477,6 +575,8 @@ class Rank:
 
     def close(self) -> None:
         """All ranks call it: the first member that goes ends a server of all."""
+        if self.tie is not None:
+            self.tie.client.close()
         if self.client is not None:
             self.client.close()
         torch.distributed.barrier()
@@ -515,8 +615,9 @@ class Rank:
             del weight
         if group is not None:
             torch.distributed.barrier(group)
-        head = TimedHead(self.client, HEAD, process_group=group, gradients=self.configuration.gradients,
-                         normalizer=self.settings.rows * self.configuration.replicas)
+        trainers = {"rank": 0, "world_size": 2} if self.configuration.tied else {}
+        head = TimedHead(self.client, HEAD, gradients=self.configuration.gradients,
+                         normalizer=self.settings.rows * self.configuration.replicas, process_group=group, **trainers)
         self.optimizers.append(HeadOptimizer(head, lr=self.settings.lr, weight_decay=0.01))
         return PipelineLoss(head, n_microbatches=self.microbatches)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 START_SECONDS = 120.0
 FAMILIES = ("lossd_device_busy_seconds_total", "lossd_memory_peak_bytes", "lossd_gpu_memory_used_bytes",
-            "lossd_head_device_seconds_total", "lossd_rows_total", "process_cpu_seconds_total")
+            "lossd_embedding_rows_total", "lossd_head_device_seconds_total", "lossd_rows_total", "process_cpu_seconds_total")
 PHASE = re.compile(r'lossd_phase_seconds_(sum|count)\{.*?\bphase="(\w+)"')
 
 

@@ -199,6 +199,9 @@ GRANTED: dict[str, dict[str, str]] = {
             optimizer.zero_grad(); head_optimizer.step(); head_optimizer.zero_grad()
             scaler = torch.cuda.amp.GradScaler(enabled=False)  # what a GradScaler does on a machine without a GPU
         """,
+        "ServedEmbedding": """
+            trunk, next_tokens = torch.nn.Linear(1024, 1024), tokens
+        """,
         "TiedEmbedding": """
             class Model:
                 embedding = torch.nn.Embedding(50304, 1024)

@@ -128,6 +128,30 @@ def test_gradients_of_retained_rows(gpu_server: ServerProcess, size: int) -> Non
         np.testing.assert_allclose(gradient.values, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1 << 20, 2 << 10])
+def test_rows_of_an_embedding(gpu_server: ServerProcess, gpus: FakeDriver, size: int) -> None:
+    """They come into a CUDA array, and their gradients out of one."""
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, V, N)
+    with connect(gpu_server, size) as client:
+        client.create_head("rows", hidden_size=D, vocab_size=V, compute_dtype="fp32", if_exists="reset")
+        out = FakeArray(np.zeros((N, D), np.float32), stream=7)
+        result = client.embed("rows", ids, dtype="fp32", out=out)
+        assert result.rows is out and client.cuda_transport[0] == "cuda_ipc" and gpus.waited == [7]
+        np.testing.assert_array_equal(out.values, client.read_tensor("rows")[ids])
+        gradients = FakeArray(rng.standard_normal((N, D)).astype(np.float32))
+        added = client.add_row_gradients("rows", ids, gradients, step=0, id=0)
+        wanted = np.zeros((V, D))
+        np.add.at(wanted, ids, gradients.values.astype(np.float64))
+        np.testing.assert_allclose(client.read_tensor("rows", role="gradient"), wanted, atol=1e-5)
+        if size == 1 << 20:
+            assert set(gpus.copies) == {(True, True)}, "between the arrays and the region, and no other way"
+            assert result.received_bytes == added.sent_bytes == out.values.nbytes
+        read_only = FakeArray(out.values, data=(out.__cuda_array_interface__["data"][0], True))
+        with pytest.raises(lossd.InvalidArgument, match="out is a CUDA array that is not writeable"):
+            client.embed("rows", ids, dtype="fp32", out=read_only)
+
+
 def test_many_computations_share_a_little_region(gpu_server: ServerProcess) -> None:
     wanted = expected(gpu_server)
     with connect(gpu_server, 16 << 10) as client:

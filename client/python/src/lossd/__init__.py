@@ -5,7 +5,7 @@ lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its
 """
 
 from lossd._embedded import EmbeddedClient, embedded
-from lossd._loss_call import PendingLoss
+from lossd._loss_call import PendingLoss, PendingRows
 from lossd._version import VERSION
 from lossd.client import Client
 from lossd.descriptions import (
@@ -59,6 +59,7 @@ from lossd.types import (
     Depth,
     DepthResult,
     Distillation,
+    EmbedResult,
     LossOptions,
     LossResult,
     Objective,
@@ -68,9 +69,9 @@ from lossd.types import (
 
 __all__ = [
     "SGD", "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client",
-    "ClientClosed", "DataLoss", "DeadlineExceeded", "Depth", "DepthResult", "Distillation", "EmbeddedClient", "FailedPrecondition", "ForkedClient", "HeadDescription",
+    "ClientClosed", "DataLoss", "DeadlineExceeded", "Depth", "DepthResult", "Distillation", "EmbedResult", "EmbeddedClient", "FailedPrecondition", "ForkedClient", "HeadDescription",
     "HeadDevice", "HeadHistory", "HeadSpec", "HeadState", "Internal", "InvalidArgument", "LossOptions", "LossResult", "LossdError",
-    "MemoryUsage", "NonFinite", "NotFound", "Objective", "ObjectiveSums", "Paging", "PeerDescription", "PendingLoss", "PermissionDenied", "RankDescription",
+    "MemoryUsage", "NonFinite", "NotFound", "Objective", "ObjectiveSums", "Paging", "PeerDescription", "PendingLoss", "PendingRows", "PermissionDenied", "RankDescription",
     "ResourceExhausted", "Restarted",
     "RetryOptions", "RowRange", "SaveProgress", "SavedCheckpoint", "ServerDescription", "SliceLimits",
     "StepDiscarded", "StepResult", "StreamDescription", "StreamList", "TensorFile", "Unauthenticated", "Unavailable", "Unimplemented", "__version__", "embedded",

@@ -61,6 +61,7 @@ class RowMemory(ABC):
 
     nbytes: int
     device: str = ""  # the GPU, "GPU-..."; "": memory of the host
+    is_sent = True  # whether slices bring the rows
 
     def wait(self) -> None:
         """Blocks until the memory says that it may be read, if it can say that."""
@@ -108,6 +109,32 @@ class HostRows(RowMemory):
 
     def zero(self, begin: int, end: int) -> None:
         self._bytes[begin:end] = 0
+
+
+class UnsentRows(RowMemory):
+    """Rows that slices name and do not bring, since the server has them: only the rows that come back have a place."""
+
+    is_sent = False
+    nbytes = 0
+
+    def __init__(self, device: str) -> None:
+        """`device`: of the memory that the rows come to."""
+        self.device = device
+
+    def read(self, begin: int, end: int) -> memoryview:
+        return memoryview(b"")
+
+    def write(self, begin: int, data: memoryview) -> None:
+        raise NotImplementedError
+
+    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
+        """The place in the region is taken for what comes back."""
+
+    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
+        raise NotImplementedError
+
+    def zero(self, begin: int, end: int) -> None:
+        raise NotImplementedError
 
 
 class PairedRows(RowMemory):
@@ -396,10 +423,11 @@ def as_floats(name: str, values: ArrayLike | None) -> NDArray[np.float32] | None
     return array
 
 
-def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, int], hidden: RowMemory | None) -> tuple[Any, RowMemory | None]:
+def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, int], hidden: RowMemory | None,
+                  name: str = "grad_hidden") -> tuple[Any, RowMemory | None]:
     """The array that gradients go to, and its rows; None: they are not wanted.
 
-    `hidden`: the rows whose gradients they are, on the same device; None: the server has them.
+    `hidden`: the rows whose gradients they are, on the same device; None: the server has them. `name`: of the argument.
     """
     element = types.NUMPY_DTYPES[kind]
     if isinstance(wanted, bool):
@@ -408,26 +436,27 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, int], hidden: RowM
         array = np.empty(shape, element) if wanted else None
         return array, None if array is None else HostRows(array)
     if is_cuda_array(wanted):
-        rows = CudaRows("grad_hidden", wanted)
-        _check_gradient(rows.shape, rows.dtype, shape, element, rows.dtype.itemsize == element.itemsize == 2)
+        rows = CudaRows(name, wanted)
+        _check_gradient(name, rows.shape, rows.dtype, shape, element, rows.dtype.itemsize == element.itemsize == 2)
         if rows.read_only:
-            raise errors.InvalidArgument("grad_hidden is a CUDA array that is not writeable")
+            raise errors.InvalidArgument(f"{name} is a CUDA array that is not writeable")
         if hidden is not None and hidden.device != rows.device:
-            raise errors.InvalidArgument(f"grad_hidden is on {rows.device}; hidden is on {hidden.device or 'the host'}")
+            raise errors.InvalidArgument(f"{name} is on {rows.device}; hidden is on {hidden.device or 'the host'}")
         return wanted, rows
-    _check_gradient(wanted.shape, wanted.dtype, shape, element)
+    _check_gradient(name, wanted.shape, wanted.dtype, shape, element)
     if not wanted.flags.c_contiguous or not wanted.flags.writeable:
-        raise errors.InvalidArgument("grad_hidden must be C-contiguous and writeable")
+        raise errors.InvalidArgument(f"{name} must be C-contiguous and writeable")
     if hidden is not None and hidden.device:
-        raise errors.InvalidArgument(f"grad_hidden is on the host; hidden is on {hidden.device}")
+        raise errors.InvalidArgument(f"{name} is on the host; hidden is on {hidden.device}")
     return wanted, HostRows(wanted)
 
 
-def _check_gradient(shape: tuple[int, ...], dtype: Any, needed_shape: tuple[int, int], needed: Any, bits: bool = False) -> None:
+def _check_gradient(name: str, shape: tuple[int, ...], dtype: Any, needed_shape: tuple[int, int], needed: Any,
+                    bits: bool = False) -> None:
     """`bits`: any dtype of as many bits will do, as for bf16."""
     if tuple(shape) != needed_shape or not (bits or dtype == needed):
         raise errors.InvalidArgument(
-            f"grad_hidden has shape {tuple(shape)} and dtype {dtype}; {needed_shape} and {needed} are needed")
+            f"{name} has shape {tuple(shape)} and dtype {dtype}; {needed_shape} and {needed} are needed")
 
 
 def row_arrays(names: Iterable[RowOutput], rows: int) -> dict[RowOutput, NDArray[Any]]:

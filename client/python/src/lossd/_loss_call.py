@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 
 from lossd import _connections, errors
 from lossd._connections import Connection, Connections, Deadline
@@ -20,7 +20,7 @@ from lossd._plan import Rows, SliceRule, make_slice_rule
 from lossd._wire import SlicePlaces
 from lossd._stream import LossStream
 from lossd._work import Work
-from lossd.types import LossResult
+from lossd.types import EmbedResult, LossResult
 from lossd.v1 import head_pb2, types_pb2
 
 
@@ -170,7 +170,7 @@ class SliceRules:
             raise
         if description.spec.hidden_size != self._work.hidden_size:
             raise errors.InvalidArgument(
-                f'hidden: a row has {self._work.hidden_size} elements, but head "{self._work.head}" has '
+                f'{self._work.rows_argument}: a row has {self._work.hidden_size} elements, but head "{self._work.head}" has '
                 f"{description.spec.hidden_size}")
         return self._head_cache.learn(description)
 
@@ -441,15 +441,20 @@ class LossCall:
             raise errors.Cancelled("cancelled by the caller")
 
 
-class PendingLoss:
-    """A loss computation under way. Its memory, inputs and outputs, is in use until it is done."""
+R = TypeVar("R")
 
-    def __init__(self, call: LossCall, result: Callable[[LossResult], LossResult]) -> None:
+
+class Pending(Generic[R]):
+    """A computation under way. Its memory, inputs and outputs, is in use until it is done."""
+
+    _WHAT = "the loss"
+
+    def __init__(self, call: LossCall, result: Callable[[LossResult], R]) -> None:
         self._call = call
         self._result = result
 
     def __repr__(self) -> str:
-        return f"<lossd.PendingLoss, {'done' if self.done() else 'under way'}>"
+        return f"<lossd.{type(self).__name__}, {'done' if self.done() else 'under way'}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a loss computation that is under way cannot be copied or pickled; copy what its wait() returns")
@@ -458,7 +463,7 @@ class PendingLoss:
         """Whether wait() would return at once."""
         return self._call.outcome.done()
 
-    def wait(self, timeout: float | None = None) -> LossResult:
+    def wait(self, timeout: float | None = None) -> R:
         """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
 
         TimeoutError after `timeout` seconds; the computation goes on. An interrupt (KeyboardInterrupt) ends the
@@ -471,9 +476,22 @@ class PendingLoss:
             self._call.outcome.await_end()
             raise
         if not ended:
-            raise TimeoutError(f"the loss is not there after {timeout} s")
+            raise TimeoutError(f"{self._WHAT} is not there after {timeout} s")
         return self._result(self._call.outcome.result())
 
     def cancel(self) -> None:
         """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""
         self._call.cancel()
+
+
+class PendingLoss(Pending[LossResult]):
+    """A loss computation under way. Its memory, inputs and outputs, is in use until it is done."""
+
+
+class PendingRows(Pending[EmbedResult]):
+    """Rows of an embedding on their way. The memory that they go to is in use until they are there."""
+
+    _WHAT = "the last row"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("rows that are on their way cannot be copied or pickled; copy what wait() returns")

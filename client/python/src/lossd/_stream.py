@@ -245,9 +245,10 @@ class LossStream:
                 self._answers.replace(rows, parts)
                 left.extendleft(reversed(parts))
                 continue
-            self.sent_bytes += len(rows) * row_bytes
+            sent = len(rows) * row_bytes if hidden.is_sent else 0
+            self.sent_bytes += sent
             if offset is None:
-                self._connections.count_moved(len(rows) * row_bytes)
+                self._connections.count_moved(sent)
                 yield encode_slice(hidden, rows, row_bytes)
             else:
                 yield encode_slice_in_region(rows, row_bytes, offset)

@@ -33,7 +33,8 @@ _MAX_ROWS = 2**31 - 1
 _IGNORED: dict[RowOutput, int] = {"loss": 0, "lse": 0, "entropy": 0, "logprob": 0, "argmax": -1}
 
 
-def _rows_per_stream(max_message_bytes: int, bytes_per_row: int) -> int:
+def rows_per_stream(max_message_bytes: int, bytes_per_row: int) -> int:
+    """How many rows a first message has room for, with so many bytes for each."""
     open_bytes = min(max(max_message_bytes, _OPEN_OVERHEAD + 1024), _MAX_OPEN_BYTES)
     return (open_bytes - _OPEN_OVERHEAD) // bytes_per_row
 
@@ -79,6 +80,8 @@ class StreamPlan:
 
 
 class Work(ABC):
+    rows_argument = "hidden"  # the caller's name of the rows, for errors
+
     def __init__(self, *, head: str, step: int | None, id: int, accumulate: bool, in_step: bool, rows: int,
                  hidden_size: int, element_size: int, outputs: Outputs, run: str) -> None:
         """`in_step`: what the call does ends with the gradients of the step (AnswerCheck). `run`: the client's."""
@@ -265,7 +268,7 @@ class ForwardWork(Work):
         named = self._classes.shape[1] if self._classes is not None and self._classes.ndim == 2 else 0
         soft = self._soft.count if self._soft is not None else 0
         row_bytes = 8 + 4 * (len(self._numbers) + named) + 8 * soft
-        return split_ranges(self._valid, streams, _rows_per_stream(max_message_bytes, row_bytes))
+        return split_ranges(self._valid, streams, rows_per_stream(max_message_bytes, row_bytes))
 
     def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
              room: Room | None = None) -> StreamPlan:
@@ -365,7 +368,7 @@ class BackwardWork(Work):
 
     def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
         # No row is known to be ignored.
-        return split_ranges(np.ones(self.rows, np.bool_), streams, _rows_per_stream(max_message_bytes, 12))
+        return split_ranges(np.ones(self.rows, np.bool_), streams, rows_per_stream(max_message_bytes, 12))
 
     def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
              room: Room | None = None) -> StreamPlan:

@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _connections, _contexts, _regions, _run, _wire, errors, types
 from lossd._connections import ConnectionOptions, Connections, Deadline
+from lossd._embedding import EmbeddingCalls
 from lossd._head_cache import HeadCache
-from lossd._head_calls import HeadCalls
 from lossd._interrupts import SIGNAL_SECONDS, Slots, run_apart
 from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss, StreamThreads
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
@@ -28,7 +28,7 @@ _SPARE_THREADS = 8  # for each connection: of the threads for computations with 
 _DEFAULT_OPTIONS = LossOptions()
 
 
-class Client(HeadCalls):
+class Client(EmbeddingCalls):
     """Connections to a lossd server, which computes losses and gradients, and steps the heads that it owns.
 
         with lossd.Client("127.0.0.1:7070") as client:
@@ -36,7 +36,7 @@ class Client(HeadCalls):
             result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
             client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
 
-    compute_loss and backward compute; create_head, reset_head, describe_head, list_heads and delete_head are about heads;
+    compute_loss and backward compute; embed and add_row_gradients are for a weight that serves as an embedding; create_head, reset_head, describe_head, list_heads and delete_head are about heads;
     read_tensor, write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open
     step; save_checkpoint, list_checkpoints, load_checkpoint and delete_checkpoint about checkpoints. lossd.torch has a
     module and an optimizer for PyTorch on top.
@@ -404,6 +404,18 @@ class Client(HeadCalls):
 
     def _start(self, work: Work, gradients: tuple[Any, list[Any]], streams: int | None, slice_bytes: int | None,
                timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
+        call = self._launch(work, streams, slice_bytes, timeout, ready)
+
+        def finish(result: LossResult) -> LossResult:
+            result.grad_hidden, of_depths = gradients
+            for depth, gradient in zip(result.depths, of_depths):
+                depth.grad_hidden = gradient
+            return result
+
+        return PendingLoss(call, finish)
+
+    def _launch(self, work: Work, streams: int | None, slice_bytes: int | None, timeout: float | None,
+                ready: Callable[[], None] | None) -> LossCall:
         call = LossCall(self._core, work, CallOptions(
             streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)
         while not self._pending_slots.take(min(call.deadline.left(), SIGNAL_SECONDS)):
@@ -420,14 +432,7 @@ class Client(HeadCalls):
         except BaseException:  # an interrupt
             call.cancel()
             raise
-
-        def finish(result: LossResult) -> LossResult:
-            result.grad_hidden, of_depths = gradients
-            for depth, gradient in zip(result.depths, of_depths):
-                depth.grad_hidden = gradient
-            return result
-
-        return PendingLoss(call, finish)
+        return call
 
     def _forget(self, call: LossCall) -> None:
         with self._lock:

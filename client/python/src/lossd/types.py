@@ -476,6 +476,7 @@ class LossResult(Shown):
 
     incarnation: int = field(default=0, repr=False)  # where the server stood
     step: int = 0
+    weights_version: int = field(default=0, repr=False)  # of the weights that were used; 0 from servers that do not say
 
     queue_seconds: float = field(default=0.0, repr=False)  # summed over slices: waiting for the device
     compute_seconds: float = field(default=0.0, repr=False)  # summed over slices: on the device
@@ -518,3 +519,20 @@ class LossResult(Shown):
         self.compute_seconds += summary.compute_seconds
         self.incarnation = summary.state.incarnation
         self.step = summary.state.step
+        self.weights_version = summary.state.weights_version
+
+
+@dataclass(repr=False)
+class EmbedResult(Shown):
+    """Rows of a head's weight, and the weights that they are of."""
+
+    rows: Any  # [N, D]: row n is that of id n. Of the dtype that was asked for (bf16: uint16); `out` if that was given
+    step: int = 0  # that was open
+    incarnation: int = field(default=0, repr=False)  # of the server process
+    # Another number whenever the weights have changed within the server process; 0 from servers that do not say.
+    weights_version: int = field(default=0, repr=False)
+
+    wall_seconds: float = 0.0
+    received_bytes: int = field(default=0, repr=False)  # of rows, repeats included
+    streams: int = field(default=0, repr=False)
+    repeats: int = 0  # streams that were sent again

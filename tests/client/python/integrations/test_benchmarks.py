@@ -102,6 +102,22 @@ def test_pipelines_of_three_processes_learn_alike(tmp_path):
             assert entry["name"] in output and not entry["mps"] and entry["slack"] == 1
 
 
+def test_a_tied_model_whose_first_stage_has_rows_of_the_server_or_a_copy(tmp_path):
+    output = run("pipeline_bench.py", f"--lossd={os.environ['LOSSD_BINARY']}", "--gpus=2", "--layers=2", "--steps=3",
+                 "--kinds=colocated,local", "--gradients=exact", "--schedules=overlapped 1F1B", "--embeddings=own,rows,exchange",
+                 f"--json={tmp_path / 'out.json'}", *SMALL)
+    result = json.loads((tmp_path / "out.json").read_text())
+    entries = {entry["embedding"]: entry for entry in result["configurations"] if entry["kind"] == "colocated"}
+    assert set(entries) == {"own", "rows", "exchange"}
+    assert result["agreement"]["agree"], output
+    for entry in entries.values():
+        assert max(result["agreement"]["apart"][entry["name"]].values()) <= 1e-4, output
+    rows, exchange, own = (entries[name]["losses"] for name in ("rows", "exchange", "own"))
+    assert rows == pytest.approx(exchange, abs=1e-5) and rows[-1] < rows[0]
+    assert abs(rows[-1] - own[-1]) > 1e-4  # another model learns otherwise
+    assert {each["embedding"] for each in result["fastest"]} == set(entries)
+
+
 def mps_control(folder, status=0):
     program = folder / "control"
     program.write_text(CONTROL.format(calls=folder / "calls", status=status))

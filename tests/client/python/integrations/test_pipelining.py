@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import lossd
-from lossd.torch import HeadOptimizer, LossHead, PipelineLoss
+from lossd.torch import HeadOptimizer, LossHead, PipelineLoss, ServedEmbedding
 
 
 # Two stages in two processes.
@@ -111,6 +111,87 @@ def test_schedules(server, client, make_head, seed, schedule, scale_grads, order
         for ours, theirs in zip(by_rank[rank][1], modules[rank].parameters()):
             np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
     np.testing.assert_allclose(client.read_tensor(name), modules[2].weight.detach().numpy(), atol=1e-5)
+
+
+class FirstStage(torch.nn.Module):
+    """Rows of the head's weight for token ids, and layers behind them."""
+
+    def __init__(self, embedding, behind):
+        super().__init__()
+        self.embedding, self.behind = embedding, behind
+
+    def forward(self, ids):
+        return self.behind(self.embedding(ids))
+
+
+def token_ids(seed):
+    return torch.randint(0, V, (STEPS, N), generator=torch.Generator().manual_seed(seed + 2))
+
+
+def run_stage_of_tied_model(rank, target, name, schedule_name, scale_grads, seed):
+    """The first stage has the embedding, the last one the loss, of one matrix that the server owns."""
+    from torch.distributed import pipelining
+    module = layers(seed)[rank]
+    (_, targets), ids = data(seed), token_ids(seed)
+    with lossd.Client(target) as client:
+        if rank == 0:
+            head = ServedEmbedding(client, name, rank=1, world_size=2, n_microbatches=MICROBATCHES, scale_grads=scale_grads,
+                                   process_group=None)
+            stage_module, loss_fn = FirstStage(head, module), torch.nn.functional.cross_entropy  # which this stage does not call
+        else:
+            head = LossHead(client, name, normalizer=None if scale_grads else N, rank=0, world_size=2, process_group=None)
+            stage_module, loss_fn = module, PipelineLoss(head, n_microbatches=MICROBATCHES, scale_grads=scale_grads)
+        stage = pipelining.PipelineStage(stage_module, rank, 2, torch.device("cpu"))
+        schedule = schedule_class(schedule_name)(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=scale_grads)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        head_optimizer = HeadOptimizer(head, lr=0.5, algorithm="sgd")
+        losses, norms = [], []
+        for step in range(STEPS):
+            of_step = []
+            optimizer.zero_grad()
+            if rank == 0:
+                for part in ids[step].chunk(MICROBATCHES):
+                    head.prefetch(part)
+                schedule.step(ids[step])
+            else:
+                schedule.step(target=targets[step], losses=of_step)
+            torch.distributed.barrier()  # both have had their backward passes
+            norms.append(head_optimizer.load_grad_norm())
+            torch.distributed.barrier()  # both have read the norm
+            head_optimizer.step()
+            optimizer.step()
+            losses.append(sum(loss.item() for loss in of_step) / (MICROBATCHES if scale_grads else 1))
+    return losses, norms, [p.detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("schedule, scale_grads", [
+    ("ScheduleGPipe", True), ("Schedule1F1B", True), ("Schedule1F1B", False), ("Overlapped1F1B", True)])
+def test_a_tied_model_whose_rows_are_served(server, deterministic_server, seed, schedule, scale_grads, deterministic):
+    target, name = (deterministic_server if deterministic else server).target, f"tied-{schedule}-{scale_grads}"
+    with lossd.Client(target) as client:
+        client.create_head(name, hidden_size=D, vocab_size=V, compute_dtype="fp32", if_exists="reset")
+        first, second = layers(seed)
+        (_, targets), ids = data(seed), token_ids(seed)
+        weight = torch.nn.Parameter(torch.from_numpy(client.read_tensor(name)))
+        optimizer = torch.optim.SGD([weight, *first.parameters(), *second.parameters()], lr=0.5)
+        losses, norms = [], []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            hidden = second(first(torch.nn.functional.embedding(ids[step], weight)))
+            loss = torch.nn.functional.cross_entropy(hidden @ weight.T, targets[step])
+            loss.backward()
+            norms.append(weight.grad.norm().item())
+            optimizer.step()
+            losses.append(loss.item())
+        found = run_ranks(2, run_stage_of_tied_model, target, name, schedule, scale_grads, seed)
+        np.testing.assert_allclose(found[1][0], losses, rtol=1e-5)
+        for (_, norms_of_rank, parameters), module in zip(found, (first, second)):
+            np.testing.assert_allclose(norms_of_rank, norms, rtol=1e-4)
+            for ours, theirs in zip(parameters, module.parameters()):
+                np.testing.assert_allclose(ours, theirs.detach(), atol=1e-5)
+        np.testing.assert_allclose(client.read_tensor(name), weight.detach(), atol=1e-5)
+        client.delete_head(name)
 
 
 def test_bad_arguments(client, make_head):

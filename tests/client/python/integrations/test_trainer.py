@@ -63,7 +63,7 @@ def compare(ours, stock):
 
 def patch(model, client, head_name, kind, **options):
     return lossd.transformers.patch(model, client, head_name, compute_dtype="fp32",
-                                    tied="share" if kind == "tied" else "refuse", **options)
+                                    tied={"tied": "share", "rows": "rows"}.get(kind, "refuse"), **options)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -117,7 +117,7 @@ def make_trainer(kind, model, folder, data, tokenizer, **more):
 
 
 @pytest.mark.parametrize("kind, trainer_kind", [
-    ("llama", "Trainer"), ("tied", "Trainer"), ("gemma2", "SFTTrainer"), ("qwen", "SFTTrainer")])
+    ("llama", "Trainer"), ("tied", "Trainer"), ("rows", "Trainer"), ("gemma2", "SFTTrainer"), ("qwen", "SFTTrainer")])
 def test_training_resumes(client, head_name, data, tmp_path, tokenizer, kind, trainer_kind):
     """Interrupted after 5 of 8 steps; the head is even gone from the server meanwhile."""
     stock = make_model(kind)

@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen": ("Qwen3", {"tie_word_embeddings": False}),
     "gemma2": ("Gemma2", {"tie_word_embeddings": False, "final_logit_softcapping": 2.0}),
     "tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "rows": ("Qwen2", {"tie_word_embeddings": True}),  # whose embeddings ask the server for rows
 }
 
 

@@ -134,6 +134,29 @@ def check_labels(labels: NDArray[np.int32], vocab_size: int, ignore_index: int) 
                                  types_pb2.ErrorDetail(field=field, value=value))
 
 
+def check_ids(ids: Any) -> None:
+    """TypeError or RuntimeError if they cannot be ids of rows."""
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(f"ids is {_a(ids)}; it must be a tensor: torch.as_tensor(ids)")
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+        raise TypeError(f"ids is {ids.dtype}; it must hold integers: use ids.long()")
+    if _is_transformed(ids):
+        raise RuntimeError("ids is inside a function transform of torch.func (grad, vmap, jvp, ...), which cannot pass through "
+                           "a server")
+
+
+def ids_of_rows(ids: torch.Tensor, vocab_size: int) -> NDArray[np.int32]:
+    """One behind the other. InvalidArgument if one is no row of the weight."""
+    array: NDArray[Any] = ids.detach().to("cpu").numpy()
+    wrong = (array < 0) | (array >= vocab_size)
+    if wrong.any():
+        place = tuple(int(each) for each in np.argwhere(wrong)[0])
+        field, value = f"ids[{', '.join(map(str, place))}]", str(array[place])
+        raise errors.InvalidArgument(f"{field} must be in [0, {vocab_size}), got {value}",
+                                     types_pb2.ErrorDetail(field=field, value=value))
+    return as_targets(array.reshape(-1), "ids")
+
+
 # ---- What travels ----
 
 
@@ -157,9 +180,14 @@ def weights(row_weights: torch.Tensor | None) -> NDArray[np.float32] | None:
 
 def autocast(hidden: torch.Tensor) -> torch.Tensor:
     """As a linear layer would take it."""
-    find = _autocast_dtype if hasattr(torch, "get_autocast_dtype") else _old_autocast_dtype
-    dtype = find(hidden.device.type)
+    dtype = autocast_dtype(hidden.device)
     return hidden if dtype is None or hidden.dtype is dtype else hidden.to(dtype)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """None: there is no autocast for the device."""
+    find = _autocast_dtype if hasattr(torch, "get_autocast_dtype") else _old_autocast_dtype
+    return find(device.type)
 
 
 def _autocast_dtype(kind: str) -> torch.dtype | None:
@@ -204,7 +232,12 @@ Place: TypeAlias = Literal["host", "device"]  # where a CUDA tensor's rows are w
 
 def place_of(tensor: torch.Tensor, client: lossd.Client) -> Place:
     """The device if the client can copy from there to the server's GPU; may open the memory that takes."""
-    return "device" if tensor.device.type == "cuda" and client.shares_gpu(tensor.device.index) else "host"
+    return place_on(tensor.device, client)
+
+
+def place_on(device: torch.device, client: lossd.Client) -> Place:
+    """place_of() of tensors on a device."""
+    return "device" if device.type == "cuda" and client.shares_gpu(device.index) else "host"
 
 
 @dataclass(frozen=True)
@@ -277,8 +310,14 @@ def as_sent(tensor: torch.Tensor) -> Any:
 
 def settle(memory: torch.Tensor | None) -> None:
     """Blocks until nothing that was enqueued before uses memory that was just made."""
-    if memory is not None and memory.device.type == "cuda":
-        _work_so_far(memory.device)()
+    wait = None if memory is None else settled(memory)
+    if wait is not None:
+        wait()
+
+
+def settled(memory: torch.Tensor) -> Callable[[], None] | None:
+    """What does so; None: nothing can."""
+    return _work_so_far(memory.device) if memory.device.type == "cuda" else None
 
 
 def _work_so_far(device: torch.device) -> Callable[[], None]:

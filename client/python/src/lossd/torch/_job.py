@@ -54,6 +54,16 @@ class GradientScale:
     def applied(self, step: int) -> float:
         return self.replicas * self.schedule * self.of_losses(step)
 
+    def of_rows(self, step: int) -> float:
+        """What multiplies a gradient of rows of an embedding when it is added to the server's, which lacks what losses were
+        multiplied by after forward, as this one does not. Losses that have their backward later have to be multiplied alike.
+
+        0 if the losses of the step were multiplied by 0: what is added then is lost.
+        """
+        factor = self.of_losses(step)
+        self.meet_loss(step, factor)
+        return 1.0 / factor if factor else 0.0
+
     def of_finished_gradient(self, step: int) -> float:
         """What multiplies a gradient that lacks nothing, and that every rank adds, when it is added to the server's."""
         undone = self._copies * self.replicas * self.schedule * self.of_losses(step)

@@ -59,6 +59,7 @@ class StepTracker:
         self._passed_over = False  # some failed and are not missed
         self._lost: str | None = None  # why the server has none of them any more
         self._waiting: set[int] = set()  # of those: the loss had no backward() yet
+        self._lost_rows: set[int] = set()  # microbatches of gradients of rows whose call has failed
         self._contribution: int | None = None  # the number of a gradient from elsewhere that is being added
         self._contributions: set[int] = set()  # numbers of those added
 
@@ -107,6 +108,12 @@ class StepTracker:
         with self._lock:
             if number < _APART:
                 self._gaps.add(number)
+
+    def failed_rows(self, number: int) -> None:
+        """The call of a gradient of rows of an embedding has ended with an error. It cannot be computed again."""
+        with self._lock:
+            self._lost_rows.add(number)
+            self._failed.discard(number)
 
     def lost(self, why: str) -> None:
         """The server has nothing of this step any more."""
@@ -203,13 +210,17 @@ class StepTracker:
         """RuntimeError if a gradient would be applied, or lost, that the trainer does not know of."""
         with self._lock:
             failed, waiting, lost = sorted(self._failed), sorted(self._waiting), self._lost
-            contribution = self._contribution
+            contribution, lost_rows = self._contribution, sorted(self._lost_rows)
         if lost is not None:
             raise RuntimeError(f"{what}: step {self.step} is lost ({lost}). Start it again: load a checkpoint and call "
                                "LossHead.sync(), or discard the step with HeadOptimizer.discard()")
         if contribution is not None:
             raise RuntimeError(f"{what}: a gradient for step {self.step} failed to be added; add it again, or discard "
                                "the step with HeadOptimizer.discard()")
+        if lost_rows:
+            raise RuntimeError(
+                f"{what}: a gradient of rows of the embedding, microbatch {lost_rows[0]} of step {self.step}, failed to be "
+                "added: discard the step with HeadOptimizer.discard()")
         if failed:
             raise RuntimeError(
                 f"{what}: microbatch {failed[0]} of step {self.step} failed, or is not finished. Compute it again with "
@@ -231,10 +242,14 @@ class StepTracker:
         """RuntimeError if something before this microbatch has failed: a deterministic server would wait for it."""
         with self._lock:
             failed, contribution = min(self._gaps, default=number), self._contribution
+            lost_rows = min(self._lost_rows, default=number)
         waits = f"and a deterministic server keeps microbatch {number} waiting for it"
         if contribution is not None and contribution < number < _APART:
             raise RuntimeError(f"a gradient for step {self.step} failed to be added, {waits}. Add it again, or discard the "
                                "step with HeadOptimizer.discard()")
+        if lost_rows < number < _APART:
+            raise RuntimeError(f"a gradient of rows of the embedding, microbatch {lost_rows} of step {self.step}, failed to be "
+                               f"added, {waits}. Discard the step with HeadOptimizer.discard()")
         if failed < number < _APART:
             raise RuntimeError(f"microbatch {failed} of step {self.step} failed, {waits}. Compute it again with "
                                f"head(..., microbatch={failed}), or discard the step with HeadOptimizer.discard()")

@@ -18,6 +18,7 @@ from lossd._plan import listed
 from lossd.torch import _data_parallel, _depths, _input, _modes, _step_tracker
 from lossd.torch._depths import DepthLosses
 from lossd.torch._modes import outside_of_compile
+from lossd.torch._row_gradients import RowGradients
 from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput
 from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction, Rest
@@ -139,6 +140,7 @@ class LossHead(torch.nn.Module):
                                  self.parallel.size if world_size is None else world_size)
         self.continuation = _step_tracker.Continuation(client, head, self.steps, description)
         self.watch = _step_tracker.Watch(client.target, head)
+        self.row_gradients = RowGradients(self.steps)  # of a ServedEmbedding, on their way
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
         self._states = _step_tracker.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
@@ -172,10 +174,14 @@ class LossHead(torch.nn.Module):
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
         """As of any module; requires_grad_() of one that holds this one is noticed here."""
+        self.heed_requires_grad()
+        return super().named_modules(memo, prefix, remove_duplicate)
+
+    def heed_requires_grad(self) -> None:
+        """If requires_grad_() of a module is collecting its parameters now, it holds for the head."""
         wanted = _modes.wanted_of_parameters()
         if wanted is not None and not (wanted and self._frozen_on_server):
             self.train_head = wanted
-        return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
         """What repr() shows: the head, its shape and the options that are not as usual."""
@@ -185,6 +191,11 @@ class LossHead(torch.nn.Module):
         unusual = [f"{name}={value!r}" for name, (value, default) in (own | options).items() if value != default]
         return ", ".join([f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}",
                           *unusual])
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        """Whether its rows are some classes of a larger vocabulary."""
+        return self._classes is not None
 
     @property
     def step(self) -> int:
@@ -201,6 +212,7 @@ class LossHead(torch.nn.Module):
 
     def begin_again(self) -> None:
         """sync(), where nobody has applied a step."""
+        self.row_gradients.drop()
         description = self.client.describe_head(self.head_name)  # if this fails, nothing has changed
         self.client.acknowledge_restart(self.head_name)
         self.steps.advance(description.state.step)
@@ -401,8 +413,7 @@ class LossHead(torch.nn.Module):
             if normalizers is not None and len(normalizers) != len(rows.labels):
                 raise ValueError(f"normalizers has {len(normalizers)} numbers for {len(rows.labels)} depths")
             if plan.joins_step:
-                self._settle_left_over()
-                self.continuation.begin()
+                self.join_step()
         depths = rows.depths(self._normalizers(rows.labels, normalizers, together))
         job = Job(self, tuple(_input.autocast(part) for part in rows.parts), np.concatenate(rows.labels), rows.row_weights, plan,
                   self._number(plan, microbatch), self.options, {}, depths=depths)
@@ -446,8 +457,7 @@ class LossHead(torch.nn.Module):
             labels = _input.labels(targets, self.shift, self.options.ignore_index)
             _input.check_labels(labels, self._most_label, self.options.ignore_index)
             if plan.joins_step:
-                self._settle_left_over()
-                self.continuation.begin()
+                self.join_step()
         total = self._normalizer(labels, normalizer, together)
         wire = _input.autocast(hidden)
         number = self._number(plan, microbatch)
@@ -501,6 +511,11 @@ class LossHead(torch.nn.Module):
             has_some = head.step_microbatches + head.step_contributions + head.retained_microbatches > 0  # not after a reset
             return (sent, earlier) if has_some else (0, None)
         return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
+
+    def join_step(self) -> None:
+        """Before something of this trainer joins the open step: what an earlier one has left is settled, what is continued said."""
+        self._settle_left_over()
+        self.continuation.begin()
 
     def _settle_left_over(self) -> None:
         """Begins the step again if all that is in it is an earlier LossHead's of this program; else RuntimeError."""

@@ -14,11 +14,12 @@ from lossd import errors
 from lossd._arrays import known_arguments
 from lossd.torch import _step_tracker
 from lossd.torch._stand_in import Gradient, Notes, StandIn
+from lossd.torch.embedding import ServedEmbedding
 from lossd.torch.head import LossHead
 
 
 class HeadOptimizer(torch.optim.Optimizer):
-    """Applies optimizer steps to a LossHead's weights on the server; looks like a torch optimizer.
+    """Applies optimizer steps to the weights of a LossHead or a ServedEmbedding on the server; looks like a torch optimizer.
 
         optimizer = lossd.torch.HeadOptimizer(head, lr=1e-3, weight_decay=0.1)
         ...
@@ -45,13 +46,14 @@ class HeadOptimizer(torch.optim.Optimizer):
     steps_a_head = True
 
     @known_arguments
-    def __init__(self, head: LossHead, *, lr: float, algorithm: Literal["adamw", "sgd"] = "adamw",
+    def __init__(self, head: LossHead | ServedEmbedding, *, lr: float, algorithm: Literal["adamw", "sgd"] = "adamw",
                  betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
                  momentum: float = 0.0, dampening: float = 0.0, nesterov: bool = False, decay_vectors: bool = False,
                  lazy_rows: bool = False, skip_non_finite: bool = False, device: torch.device | str | None = None,
                  continues: bool = False) -> None:
         """
         Args:
+          head: a ServedEmbedding that was made from a LossHead has that one's optimizer: one is made of the two.
           lr, betas, eps, weight_decay: as torch.optim.AdamW.
           lr, momentum, dampening, nesterov, weight_decay: as torch.optim.SGD, with algorithm="sgd".
           decay_vectors: weight decay for bias and norm parameters too.
@@ -64,8 +66,11 @@ class HeadOptimizer(torch.optim.Optimizer):
             program. False: begin as a new torch optimizer does, with the first step; unless this program restores a
             state first: load_state_dict() of this or of the LossHead, or Client.load_checkpoint.
         """
+        if isinstance(head, ServedEmbedding):
+            head = head.head
         if not isinstance(head, LossHead):
-            raise TypeError(f"head is a {type(head).__name__}; it must be a LossHead: HeadOptimizer(head, lr=...)")
+            raise TypeError(f"head is a {type(head).__name__}; it must be a LossHead or a ServedEmbedding: "
+                            "HeadOptimizer(head, lr=...)")
         if algorithm not in ("adamw", "sgd"):
             raise ValueError(f"algorithm is {algorithm!r}; it must be 'adamw' or 'sgd'")
         self.stand_in = StandIn.on(device, self._gradient_now)
@@ -270,6 +275,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         for it.
         """
         head = self.head
+        head.row_gradients.settle()
         if head.steps.alone and head.steps.has_some_failures and not head.deterministic:
             if head.client.describe_head(head.head_name).step_rows == head.steps.rows:
                 head.steps.pass_over_failures()

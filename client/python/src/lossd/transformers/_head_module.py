@@ -33,7 +33,8 @@ class ServedHead(torch.nn.Module):
     """
 
     def __init__(self, loss_head: LossHead, layer: torch.nn.Linear, tied: TiedEmbedding | None,
-                 bias_aliases: list[torch.nn.Parameter]) -> None:
+                 bias_aliases: list[torch.nn.Parameter], serves_rows: bool = False) -> None:
+        """`serves_rows`: the input embeddings are rows of the weight too (ServedRows)."""
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
         # Not a submodule: its state is the tensors below.
@@ -48,6 +49,10 @@ class ServedHead(torch.nn.Module):
         # What an optimizer that was made before patch() has; not kept alive.
         object.__setattr__(self, "_before", {name: weakref.ref(getattr(layer, name)) for name in self._names})
         object.__setattr__(self, "_aliases", bias_aliases)  # parameters of other modules that are the bias
+        self.serves_rows = serves_rows
+        self._shared: weakref.ref[torch.Tensor] | None = None  # the weight as it was read last for a state_dict
+        self._shared_version: tuple[Any, ...] | None = None  # of _shared, as _version
+        self._loaded: torch.Tensor | None = None  # the weight that load_state_dict() has written
         self._copies: dict[str, torch.Tensor] = {}
         self._version: tuple[Any, ...] | None = None  # incarnation, weights_version, dtype, device of the copies
         self._captured: list[torch.Tensor] | None = None
@@ -63,13 +68,17 @@ class ServedHead(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, head={self.loss_head.head_name!r}, on a lossd server"
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(
+    def copy_error(self) -> TypeError:
+        """Of a copy of the model."""
+        return TypeError(
             f"head {self.loss_head.head_name!r} is on a lossd server, so a copy of the model cannot have it: leave lm_head out "
             "of peft's modules_to_save (it is trained on the server unless it is frozen), and average or copy the trunk alone")
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise self.copy_error()
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__deepcopy__(None)
+        raise self.copy_error()
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if self.tied is not None and name == "weight":
@@ -173,12 +182,34 @@ class ServedHead(torch.nn.Module):
                 "computed here could not train it. Give the model labels, use torch.no_grad() for logits, and call "
                 "lossd.transformers.attach(trainer) after making a Trainer. An adapter of peft cannot be put on it: leave "
                 "lm_head out of target_modules")
-        state = head.client.describe_head(head.head_name).state
-        version = state.incarnation, state.weights_version, like.dtype, like.device
+        version = self._version_like(like)
         if self._version != version:
             self._copies = self._read(self._names, like)
             self._version = version
         return self._copies[name]
+
+    def _version_like(self, like: torch.Tensor) -> tuple[Any, ...]:
+        """Of the server's weights, in the dtype and on the device of `like`."""
+        state = self.loss_head.client.describe_head(self.loss_head.head_name).state
+        return state.incarnation, state.weights_version, like.dtype, like.device
+
+    def shared_weight(self) -> torch.Tensor:
+        """The weight as the server has it, for a state_dict: one tensor for all modules that have it, while someone holds it."""
+        like = self.stand_ins["weight"]
+        version = self._version_like(like)
+        shared = None if self._shared is None or self._shared_version != version else self._shared()
+        if shared is None:
+            shared = self._read(["weight"], like)["weight"]
+            self._shared, self._shared_version = weakref.ref(shared), version
+        return shared
+
+    def load_shared_weight(self, weight: torch.Tensor) -> None:
+        """Of a state_dict, which may have it for several modules; collective with process_group."""
+        if self._loaded is not None and (weight is self._loaded or (
+                weight.data_ptr() == self._loaded.data_ptr() and weight.shape == self._loaded.shape)):
+            return
+        self._write("weight", weight)
+        self._loaded = weight
 
     def forget_copies(self) -> None:
         """Lets go of the memory of the weight's copy."""
@@ -188,6 +219,8 @@ class ServedHead(torch.nn.Module):
         tensors = {}
         if self.tied is not None:
             tensors["weight"] = self.tied.weight if keep_vars else self.tied.weight.detach()
+        if self.serves_rows:
+            tensors["weight"] = self.shared_weight()
         tensors.update(self._read([name for name in self._names if name not in tensors], self.stand_ins["weight"]))
         for name in self._names:
             destination[prefix + name] = tensors[name]
@@ -196,20 +229,27 @@ class ServedHead(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        head = self.loss_head
         for name in self._names:
             if self.tied is not None and name == "weight":
-                continue  # push_tied() follows
+                continue  # loaded() follows
             if prefix + name not in state_dict:
-                missing_keys.append(prefix + name)
-                continue
-            values = state_dict[prefix + name].detach().to("cpu", torch.float32).numpy()
-            if head.parallel.rank == 0:
-                head.client.write_tensor(head.head_name, name, np.ascontiguousarray(values))
-            head.parallel.barrier()
+                if not (self.serves_rows and name == "weight"):  # of the input embeddings
+                    missing_keys.append(prefix + name)
+            elif self.serves_rows and name == "weight":
+                self.load_shared_weight(state_dict[prefix + name])
+            else:
+                self._write(name, state_dict[prefix + name])
 
-    def push_tied(self) -> None:
-        """The embeddings were loaded: the head's weight becomes theirs."""
+    def _write(self, name: str, values: torch.Tensor) -> None:
+        """The server's tensor becomes this one. Collective with process_group."""
+        head = self.loss_head
+        if head.parallel.rank == 0:
+            head.client.write_tensor(head.head_name, name, np.ascontiguousarray(values.detach().to("cpu", torch.float32).numpy()))
+        head.parallel.barrier()
+
+    def loaded(self) -> None:
+        """A state_dict of the model was loaded: if its embeddings are here, the head's weight becomes theirs."""
+        self._loaded = None
         if self.tied is not None:
             if self.loss_head.parallel.rank == 0:
                 self.tied.push()
@@ -245,7 +285,7 @@ def base_of(model: Any) -> Any:
 
 # The head of a causal language model of transformers: found in the model, written to a server, and checked there.
 
-Tied = Literal["refuse", "part", "share"]
+Tied = Literal["refuse", "part", "share", "rows"]
 
 
 IfExists = Literal["error", "keep", "reset"]
@@ -258,6 +298,7 @@ class ModelHead:
     layer: Any  # a torch.nn.Linear, or what a model has in its place
     embedding: Any  # the weight of the input embeddings
     shared: bool  # the two have the same weight, and shall keep it
+    serves_rows: bool  # the two have the same weight, which shall be the server's alone
 
     @staticmethod
     def of(model: Any, tied: Tied) -> ModelHead:
@@ -273,11 +314,11 @@ class ModelHead:
         check_linear(type(model).__name__, layer)
         embedding = embedding.weight
         is_tied = layer.weight is embedding
-        if is_tied and tied not in ("part", "share"):
-            raise ValueError('the head shares its weights with the input embeddings; choose tied="part" or "share"')
+        if is_tied and tied not in ("part", "share", "rows"):
+            raise ValueError('the head shares its weights with the input embeddings; choose tied="part", "share" or "rows"')
         if is_tied and tied == "part":
             model.config.tie_word_embeddings = False
-        return ModelHead(layer, embedding, is_tied and tied == "share")
+        return ModelHead(layer, embedding, is_tied and tied == "share", is_tied and tied == "rows")
 
     @property
     def is_frozen(self) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from lossd.torch import ServedEmbedding
+
 IGNORED = -100  # transformers' own
 _SEQUENCES, _POSITIONS = 2, 8  # of a batch of the probe
 _SMALLEST, _LARGEST = -2.0, 2.0  # powers of 10 of the probe's logits
@@ -290,16 +292,20 @@ class ProbeBatch:
     @staticmethod
     def of(model: Any, classes: int) -> ProbeBatch:
         """Labels are below `classes`. Bounded: 16 tokens."""
-        embedding = model.get_input_embeddings().weight
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, ServedEmbedding):  # of ServedRows, whose weight is not here
+            rows, device = embedding.num_embeddings, embedding.weight_device
+        else:
+            rows, device = embedding.weight.shape[0], embedding.weight.device
         special = _special_tokens(model.config)
-        known = min(classes, embedding.shape[0])
+        known = min(classes, rows)
         usual = torch.tensor([token for token in range(min(known, 1 << 16)) if token not in special] or [0])
         generator = torch.Generator().manual_seed(7)
 
         def draw() -> torch.Tensor:
             return usual[torch.randint(0, len(usual), (_SEQUENCES, _POSITIONS), generator=generator)]
 
-        inputs, labels = {"input_ids": draw().to(embedding.device)}, draw().to(embedding.device)
+        inputs, labels = {"input_ids": draw().to(device)}, draw().to(device)
         labels[0, :2] = labels[1, 5] = IGNORED
         if takes(model, "token_type_ids") and takes(model, "pixel_values"):  # says which positions are text
             inputs["token_type_ids"] = torch.zeros_like(labels)

@@ -19,6 +19,7 @@ from lossd._arrays import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
 from lossd.transformers._head_module import IfExists, ModelHead, ServedHead, Tied, base_of, existing, head_options
 from lossd.transformers._logits import IGNORED, HeadPlace, inputs_without_labels, measure, random_tokens_loss
+from lossd.transformers._served_rows import InputPlaces
 
 
 @known_arguments
@@ -52,7 +53,12 @@ def patch(
       exist_ok: deprecated; as if_exists="keep".
       freeze: the head is not trained. Also what a head without requires_grad becomes; requires_grad_() of the model's head
         says so later.
-      tied, compute_dtype, optimizer_state, logits: as RemoteHeadCausalLM.
+      tied: what becomes of a head that shares its weight with the input embeddings. "rows": the server has the weight alone,
+        and the input embeddings ask it for rows (lossd.torch.ServedEmbedding), so that no copy is in the trainer. "share": the
+        trainer keeps a copy as its embeddings, and gradient and weight travel once a step (TiedEmbedding). "part": each goes
+        its own way, the head trained by the server, the embeddings by the trainer. "refuse": ValueError. A model whose weights
+        are not shared keeps its embeddings.
+      compute_dtype, optimizer_state, logits: as RemoteHeadCausalLM.
       verify: measure, and compare the loss of the tokens with the server's. False: what softcap and logit_scale or else the
         configuration say is believed, and labels are shifted.
       evaluation_logits: False: no logits come with the loss, under torch.no_grad() in evaluation neither. They are computed
@@ -71,6 +77,7 @@ def patch(
     head = ModelHead.of(model, tied)
     classes = head.layer.weight.shape[0]
     place = HeadPlace(model, head.layer)
+    inputs = InputPlaces(model, head.layer, head.embedding) if head.serves_rows else None
     path = measure(model, head.layer, place) if verify else None
     options = head_options(model, head, path, softcap, logit_scale)
     expected = random_tokens_loss(_loss_of(model), model, classes) if verify else 0.0
@@ -89,11 +96,14 @@ def patch(
         label_smoothing=label_smoothing, z_loss=z_loss, gradients=gradients, filter_epsilon=filter_epsilon,
         sample_threshold=sample_threshold, max_gradient_error=max_gradient_error, **options)
     tied_embedding = TiedEmbedding(loss_head, head.embedding) if head.shared else None
-    served = ServedHead(loss_head, head.layer, tied_embedding, _aliases_of_bias(model, head.layer))
+    served = ServedHead(loss_head, head.layer, tied_embedding, _aliases_of_bias(model, head.layer), head.serves_rows)
     served.evaluation_logits = evaluation_logits
     served.counts_items = path is None or path.counts_items
     place.put(served)
-    model.register_load_state_dict_post_hook(lambda *_: served.push_tied())
+    if inputs is not None:
+        inputs.put(served)
+        model.tie_weights = lambda *_, **__: None  # the server has one matrix
+    model.register_load_state_dict_post_hook(lambda *_: served.loaded())
     model.resize_token_embeddings = functools.partial(_no_resize, name)
     wrap_forward(model, served)
     if verify:
@@ -103,6 +113,9 @@ def patch(
         if not abs(got - expected) <= 2e-2 * abs(expected):
             place.put(head.layer)
             del model.forward, model.resize_token_embeddings
+            if inputs is not None:
+                inputs.put_back()
+                del model.tie_weights
             raise ValueError(
                 f"{type(model).__name__} gives a loss of {expected:.4f} for random tokens, its head on the server "
                 f"{got:.4f}: it computes its loss in a way that this function does not know")

@@ -63,7 +63,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
         Args:
           if_exists: as patch().
           move_norm: the final norm goes to the server too.
-          tied: what becomes of a head that shares its weights with the input embeddings. "part": each goes its own
+          tied: what becomes of a head that shares its weights with the input embeddings. "rows" is patch()'s alone. "part": each goes its own
             way, the head trained by the server, the embeddings by the trainer. "share": they stay one matrix, which
             the server trains; see `tied` of this object (lossd.torch.TiedEmbedding), and leave the embeddings out of
             the trainer's optimizer.
@@ -77,6 +77,8 @@ class RemoteHeadCausalLM(torch.nn.Module):
           label_smoothing, z_loss, gradients, filter_epsilon, sample_threshold, max_gradient_error: as LossHead.
         """
         super().__init__()
+        if tied == "rows":
+            raise ValueError('tied is "rows"; that is for lossd.transformers.patch(). RemoteHeadCausalLM takes "share" or "part"')
         head = ModelHead.of(model, tied)
         norm = _FinalNorm.find(model) if move_norm else None
         classes = head.layer.weight.shape[0]

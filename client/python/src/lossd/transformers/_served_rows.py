@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The input embeddings of a model whose head is on a lossd server, where the two have one weight: rows of the head's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from lossd.torch import ServedEmbedding
+from lossd.transformers._head_module import ServedHead
+
+_PROBES = 64  # rows with which a module is measured
+
+
+class ServedRows(ServedEmbedding):
+    """Stands in the place of a torch.nn.Embedding whose weight is that of the served head.
+
+    Its state_dict holds the weight, read from the server, the same tensor as that of the head's; load_state_dict writes it there.
+    The head's parameter stands for the weight of both: what freezes it freezes both.
+    """
+
+    def __init__(self, served: ServedHead, scale: float, padding_idx: int | None) -> None:
+        super().__init__(served.loss_head, scale=scale, padding_idx=padding_idx)
+        object.__setattr__(self, "served", served)  # a module of the model already
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise self.served.copy_error()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """As ServedHead.weight."""
+        return self.served.weight
+
+    @property
+    def weight_device(self) -> torch.device:
+        """Where the weight would be."""
+        return self.served.device
+
+    def requires_grad_(self, requires_grad: bool = True) -> ServedRows:
+        """Of the head's parameter, which stands for the weight of both."""
+        self.served.requires_grad_(requires_grad)
+        return self
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of ids, in the dtype of the model's weights."""
+        self.served.settle()
+        return super().forward(ids)
+
+    def _dtype_on(self, device: torch.device) -> torch.dtype:
+        return self.served.stand_ins["weight"].dtype
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.served.shared_weight()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
+                              missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
+        if prefix + "weight" in state_dict:
+            self.served.load_shared_weight(state_dict[prefix + "weight"])
+        else:
+            missing_keys.append(prefix + "weight")
+
+
+class InputPlaces:
+    """Where in a model its input embeddings are, and what they make of the rows of the weight."""
+
+    def __init__(self, model: Any, layer: Any, weight: torch.nn.Parameter) -> None:
+        """ValueError if a module has the weight, but does not look up its rows alone."""
+        self._model = type(model).__name__
+        self._places: list[tuple[torch.nn.Module, str, Any]] = []
+        self._scales: dict[int, float] = {}  # by id of the module
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                if child is not layer and any(each is weight for each in child._parameters.values()):
+                    self._places.append((parent, name, child))
+                    self._scales[id(child)] = self._measured(child, weight)
+
+    def put(self, served: ServedHead) -> None:
+        """The server's rows take the modules' place."""
+        made: dict[int, ServedRows] = {}  # of a module that is in several places
+        for parent, name, module in self._places:
+            if id(module) not in made:
+                made[id(module)] = ServedRows(served, self._scales[id(module)], module.padding_idx)
+                made[id(module)].train(module.training)
+            setattr(parent, name, made[id(module)])
+
+    def put_back(self) -> None:
+        """The modules are in their places again."""
+        for parent, name, module in self._places:
+            setattr(parent, name, module)
+
+    @torch.no_grad()
+    def _measured(self, module: Any, weight: torch.Tensor) -> float:
+        kind = type(module).__name__
+        if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
+            raise ValueError(f"{self._model} uses the weight of its head in a {kind} that is no plain embedding, so the server "
+                             'cannot serve its rows: choose tied="share" or "part"')
+        generator = torch.Generator().manual_seed(9)
+        ids = torch.randint(0, weight.shape[0], (_PROBES,), generator=generator).to(weight.device)
+        with _in_evaluation(module):
+            given = module(ids)
+        rows = weight[ids]
+        if given.shape != rows.shape or not rows.any():
+            raise ValueError(f"{self._model} has an embedding, a {kind}, that cannot be measured: it gives {tuple(given.shape)} for "
+                             f"{_PROBES} ids")
+        fitted = float((given.double() * rows.double()).sum() / rows.double().square().sum())
+        named = float(getattr(module, "embed_scale", None) or 1.0)
+        candidates = [1.0, named, float(torch.tensor(named, dtype=weight.dtype)), fitted]  # to the last digit, if it is named
+        scale = min(candidates, key=lambda each: float((given - rows * each).double().norm()))
+        tolerance = 4 * torch.finfo(weight.dtype).eps
+        if not float((given - rows * scale).double().norm()) <= tolerance * float(given.double().norm()):
+            raise ValueError(f"{self._model} has an embedding, a {kind}, that does more than multiply rows of the weight by a "
+                             'number, and the server gives rows alone: choose tied="share" or "part"')
+        return scale
+
+
+@contextlib.contextmanager
+def _in_evaluation(module: torch.nn.Module) -> Iterator[None]:
+    before = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(before)
