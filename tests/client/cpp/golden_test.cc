@@ -212,7 +212,7 @@ Call::Call(const json& call) {
         call,
         {"head", "step", "id", "accumulate", "hidden_size", "dtype", "targets", "row_weights", "options",
          "reduction", "normalizer", "grad_output", "retain", "grad_hidden", "row_results"},
-        {"classes", "top_k", "target_classes", "target_weights", "depths"});
+        {"classes", "top_k", "target_classes", "target_weights", "depths", "embedding"});
   }
   rows_ = call[backward ? "grad_loss" : "targets"].size();
   const uint64_t bytes = rows_ * call["hidden_size"].get<uint64_t>() * ElementSize(DTypeNamed(call["dtype"]));
@@ -238,6 +238,14 @@ void Call::MakeForward(const json& call) {
                          .accumulate_gradients = call["accumulate"],
                          .retain = call["retain"]};
   if (!call["normalizer"].is_null()) options.normalizer = call["normalizer"].get<double>();
+  if (call.contains("embedding")) {
+    const bool rows = call["embedding"] == "rows";
+    microbatch.embedding = rows ? v1::EMBEDDING_ROWS : v1::EMBEDDING_GRADIENTS;
+    if (rows) {
+      microbatch.hidden = nullptr;
+      options.grad_output.reset();
+    }
+  }
   for (const json& depth : call.value("depths", json::array())) {
     CheckMembers(depth, {"rows", "weight", "normalizer"});
     microbatch.depths.push_back({.rows = depth["rows"], .weight = depth["weight"]});
