@@ -100,9 +100,13 @@ std::string BenchText(const BenchSetup& setup, const BenchTotals& totals) {
   const auto quantile = [&summary](double q) { return HumanSeconds(SampleQuantile(summary.sorted, q)); };
   FieldList fields;
   fields.Add("head", absl::StrCat(setup.head, ", D = ", HumanCount(setup.hidden_size), ", ", setup.dtype));
-  fields.Add("computed", setup.what == "loss" ? "loss"
-                         : setup.what == "dx" ? "loss and dL/dx"
-                                              : "loss, dL/dx and dL/dW");
+  static const auto* const computed =
+      new std::map<std::string, std::string>{{"loss", "loss"},
+                                             {"dx", "loss and dL/dx"},
+                                             {"all", "loss, dL/dx and dL/dW"},
+                                             {"rows", "nothing: rows of the weight, as of an embedding"},
+                                             {"row-gradients", "sums of gradients of an embedding's rows"}};
+  fields.Add("computed", computed->at(setup.what));
   fields.Add(
       "load",
       absl::StrCat(setup.in_flight, " x ", HumanCount(setup.rows), " ", setup.data, " rows in flight, ",

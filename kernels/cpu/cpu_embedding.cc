@@ -21,14 +21,17 @@ int64_t CpuHead::OwnPlaceOf(const Chunk& chunk, int64_t gathered) const {
   return place >= 0 && place < classes_.rows ? place : -1;
 }
 
-absl::Status CpuHead::ComputeEmbedding(const Chunk& chunk, const RowOrder& order) {
+absl::Status CpuHead::ComputeEmbedding(Chunk& chunk, const RowOrder& order) {
+  const bool rows_go_out = chunk.options.embedding == Embedding::kRows;
+  chunk.choices = {{.what = rows_go_out ? "embedding rows" : "embedding gradients",
+                    .choice = rows_go_out ? "from the fp32 weight" : "added in order of rows"}};
   for (Slice& slice : chunk.slices) {
     slice.first_nonfinite_row = -1;
     slice.sums = LossSums();
     slice.sums.valid_rows =
         slice.rows - std::count(slice.targets, slice.targets + slice.rows, kIgnoredTarget);
   }
-  if (chunk.options.embedding == Embedding::kRows) return LookUpRows(chunk, order);
+  if (rows_go_out) return LookUpRows(chunk, order);
   GatherRowGradients(chunk, order);
   AddRowGradients(chunk, order);
   return absl::OkStatus();

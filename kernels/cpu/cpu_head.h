@@ -343,7 +343,7 @@ class CpuHead final : public CpuPooledKernels {
   void AccumulateWeight(const RowOrder& order);
 
   // ---- Chunks of an embedding (cpu_embedding.cc): all that is computed of one ----
-  absl::Status ComputeEmbedding(const Chunk& chunk, const RowOrder& order);
+  absl::Status ComputeEmbedding(Chunk& chunk, const RowOrder& order);
   absl::Status LookUpRows(const Chunk& chunk, const RowOrder& order);
   void GatherRowGradients(const Chunk& chunk, const RowOrder& order);
   void AddRowGradients(const Chunk& chunk, const RowOrder& order);

@@ -303,12 +303,13 @@ TEST_F(LossctlTest, Bench) {
   EXPECT_EQ(json["microbatches"], 20);
   EXPECT_EQ(json["rows"], 2000);
   EXPECT_GT(json["rows_per_second"], 0);
+  EXPECT_EQ(Run("bench head --microbatches 3 --what row-gradients").exit_code, 0);
   EXPECT_EQ(Json("describe head")["step_rows"], 0) << "gradients of the benchmark are discarded";
   ASSERT_EQ(Run("loss head --random 10 --accumulate").exit_code, 0);
   EXPECT_EQ(Run("bench head --microbatches 1").exit_code, 4) << "gradients of others are not";
   EXPECT_EQ(Run("bench head --microbatches 1 --what dx").exit_code, 0);
   EXPECT_EQ(Run("bench head --microbatches 1 --what rows").exit_code, 0);
-  EXPECT_EQ(Run("bench head --microbatches 1 --what row-gradients").exit_code, 0);
+  EXPECT_EQ(Run("bench head --microbatches 1 --what row-gradients").exit_code, 4) << "they would be mixed";
   EXPECT_EQ(Json("describe head")["step_rows"], 10);
   EXPECT_EQ(Run("bench none --microbatches 1").exit_code, 4);
 }
