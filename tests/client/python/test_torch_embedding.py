@@ -345,6 +345,29 @@ def test_what_is_refused(client, make_head, name):
     assert gradient.shape == rows.shape
 
 
+@pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
+def test_torch_compile(client, name):
+    """The graph is cut at the embedding, once, and gradients reach the server."""
+    graphs = []
+    embedding, trunk, (ids, _) = ServedEmbedding(LossHead(client, name)), make_trunk(), batch()
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.trunk = embedding, trunk
+
+        def forward(self, ids):
+            return self.trunk(torch.tanh(self.embedding(ids)))
+
+    def count(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(Model(), backend=count)
+    compiled(ids).sum().backward()
+    assert len(graphs) == 1 and client.describe_head(name).step_microbatches == 1
+
+
 def test_a_gradient_that_fails(client, name):
     """The step says what is lost, and is discarded."""
     head = LossHead(client, name)
