@@ -462,6 +462,18 @@ def test_two_trainers_that_are_stages_of_a_pipeline(server, client, name):
         torch.testing.assert_close(found, local.embedding.weight.float().detach(), atol=2e-4, rtol=1e-3)
 
 
+def test_two_trainers_that_do_not_say_so(server, client, name):
+    """The other one has the microbatch already: the error says what is missing."""
+    with lossd.Client(server.target) as other:
+        head, embedding, (ids, targets) = LossHead(client, name), ServedEmbedding(other, name), batch()
+        rows = embedding(ids)
+        head(rows.detach().requires_grad_(), targets).backward()
+        with pytest.raises(lossd.FailedPrecondition, match="several trainers of one head need process_group=, or rank="):
+            rows.sum().backward()
+        before = client.describe_head(name)
+        assert (before.step_microbatches, before.step_rows) == (1, int((targets != -100).sum()))
+
+
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
 def test_a_network_that_is_cut(server, client, name, seed, transport):
     """Each gradient of a row counts once."""

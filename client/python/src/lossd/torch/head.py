@@ -140,7 +140,7 @@ class LossHead(torch.nn.Module):
                                  self.parallel.size if world_size is None else world_size)
         self.continuation = _step_tracker.Continuation(client, head, self.steps, description)
         self.watch = _step_tracker.Watch(client.target, head)
-        self.row_gradients = RowGradients(self.steps)  # of a ServedEmbedding, on their way
+        self.row_gradients = RowGradients(self.steps, self.continuation.explain)  # of a ServedEmbedding, on their way
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
         self._states = _step_tracker.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
