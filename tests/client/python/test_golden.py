@@ -27,6 +27,7 @@ from servers import ScriptedServer, listener, speak
 import lossd
 from lossd import _connections, _plan, _stream, _target, _tensors, _wire, errors, types
 from lossd._arrays import as_soft_targets, class_arrays, HostRows
+from lossd._embedding import EmbeddingWork
 from lossd._head_cache import GradientsId, HeadCache, TrainerStep
 from lossd._loss_call import AnswerCheck
 from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
@@ -124,7 +125,22 @@ def _backward(call: Case) -> BackwardWork:
         grad_lse=floats("grad_lse"), grad_entropy=floats("grad_entropy"), outputs=Outputs(gradient))
 
 
+def _embedding(call: Case) -> EmbeddingWork:
+    """`embedding`: "rows" or "gradients"; of the options only ignore_index may be there."""
+    size = types.NUMPY_DTYPES[call["dtype"]].itemsize
+    gradients = call["embedding"] == "gradients"
+    rows = len(call["targets"])
+    return EmbeddingWork(
+        head=call["head"], step=call["step"], id=call["id"], ids=np.array(call["targets"], "<i4"),
+        padding_idx=dict(call["options"]).get("ignore_index"), dtype=types.DTYPES[call["dtype"]],
+        hidden_size=call["hidden_size"], element_size=size, gradients=host_rows(b"") if gradients else None,
+        scale=call["grad_output"] if gradients else 1.0,
+        outputs=Outputs(None if gradients else _stale(rows * call["hidden_size"] * size)))
+
+
 def work_of(call: Case) -> Work:
+    if "embedding" in call:
+        return _embedding(call)
     return _backward(call) if "grad_loss" in call else _forward(call)
 
 

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import lossd  # noqa: E402
-from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
+from lossd.torch import HeadOptimizer, LossHead, ServedEmbedding  # noqa: E402
 from servers import ServerProcess  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -108,6 +108,33 @@ def test_many_microbatches_under_way(gpu_server: ServerProcess) -> None:
         for each in inputs:
             (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy((each @ weight.T).double(), targets.cuda()), each)
             torch.testing.assert_close(each.grad, wanted, atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_an_embedding(gpu_server: ServerProcess, dtype: Any, transport: str) -> None:
+    """Rows and gradients of a tied model, some of them prefetched; gradients leave while the trainer goes on."""
+    with connect(gpu_server, transport) as client:
+        head = LossHead(client, "lm")
+        embedding, optimizer = ServedEmbedding(head, dtype=dtype, device="cuda"), HeadOptimizer(head, lr=0.0)
+        layer = torch.nn.Linear(D, D, bias=False, device="cuda", dtype=dtype)
+        weight = torch.from_numpy(client.read_tensor("lm")).cuda().requires_grad_()
+        for i in range(4):
+            ids, targets = torch.randint(0, V, (2, N)), torch.randint(0, V, (2, N))
+            if i % 2:
+                embedding.prefetch(ids)
+            rows = embedding(ids)
+            assert rows.device.type == "cuda" and torch.equal(rows, weight.detach().to(dtype)[ids.cuda()])
+            head(layer(rows), targets).backward()
+            hidden = layer.float()(weight[ids.cuda()])
+            layer.to(dtype)
+            torch.nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.cuda().flatten()).backward()
+        wanted = weight.grad
+        assert optimizer.load_grad_norm() == pytest.approx(wanted.norm().item(), rel=2e-2)
+        gradient = torch.from_numpy(client.read_tensor("lm", role="gradient")).cuda()
+        assert (gradient - wanted).norm() <= 2e-2 * wanted.norm()
+        assert client.describe_head("lm").step_microbatches == 8
+        optimizer.discard()
 
 
 def test_memory_of_the_gpu_comes_back(gpu_server: ServerProcess) -> None:

@@ -345,6 +345,29 @@ def test_what_is_refused(client, make_head, name):
     assert gradient.shape == rows.shape
 
 
+@pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
+def test_torch_compile(client, name):
+    """The graph is cut at the embedding, once, and gradients reach the server."""
+    graphs = []
+    embedding, trunk, (ids, _) = ServedEmbedding(LossHead(client, name)), make_trunk(), batch()
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.trunk = embedding, trunk
+
+        def forward(self, ids):
+            return self.trunk(torch.tanh(self.embedding(ids)))
+
+    def count(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(Model(), backend=count)
+    compiled(ids).sum().backward()
+    assert len(graphs) == 1 and client.describe_head(name).step_microbatches == 1
+
+
 def test_a_gradient_that_fails(client, name):
     """The step says what is lost, and is discarded."""
     head = LossHead(client, name)
@@ -437,6 +460,18 @@ def test_two_trainers_that_are_stages_of_a_pipeline(server, client, name):
             assert (head.step, embedding.head.step) == (step + 1, step + 1)
         found = torch.from_numpy(client.read_tensor(name))
         torch.testing.assert_close(found, local.embedding.weight.float().detach(), atol=2e-4, rtol=1e-3)
+
+
+def test_two_trainers_that_do_not_say_so(server, client, name):
+    """The other one has the microbatch already: the error says what is missing."""
+    with lossd.Client(server.target) as other:
+        head, embedding, (ids, targets) = LossHead(client, name), ServedEmbedding(other, name), batch()
+        rows = embedding(ids)
+        head(rows.detach().requires_grad_(), targets).backward()
+        with pytest.raises(lossd.FailedPrecondition, match="several trainers of one head need process_group=, or rank="):
+            rows.sum().backward()
+        before = client.describe_head(name)
+        assert (before.step_microbatches, before.step_rows) == (1, int((targets != -100).sum()))
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shared_memory"])

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lossd
-from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding
+from lossd.torch import HeadOptimizer, LossHead, ServedEmbedding, TiedEmbedding
 
 
 # LossHead under DistributedDataParallel and fully_shard: gradients of 1, 2 and 4 ranks are those of one process.
@@ -169,6 +169,59 @@ def test_several_ranks_are_one_process(ranks, wrapper, case):
             got = [torch.stack(got).mean(0)]
         for each in got:
             assert float((each - value).norm()) <= 1e-6 * float(value.norm()), name
+
+
+class WithRows(torch.nn.Module):
+    """Rows of a head's weight, and the layers behind them."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding, self.behind = embedding, trunk()
+
+    def forward(self, tokens):
+        return self.behind(self.embedding(tokens))
+
+
+def steps_of_tied_model(client, name, part, process_group, wrap):
+    """Two steps of two microbatches, whose losses are divided after forward, clipped by the norm of everything."""
+    head = LossHead(client, name, process_group=process_group)
+    model = WithRows(ServedEmbedding(head, scale=2.0, padding_idx=3))
+    wrapped = wrap(model)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR), HeadOptimizer(head, lr=LR, algorithm="sgd")]
+    _, targets = batch()
+    tokens = torch.randint(0, V, (2, N), generator=torch.Generator().manual_seed(9))
+    for _ in range(2):
+        for each in range(2):
+            (head(wrapped(tokens[each, part]), targets[each, part]) / 2).backward()
+        optimizers[1].load_grad_norm()
+        torch.nn.utils.clip_grad_norm_(optimizers[1].stand_in, 0.1)
+        head.parallel.barrier()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    found = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in model.named_parameters()}
+    return {**{key: value.detach().clone() for key, value in found.items()}, "matrix": torch.from_numpy(client.read_tensor(name))}
+
+
+def rank_of_tied_model(rank, target, names):
+    part, results = slice(rank * N // 2, (rank + 1) * N // 2), {}
+    with lossd.Client(target) as client:
+        for wrapper, name in names.items():
+            mesh = init_device_mesh("cpu", (2,))
+            wrap = DistributedDataParallel if wrapper == "DDP" else functools.partial(fully_shard, mesh=mesh)
+            results[wrapper] = steps_of_tied_model(client, name, part, torch.distributed.group.WORLD, wrap)
+    return results
+
+
+def test_rows_of_a_tied_matrix(server, client, make_head):
+    """Under DistributedDataParallel and fully_shard both ends get the gradients of one process."""
+    names = {wrapper: make_head(hidden_size=D, vocab_size=V, seed=5) for wrapper in ("DDP", "FSDP2", "alone")}
+    expected = steps_of_tied_model(client, names.pop("alone"), slice(None), None, lambda model: model)
+    for results in run_ranks(2, rank_of_tied_model, server.target, names):
+        for found in results.values():
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert float((found[key] - value).norm()) <= 2e-6 * float(value.norm()), key
 
 
 def without_a_word(rank, target, name):

@@ -24,11 +24,11 @@ def zero(stage, **more):
     return {**CONFIG, "zero_optimization": {"stage": stage}, **more}
 
 
-def train(rank, target, name, folder, config, more):
+def train(rank, target, name, folder, config, more, kind="llama"):
     """Of a patched model and of the stock one; both under DeepSpeed."""
     on_cpu()
     with lossd.Client(target) as client:
-        models = both(client, name, process_group=torch.distributed.group.WORLD)
+        models = both(client, name, kind, tied="rows", process_group=torch.distributed.group.WORLD)
         trainers = train_both(models, f"{folder}/{rank}", deepspeed=config, average_tokens_across_devices=True, **more)
         assert_same_weights(*models)
         assert trainers[0].accelerator.state.deepspeed_plugin.zero_stage == config["zero_optimization"]["stage"]
@@ -44,6 +44,12 @@ def test_one_step_and_the_norm_of_everything(server, client, head_name, tmp_path
     assert all(each == norms[0] for each in norms)
     if more.get("max_grad_norm") != 0.0:
         assert norms[0][0] > 0.5  # it was clipped
+
+
+def test_a_tied_model_whose_matrix_is_the_servers(server, client, head_name, tmp_path):
+    """Under ZeRO too, which keeps copies of what it steps: here of one element."""
+    run_ranks(2, train, server.target, head_name, str(tmp_path), zero(2), {"per_device_train_batch_size": 2}, "rows")
+    assert client.describe_head(head_name).state.step == 3
 
 
 def resume(rank, target, name, folder):

@@ -113,6 +113,65 @@ def test_schedules(server, client, make_head, seed, schedule, scale_grads, order
     np.testing.assert_allclose(client.read_tensor(name), modules[2].weight.detach().numpy(), atol=1e-5)
 
 
+STAGES_OF = {"ScheduleInterleavedZeroBubble": ((0, 2), (1, 3)), "ScheduleZBVZeroBubble": ((0, 3), (1, 2))}
+
+
+def four_layers(seed):
+    torch.manual_seed(seed)
+    return [torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()) for _ in range(4)]
+
+
+def run_stages_of_tied_model(rank, target, name, schedule_name, seed):
+    """In the shape of a V rank 0 has both ends, which share a LossHead; else each of two ranks has one."""
+    from torch.distributed import pipelining
+    mine, modules = STAGES_OF[schedule_name][rank], four_layers(seed)
+    (_, targets), ids = data(seed), token_ids(seed)
+    of_ranks = {} if mine == (0, 3) else {"rank": 1 - rank, "world_size": 2}  # the rank of the loss is 0
+    with lossd.Client(target) as client:
+        head, heads, loss_fn = None, [], torch.nn.functional.cross_entropy
+        if 3 in mine:
+            head = LossHead(client, name, process_group=None, **of_ranks)
+            loss_fn = PipelineLoss(head, n_microbatches=MICROBATCHES)
+        parts = {index: modules[index] for index in mine}
+        if 0 in mine:
+            embedding = ServedEmbedding(head) if head is not None else ServedEmbedding(
+                client, name, n_microbatches=MICROBATCHES, process_group=None, **of_ranks)
+            parts[0], heads = FirstStage(embedding, modules[0]), [HeadOptimizer(embedding, lr=0.5, algorithm="sgd")]
+        elif head is not None:
+            heads = [HeadOptimizer(head, lr=0.5, algorithm="sgd")]
+        stages = [pipelining.PipelineStage(part, index, 4, torch.device("cpu")) for index, part in parts.items()]
+        schedule = getattr(pipelining, schedule_name)(stages, MICROBATCHES, loss_fn=loss_fn)
+        optimizer = torch.optim.SGD([each for index in mine for each in modules[index].parameters()], lr=0.5)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            schedule.step(*([ids[step]] if rank == 0 else []), **({"target": targets[step]} if 3 in mine else {}))
+            torch.distributed.barrier()
+            for each in (*heads, optimizer):
+                each.step()
+    return {index: [each.detach() for each in modules[index].parameters()] for index in mine}
+
+
+@pytest.mark.parametrize("schedule", STAGES_OF)
+def test_a_tied_model_of_several_stages_on_a_rank(server, client, make_head, seed, schedule):
+    """Schedules that compute gradients of weights apart from those of inputs too."""
+    name = make_head(hidden_size=D, vocab_size=V)
+    modules, (_, targets), ids = four_layers(seed), data(seed), token_ids(seed)
+    weight = torch.nn.Parameter(torch.from_numpy(client.read_tensor(name)))
+    optimizer = torch.optim.SGD([weight, *(each for module in modules for each in module.parameters())], lr=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        hidden = torch.nn.Sequential(*modules)(torch.nn.functional.embedding(ids[step], weight))
+        torch.nn.functional.cross_entropy(hidden @ weight.T, targets[step]).backward()
+        optimizer.step()
+    found = {}
+    for of_rank in run_ranks(2, run_stages_of_tied_model, server.target, name, schedule, seed):
+        found.update(of_rank)
+    for index, module in enumerate(modules):
+        for ours, theirs in zip(found[index], module.parameters()):
+            np.testing.assert_allclose(ours, theirs.detach(), atol=1e-5)
+    np.testing.assert_allclose(client.read_tensor(name), weight.detach(), atol=1e-5)
+
+
 class FirstStage(torch.nn.Module):
     """Rows of the head's weight for token ids, and layers behind them."""
 

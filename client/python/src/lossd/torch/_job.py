@@ -249,10 +249,6 @@ class Job:
             with self._failure_noted():
                 result = self.pending.wait()
         except errors.FailedPrecondition as error:
-            if error.field == "open.microbatch_id":
-                error.add(
-                    ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
-                    "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
             self.module.continuation.explain(error)
             raise
         except errors.StepDiscarded as error:

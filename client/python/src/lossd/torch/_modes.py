@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -118,6 +118,18 @@ def wanted_of_parameters() -> bool | None:
         if frame.f_code is _REQUIRES_GRAD:
             return bool(frame.f_locals["requires_grad"])
     return None
+
+
+class _Freezable(Protocol):
+    train_head: bool
+    frozen_on_server: bool
+
+
+def heed_requires_grad(head: _Freezable) -> None:
+    """If requires_grad_() of a module is collecting its parameters now, it holds for the head."""
+    wanted = wanted_of_parameters()
+    if wanted is not None and not (wanted and head.frozen_on_server):
+        head.train_head = wanted
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

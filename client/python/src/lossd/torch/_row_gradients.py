@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import lossd
@@ -18,8 +19,10 @@ class RowGradients:
     There are at most as many as the client has computations under way (max_pending).
     """
 
-    def __init__(self, steps: StepTracker) -> None:
+    def __init__(self, steps: StepTracker, explain: Callable[[lossd.LossdError], None]) -> None:
+        """`explain` adds to an error what is behind it."""
         self._steps = steps
+        self._explain = explain
         self._lock = threading.Lock()
         self._sent: deque[tuple[lossd.PendingLoss, int, int, Any]] = deque()  # guarded by _lock
 
@@ -42,6 +45,7 @@ class RowGradients:
                     self._steps.failed_rows(number)
                     if isinstance(error, (lossd.Restarted, lossd.StepDiscarded)):
                         self._steps.lost(str(error))
+                self._explain(error)
                 raise
             if self._remove(pending) and step == self._steps.step:
                 self._steps.arrived(number, result.valid_rows, waits_for_backward=False)

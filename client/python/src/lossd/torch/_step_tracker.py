@@ -334,7 +334,12 @@ class Continuation:
             _modes.warn(self._words())
 
     def explain(self, error: errors.LossdError) -> None:
-        """Adds to an error about a step that has moved what moved it, if that is known, and the way out."""
+        """Adds to an error about a microbatch that is another's, or about a step that has moved, what is behind it, if that is
+        known, and the way out."""
+        if isinstance(error, errors.FailedPrecondition) and error.field == "open.microbatch_id":
+            error.add(
+                ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
+                "process_group=, or rank= and world_size=; what an earlier LossHead left, zero_grad() discards")
         moved = isinstance(error, errors.FailedPrecondition) and error.field.rpartition(".")[2] == "step"
         if not moved and not isinstance(error, errors.StepDiscarded):
             return

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 import lossd
 from lossd import errors
 from lossd._arrays import known_arguments
-from lossd.torch import _data_parallel, _input
+from lossd.torch import _data_parallel, _input, _modes
 from lossd.torch._modes import Pass, checkpoint_pass, outside_of_compile
 from lossd.torch.head import LossHead
 
@@ -132,7 +132,7 @@ class ServedEmbedding(torch.nn.Module):
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
         """As of any module; requires_grad_() of one that holds this one is noticed here."""
-        self.head.heed_requires_grad()
+        _modes.heed_requires_grad(self.head)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:

@@ -132,15 +132,16 @@ class LossHead(torch.nn.Module):
         self.vocab_size: int = description.spec.vocab_size
         # Of a head with a draft vocabulary (create_head(class_list=)): its classes, as targets name them.
         self._classes = np.array(description.spec.class_list, np.int32) if description.spec.class_list else None
+        self.has_draft_vocabulary = self._classes is not None
         self._most_label = description.spec.full_vocab_size or self.vocab_size  # labels are below
-        self._frozen_on_server = description.spec.frozen
+        self.frozen_on_server = description.spec.frozen
         self.train_head = bool(train_head) and not description.spec.frozen
         self.deterministic = description.slice_limits.row_grid > 0
         self.steps = StepTracker(description.state.step, self.parallel.rank if rank is None else rank,
                                  self.parallel.size if world_size is None else world_size)
         self.continuation = _step_tracker.Continuation(client, head, self.steps, description)
         self.watch = _step_tracker.Watch(client.target, head)
-        self.row_gradients = RowGradients(self.steps)  # of a ServedEmbedding, on their way
+        self.row_gradients = RowGradients(self.steps, self.continuation.explain)  # of a ServedEmbedding, on their way
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
         self._states = _step_tracker.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
@@ -166,7 +167,7 @@ class LossHead(torch.nn.Module):
         requires_grad_() of a module that holds this one does the same; a loop over its parameters does not reach the
         head, which has none here. ValueError if the head was created frozen.
         """
-        if requires_grad and self._frozen_on_server:
+        if requires_grad and self.frozen_on_server:
             raise ValueError(f"head {self.head_name!r} was created with frozen=True: the server has no gradients for it")
         self.train_head = bool(requires_grad)
         return self
@@ -174,14 +175,8 @@ class LossHead(torch.nn.Module):
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
         """As of any module; requires_grad_() of one that holds this one is noticed here."""
-        self.heed_requires_grad()
+        _modes.heed_requires_grad(self)
         return super().named_modules(memo, prefix, remove_duplicate)
-
-    def heed_requires_grad(self) -> None:
-        """If requires_grad_() of a module is collecting its parameters now, it holds for the head."""
-        wanted = _modes.wanted_of_parameters()
-        if wanted is not None and not (wanted and self._frozen_on_server):
-            self.train_head = wanted
 
     def extra_repr(self) -> str:
         """What repr() shows: the head, its shape and the options that are not as usual."""
@@ -191,11 +186,6 @@ class LossHead(torch.nn.Module):
         unusual = [f"{name}={value!r}" for name, (value, default) in (own | options).items() if value != default]
         return ", ".join([f"{self.head_name!r} at {self.client.target}, D={self.hidden_size}, V={self.vocab_size}",
                           *unusual])
-
-    @property
-    def has_draft_vocabulary(self) -> bool:
-        """Whether its rows are some classes of a larger vocabulary."""
-        return self._classes is not None
 
     @property
     def step(self) -> int:
@@ -513,14 +503,13 @@ class LossHead(torch.nn.Module):
         return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
 
     def join_step(self) -> None:
-        """Before something of this trainer joins the open step: what an earlier one has left is settled, what is continued said."""
-        self._settle_left_over()
-        self.continuation.begin()
+        """Before something of this trainer joins the open step.
 
-    def _settle_left_over(self) -> None:
-        """Begins the step again if all that is in it is an earlier LossHead's of this program; else RuntimeError."""
+        Begins the step again if all that is in it is an earlier LossHead's of this program; RuntimeError if it is another's. Says
+        what is continued.
+        """
         if not self.left_over:
-            return
+            return self.continuation.begin()
         if self.earlier is None or not self.steps.alone or self.left_over > self.earlier.sent:
             raise RuntimeError(
                 f"step {self.step} of head {self.head_name!r} holds {self.left_over} microbatches of another LossHead: an "
@@ -532,6 +521,7 @@ class LossHead(torch.nn.Module):
         self.earlier.succeeded()
         self.client.zero_gradients(self.head_name, self.step)
         self.left_over, self.earlier = 0, None
+        self.continuation.begin()
 
 
 class PendingHeadLoss:
