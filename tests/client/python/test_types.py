@@ -16,7 +16,7 @@ _CONFIGURATION = Path(__file__).parents[3] / "client/python/pyproject.toml"
 _WRONG_PROGRAM = """
 import numpy as np
 import lossd
-from lossd.torch import HeadOptimizer, LossHead
+from lossd.torch import HeadOptimizer, LossHead, ServedEmbedding
 
 client = lossd.Client()
 hidden = np.ones((1, 2), np.float32)
@@ -29,6 +29,10 @@ HeadOptimizer(LossHead(client, "lm"), learning_rate=1.0)
 client.create_head("lm", hidden_size=2, vocab_size=3, norm="batchnorm")
 client.describe_head("lm").specification
 client.apply_step("lm", 0, lossd.SGD(lr=1.0)).grad_norm.upper()
+client.embed("lm", [1], dtype="fp64")
+client.embed("lm", [1]).row_gradients
+client.add_row_gradients("lm", [1], hidden, step=0)
+ServedEmbedding(client, "lm", sparse=True)
 """
 
 
@@ -55,4 +59,4 @@ def test_mypy_sees_what_users_do_wrong(folder):
     (folder / "wrong.py").write_text(_WRONG_PROGRAM)
     checked = mypy(folder, "wrong.py")
     found = {int(line.split(":")[1]) for line in checked.stdout.splitlines() if ": error:" in line}
-    assert found == set(range(8, 17)), checked.stdout + checked.stderr
+    assert found == set(range(8, 21)), checked.stdout + checked.stderr
