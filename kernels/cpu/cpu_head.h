@@ -321,7 +321,8 @@ class CpuHead final : public CpuPooledKernels {
   void Join(std::shared_ptr<ClassExchange> exchange) { exchange_ = std::move(exchange); }
 
  private:
-  class Distiller;  // computes the rows of chunks with a teacher in the place of ComputeRows
+  class Distiller;      // computes the rows of chunks with a teacher in the place of ComputeRows
+  class EmbeddingRows;  // all that is computed of a chunk of an embedding (cpu_embedding.cc)
 
   CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers,
@@ -342,13 +343,8 @@ class CpuHead final : public CpuPooledKernels {
   void ScatterGradHidden(const Chunk& chunk, RowRange rows);
   void AccumulateWeight(const RowOrder& order);
 
-  // ---- Chunks of an embedding (cpu_embedding.cc): all that is computed of one ----
+  // Of a chunk of an embedding.
   absl::Status ComputeEmbedding(Chunk& chunk, const RowOrder& order);
-  absl::Status LookUpRows(const Chunk& chunk, const RowOrder& order);
-  void GatherRowGradients(const Chunk& chunk, const RowOrder& order);
-  void AddRowGradients(const Chunk& chunk, const RowOrder& order);
-  // The gathered row's class among those that are here; -1: it is elsewhere.
-  int64_t OwnPlaceOf(const Chunk& chunk, int64_t gathered) const;
 
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;

@@ -390,7 +390,7 @@ void Stream::Receive(IncomingSlice incoming) {
   slice->rows = incoming.rows;
   slice->bytes = incoming.bytes;
   // Memory for what goes out, unless there is a place for it.
-  if (!state_->brings_rows() && incoming.bytes == 0) slice->bytes = state_->RowBytes(incoming.rows.size());
+  if (!BringsRows(*state_) && incoming.bytes == 0) slice->bytes = state_->RowBytes(incoming.rows.size());
   slice->caller = std::move(incoming);
   bool has_memory = false;
   {

@@ -167,7 +167,7 @@ class Stream {
   HeadState state() const { return state_->head_state(); }  // when it was opened
   SliceLimits limits() const { return state_->limits(); }   // for this stream's dtype
   int64_t hidden_size() const { return state_->hidden_size(); }
-  bool brings_rows() const { return state_->brings_rows(); }  // slices bring values of their rows
+  bool brings_rows() const { return BringsRows(*state_); }  // slices bring values of their rows
 
   // Lets results flow; nothing reaches the observer before. Call once.
   void Start();

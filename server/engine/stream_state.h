@@ -157,9 +157,6 @@ class StreamRows {
   // Whether the stream computes retained rows. Never changes after SetRetained, so it may be read without a
   // lock.
   bool is_backward() const { return is_backward_; }
-  // Whether slices bring values of their rows: hidden states, or the gradients of an embedding. Those of a
-  // backward are retained, and rows of an embedding go out only. As is_backward, without a lock.
-  bool brings_rows() const { return !is_backward_ && spec_.options.embedding != kernels::Embedding::kRows; }
   // What it rests on from its opening to its end: one version of the weights; the step, if it names one; and
   // the gradients, if it accumulates, retains rows or uses retained ones.
   Binding binding() const;
@@ -205,6 +202,12 @@ class StreamRows {
 inline int64_t SliceBytes(const StreamRows& stream, int64_t rows) {
   const auto element = static_cast<int64_t>(kernels::SizeOf(stream.spec().hidden_dtype));
   return stream.RowBytes(rows) + rows * stream.teacher().hidden_size * element;
+}
+
+// Whether slices bring values of their rows: hidden states, or the gradients of an embedding. Those of a
+// backward are retained, and rows of an embedding go out only. As is_backward(), without a lock.
+inline bool BringsRows(const StreamRows& rows) {
+  return !rows.is_backward() && rows.spec().options.embedding != kernels::Embedding::kRows;
 }
 
 // ---- The backward pass of deferred microbatches ----

@@ -131,7 +131,7 @@ inline void NameSamples(const StreamState& stream, RowRange rows, kernels::Slice
 inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t* memory) {
   kernels::Slice slice;
   slice.rows = rows.size();
-  slice.hidden = stream.brings_rows() ? memory : nullptr;
+  slice.hidden = BringsRows(stream) ? memory : nullptr;
   slice.retained_offset = stream.RetainedOffset(rows);
   if (stream.teacher()) slice.teacher_hidden = memory + stream.RowBytes(rows.size());
   stream.PutValues(rows, slice);
