@@ -278,6 +278,66 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
   return absl::OkStatus();
 }
 
+// Its slices share the memory of their rows. What a part computes without the others need not be finite, and
+// the chunk may say so.
+absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidden_dtype, int64_t rows) {
+  constexpr int64_t kSliceRows = 128;
+  const auto bytes =
+      static_cast<size_t>(std::min(rows, kSliceRows) * head.config().hidden_size) * SizeOf(hidden_dtype);
+  const std::vector<uint8_t> hidden(bytes, 0);
+  std::vector<uint8_t> gradients(bytes);
+  const std::vector<int32_t> targets(static_cast<size_t>(std::min(rows, kSliceRows)), 0);
+  std::vector<Slice> slices;
+  for (int64_t begin = 0; begin < rows; begin += kSliceRows) {
+    Slice& slice = slices.emplace_back();
+    slice.rows = std::min(kSliceRows, rows - begin);
+    slice.hidden = hidden.data();
+    slice.targets = targets.data();
+    slice.grad_hidden = gradients.data();
+  }
+  Chunk chunk;
+  chunk.options = options;
+  chunk.hidden_dtype = hidden_dtype;
+  chunk.accumulate_gradients = head.config().trainable;
+  chunk.independent = true;  // nothing of it decides how others are computed
+  chunk.slices = absl::MakeSpan(slices);
+  absl::Status results, done;
+  absl::Notification ended;
+  ChunkCallbacks callbacks;
+  callbacks.on_results = [&results](absl::Status status) { results = std::move(status); };
+  callbacks.on_done = [&done, &ended](absl::Status status) {
+    done = std::move(status);
+    ended.Notify();
+  };
+  head.Submit(&chunk, std::move(callbacks));
+  ended.WaitForNotification();
+  results.Update(done);
+  return absl::IsUnavailable(results) || absl::IsInvalidArgument(results) ? results : absl::OkStatus();
+}
+
+// Computes chunks of few rows and of many, of zeros and of weights that are 0, so that whatever loads code
+// with its first use has done so before a trainer whose process the head shares has work on the GPU.
+//
+// Exact chunks, whose products have been seen to load code, and those that the head's requests ask for by
+// default; with hidden states in the compute dtype and in fp32, as their gradients are products of different
+// kinds. Parts of a head are not connected yet: each computes what it has.
+absl::Status RunOnce(CudaHead& head) {
+  std::vector<LossOptions> all(1);
+  if (head.config().gradients != Gradients::kExact) all.push_back({.gradients = head.config().gradients});
+  std::vector<DType> dtypes = {head.config().compute_dtype};
+  if (head.config().compute_dtype != DType::kFloat32) dtypes.push_back(DType::kFloat32);
+  std::vector<int64_t> counts = {1, 17, 128, head.chunk_rows()};
+  counts.erase(std::remove_if(counts.begin(), counts.end(),
+                              [&head](int64_t rows) { return rows > head.chunk_rows(); }),
+               counts.end());
+  for (const LossOptions& options : all) {
+    for (const DType dtype : dtypes) {
+      for (const int64_t rows : counts) LOSSD_RETURN_IF_ERROR(RunChunkOnce(head, options, dtype, rows));
+    }
+  }
+  return head.config().trainable ? head.ZeroGradients() : absl::OkStatus();
+}
+
 }  // namespace
 
 CudaHead::CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& config)
@@ -306,7 +366,13 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, Cu
   if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
   LOSSD_RETURN_IF_ERROR(head->MakeChoices());
   const bool runs_once = device->options().shares_process && config.residency == Residency::kDevice;
-  if (runs_once) LOSSD_RETURN_IF_ERROR(head->RunOnce());
+  if (runs_once) {
+    LOSSD_RETURN_IF_ERROR(RunOnce(*head));
+    // Afterwards all is as in a new head.
+    LOSSD_RETURN_IF_ERROR(head->Place(head->workspace_buffer_.data(), head->slot_buffer_.data()));
+    LOSSD_RETURN_IF_ERROR(Zero(head->workspace_buffer_.data(), head->workspace_.bytes, device->compute()));
+    LOSSD_RETURN_IF_ERROR(device->Synchronize());
+  }
   return std::unique_ptr<HeadKernels>(std::move(head));
 }
 
@@ -371,65 +437,6 @@ absl::Status CudaHead::Tune() {
   }
   LOSSD_RETURN_IF_ERROR(Zero(weight, weight_elements * sizes_.element, stream));
   return device_->Synchronize();
-}
-
-// Exact chunks, whose products have been seen to load code, and those that the head's requests ask for by
-// default; with hidden states in the compute dtype and in fp32, as their gradients are products of different
-// kinds. Parts of a head are not connected yet: each computes what it has.
-absl::Status CudaHead::RunOnce() {
-  std::vector<LossOptions> all(1);
-  if (config_.gradients != Gradients::kExact) all.push_back({.gradients = config_.gradients});
-  std::vector<DType> dtypes = {config_.compute_dtype};
-  if (config_.compute_dtype != DType::kFloat32) dtypes.push_back(DType::kFloat32);
-  std::vector<int64_t> counts = {1, 17, 128, sizes_.chunk_rows};
-  counts.erase(
-      std::remove_if(counts.begin(), counts.end(), [this](int64_t rows) { return rows > sizes_.chunk_rows; }),
-      counts.end());
-  for (const LossOptions& options : all) {
-    for (const DType dtype : dtypes) {
-      for (const int64_t rows : counts) LOSSD_RETURN_IF_ERROR(RunChunkOnce(options, dtype, rows));
-    }
-  }
-  LOSSD_RETURN_IF_ERROR(Place(workspace_buffer_.data(), slot_buffer_.data()));
-  LOSSD_RETURN_IF_ERROR(Zero(workspace_buffer_.data(), workspace_.bytes, device_->compute()));
-  if (config_.trainable) LOSSD_RETURN_IF_ERROR(tensors_.ZeroGradients());
-  return device_->Synchronize();
-}
-
-// Its slices share the memory of their rows. What a part computes without the others need not be finite, and
-// the chunk may say so.
-absl::Status CudaHead::RunChunkOnce(const LossOptions& options, DType hidden_dtype, int64_t rows) {
-  constexpr int64_t kSliceRows = 128;
-  const auto bytes = static_cast<size_t>(std::min(rows, kSliceRows) * sizes_.hidden) * SizeOf(hidden_dtype);
-  const std::vector<uint8_t> hidden(bytes, 0);
-  std::vector<uint8_t> gradients(bytes);
-  const std::vector<int32_t> targets(static_cast<size_t>(std::min(rows, kSliceRows)), 0);
-  std::vector<Slice> slices;
-  for (int64_t begin = 0; begin < rows; begin += kSliceRows) {
-    Slice& slice = slices.emplace_back();
-    slice.rows = std::min(kSliceRows, rows - begin);
-    slice.hidden = hidden.data();
-    slice.targets = targets.data();
-    slice.grad_hidden = gradients.data();
-  }
-  Chunk chunk;
-  chunk.options = options;
-  chunk.hidden_dtype = hidden_dtype;
-  chunk.accumulate_gradients = config_.trainable;
-  chunk.independent = true;  // nothing of it decides how others are computed
-  chunk.slices = absl::MakeSpan(slices);
-  absl::Status results, done;
-  absl::Notification ended;
-  ChunkCallbacks callbacks;
-  callbacks.on_results = [&results](absl::Status status) { results = std::move(status); };
-  callbacks.on_done = [&done, &ended](absl::Status status) {
-    done = std::move(status);
-    ended.Notify();
-  };
-  Submit(&chunk, std::move(callbacks));
-  ended.WaitForNotification();
-  results.Update(done);
-  return absl::IsUnavailable(results) || absl::IsInvalidArgument(results) ? results : absl::OkStatus();
 }
 
 absl::Status CudaHead::MakeChoices() {

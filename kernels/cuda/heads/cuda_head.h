@@ -165,11 +165,6 @@ class CudaHead : public PooledKernels {
   // Says where chunks work, once or, of a head in host memory, again while no chunk is in flight.
   absl::Status Place(uint8_t* workspace, uint8_t* slots);
   absl::Status Tune();
-  // Computes chunks of few rows and of many, of zeros and of weights that are 0, so that whatever loads code
-  // with its first use has done so before a trainer whose process the head shares has work on the GPU.
-  // Afterwards all is as in a new head.
-  absl::Status RunOnce();
-  absl::Status RunChunkOnce(const LossOptions& options, DType hidden_dtype, int64_t rows);
   // Fills choices_; chooses the algorithms of a full chunk's GEMMs.
   absl::Status MakeChoices();
 
