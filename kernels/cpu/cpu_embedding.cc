@@ -25,7 +25,8 @@ class CpuHead::EmbeddingRows {
 
  private:
   absl::Status LookUp();
-  void GatherGradients();
+  absl::Status GatherGradients();
+  absl::Status ShareVerdicts();
   void AddGradients();
   // The gathered row's class among those that are here; -1: it is elsewhere.
   int64_t OwnPlaceOf(int64_t gathered) const;
@@ -57,7 +58,7 @@ absl::Status CpuHead::EmbeddingRows::Compute() {
         slice.rows - std::count(slice.targets, slice.targets + slice.rows, kIgnoredTarget);
   }
   if (rows_go_out) return LookUp();
-  GatherGradients();
+  LOSSD_RETURN_IF_ERROR(GatherGradients());
   AddGradients();
   return absl::OkStatus();
 }
@@ -86,9 +87,8 @@ absl::Status CpuHead::EmbeddingRows::LookUp() {
   return absl::OkStatus();
 }
 
-// The scaled gradients of the gathered rows. Every part of a head looks at all rows, so all of them leave out
-// the same slices.
-void CpuHead::EmbeddingRows::GatherGradients() {
+// The scaled gradients of the gathered rows, and which slices have one that is not finite.
+absl::Status CpuHead::EmbeddingRows::GatherGradients() {
   const int64_t d = head_.config_.hidden_size;
   head_.pool_->ParallelFor(order_.rows, GrainOfRows(d), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -100,12 +100,26 @@ void CpuHead::EmbeddingRows::GatherGradients() {
       head_.buffers_.results[i].finite = SelectRowLoops().all_finite(row, d);
     }
   });
+  if (head_.is_split_) LOSSD_RETURN_IF_ERROR(ShareVerdicts());
   for (int64_t i = 0; i < order_.rows; ++i) {
     if (head_.buffers_.results[i].finite) continue;
     const RowSource& source = head_.buffers_.sources[i];
     int64_t& first = chunk_.slices[static_cast<size_t>(source.slice)].first_nonfinite_row;
     first = first < 0 ? source.row : std::min(first, source.row);
   }
+  return absl::OkStatus();
+}
+
+// Each part of a head has read the rows by itself, from memory that a client may write to meanwhile. A row
+// that one part has found not finite is so for all, so that all leave out the same slices.
+absl::Status CpuHead::EmbeddingRows::ShareVerdicts() {
+  float* const own = head_.buffers_.bad_rows;
+  float* const all = own + head_.chunk_rows_;
+  for (int64_t i = 0; i < order_.rows; ++i) own[i] = head_.buffers_.results[i].finite ? 0.0f : 1.0f;
+  std::fill_n(all, order_.rows, 0.0f);
+  LOSSD_RETURN_IF_ERROR(head_.exchange_->AddSums(head_.part_, own, all, order_.rows));
+  for (int64_t i = 0; i < order_.rows; ++i) head_.buffers_.results[i].finite = all[i] == 0.0f;
+  return absl::OkStatus();
 }
 
 // Each thread adds its columns of all rows, in order of rows. So the sums do not depend on how many threads
