@@ -185,10 +185,10 @@ TEST_F(LossctlTest, HeadsComeAndGo) {
   EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --logits kept").err, HasSubstr("--logits"));
   EXPECT_THAT(Run("create bad --hidden 5 --vocab 6 --gradients rough").err, HasSubstr("--gradients"));
   Run("delete small --yes");
-  EXPECT_EQ(Json("heads").size(), 2u);
+  EXPECT_EQ(Json("heads")["heads"].size(), 2u);
   EXPECT_EQ(Json("describe other")["vocab_size"], 6);
   EXPECT_EQ(Run("delete other --yes").out, "deleted head \"other\"\n");
-  EXPECT_EQ(Json("heads").size(), 1u);
+  EXPECT_EQ(Json("heads")["heads"].size(), 1u);
 }
 
 TEST_F(LossctlTest, LossOfFiles) {
@@ -368,7 +368,7 @@ TEST_F(LossctlTest, Metrics) {
   EXPECT_EQ(Run("metrics " + address).out,
             "# TYPE lossd_rows_total counter\nlossd_rows_total{head=\"a\"} 5\nother 1\n");
   EXPECT_EQ(Run("metrics --filter '^oth' " + address).out, "other 1\n");
-  const auto json = Json("metrics --filter rows " + address);
+  const auto json = Json("metrics --filter rows " + address)["samples"];
   ASSERT_EQ(json.size(), 1u);
   EXPECT_EQ(json[0]["labels"]["head"], "a");
   EXPECT_EQ(json[0]["value"], 5);
