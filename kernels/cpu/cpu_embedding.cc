@@ -15,31 +15,6 @@ int64_t GrainOfRows(int64_t d) { return std::max<int64_t>(1, (1 << 15) / d); }
 
 }  // namespace
 
-// All that is computed of such a chunk. Borrows everything. Thread-compatible.
-class CpuHead::EmbeddingRows {
- public:
-  EmbeddingRows(Chunk& chunk, const RowOrder& order, CpuHead* head)
-      : chunk_(chunk), order_(order), head_(*head) {}
-
-  absl::Status Compute();
-
- private:
-  absl::Status LookUp();
-  absl::Status GatherGradients();
-  absl::Status ShareVerdicts();
-  void AddGradients();
-  // The gathered row's class among those that are here; -1: it is elsewhere.
-  int64_t OwnPlaceOf(int64_t gathered) const;
-
-  Chunk& chunk_;
-  const RowOrder& order_;
-  CpuHead& head_;
-};
-
-absl::Status CpuHead::ComputeEmbedding(Chunk& chunk, const RowOrder& order) {
-  return EmbeddingRows(chunk, order, this).Compute();
-}
-
 int64_t CpuHead::EmbeddingRows::OwnPlaceOf(int64_t gathered) const {
   const RowSource& source = head_.buffers_.sources[gathered];
   const int64_t place =

@@ -543,7 +543,7 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     }
   }
   const bool has_loss = !chunk->options.is_embedding();
-  status = has_loss ? ComputeResults(*chunk, order) : ComputeEmbedding(*chunk, order);
+  status = has_loss ? ComputeResults(*chunk, order) : EmbeddingRows(*chunk, order, this).Compute();
   callbacks.on_results(status);
   if (status.ok() && has_loss) AccumulateWeight(order);
   callbacks.on_done(status);

@@ -321,8 +321,28 @@ class CpuHead final : public CpuPooledKernels {
   void Join(std::shared_ptr<ClassExchange> exchange) { exchange_ = std::move(exchange); }
 
  private:
-  class Distiller;      // computes the rows of chunks with a teacher in the place of ComputeRows
-  class EmbeddingRows;  // all that is computed of a chunk of an embedding (cpu_embedding.cc)
+  class Distiller;  // computes the rows of chunks with a teacher in the place of ComputeRows
+  // All that is computed of a chunk of an embedding (cpu_embedding.cc). Borrows everything.
+  // Thread-compatible.
+  class EmbeddingRows {
+   public:
+    EmbeddingRows(Chunk& chunk, const RowOrder& order, CpuHead* head)
+        : chunk_(chunk), order_(order), head_(*head) {}
+
+    absl::Status Compute();
+
+   private:
+    absl::Status LookUp();
+    absl::Status GatherGradients();
+    absl::Status ShareVerdicts();
+    void AddGradients();
+    // The gathered row's class among those that are here; -1: it is elsewhere.
+    int64_t OwnPlaceOf(int64_t gathered) const;
+
+    Chunk& chunk_;
+    const RowOrder& order_;
+    CpuHead& head_;
+  };
 
   CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, ThreadPool* pool,
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers,
@@ -342,9 +362,6 @@ class CpuHead final : public CpuPooledKernels {
   void ScatterResults(const Chunk& chunk, const RowOrder& order);
   void ScatterGradHidden(const Chunk& chunk, RowRange rows);
   void AccumulateWeight(const RowOrder& order);
-
-  // Of a chunk of an embedding.
-  absl::Status ComputeEmbedding(Chunk& chunk, const RowOrder& order);
 
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
