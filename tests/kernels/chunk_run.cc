@@ -33,14 +33,15 @@ struct ChunkBuffers {
   std::vector<absl::Span<uint8_t>> grad_hidden;
   std::vector<absl::Span<uint8_t>> teacher_hidden;
   std::vector<Slice> slices;
-  std::vector<std::unique_ptr<std::vector<uint8_t>>> own;  // of rows that have no room in RowMemory
-  size_t used = 0;                                         // of RowMemory
+  absl::Span<uint8_t> memory;                              // RowMemory, or the chunk's part of it
+  std::vector<std::unique_ptr<std::vector<uint8_t>>> own;  // of rows that have no room there
+  size_t used = 0;                                         // of `memory`
 };
 
 // Memory for rows, aligned as staging memory.
 absl::Span<uint8_t> Room(ChunkBuffers& buffers, size_t bytes) {
   constexpr size_t kAlignment = 64;
-  const absl::Span<uint8_t> memory = RowMemory();
+  const absl::Span<uint8_t> memory = buffers.memory;
   if (bytes <= memory.size() && buffers.used <= memory.size() - bytes) {
     const absl::Span<uint8_t> room = memory.subspan(buffers.used, bytes);
     buffers.used += (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -97,8 +98,10 @@ void PointOutputs(SliceOutputs& outputs, size_t rows, Slice& slice) {
   slice.out.argmax = outputs.argmax.data();
 }
 
-ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, ChunkRun& run) {
+ChunkBuffers MakeBuffers(const Problem& problem, const RunOptions& options, absl::Span<uint8_t> memory,
+                         ChunkRun& run) {
   ChunkBuffers buffers;
+  buffers.memory = memory;
   buffers.inputs = problem.slices;
   run.slices.resize(problem.slices.size());
   buffers.grad_hidden.resize(problem.slices.size());
@@ -220,9 +223,10 @@ namespace {
 // A chunk from its submission until it is done.
 class SubmittedChunk {
  public:
-  // `problem` outlives it.
-  SubmittedChunk(HeadKernels& head, const Problem& problem, const RunOptions& options)
-      : problem_(problem), options_(options), buffers_(MakeBuffers(problem, options, run_)) {
+  // `problem` outlives it. `memory`: of rows, while it is in flight.
+  SubmittedChunk(HeadKernels& head, const Problem& problem, const RunOptions& options,
+                 absl::Span<uint8_t> memory)
+      : problem_(problem), options_(options), buffers_(MakeBuffers(problem, options, memory, run_)) {
     chunk_.options = problem.options;
     chunk_.hidden_dtype = problem.hidden_dtype;
     chunk_.accumulate_gradients = problem.accumulate_gradients;
@@ -274,7 +278,7 @@ class SubmittedChunk {
 }  // namespace
 
 ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options) {
-  return SubmittedChunk(head, problem, options).Take();
+  return SubmittedChunk(head, problem, options, RowMemory()).Take();
 }
 
 std::vector<ChunkRun> RunInFlight(absl::Span<const ChunkToRun> chunks, int most) {
@@ -284,9 +288,14 @@ std::vector<ChunkRun> RunInFlight(absl::Span<const ChunkToRun> chunks, int most)
     runs.push_back(in_flight.front()->Take());
     in_flight.pop_front();
   };
-  for (const ChunkToRun& chunk : chunks) {
+  // One part of the memory for each chunk in flight, which end in order.
+  constexpr size_t kAlignment = 64;
+  const size_t part = RowMemory().size() / static_cast<size_t>(most) / kAlignment * kAlignment;
+  for (size_t i = 0; i < chunks.size(); ++i) {
     if (static_cast<int>(in_flight.size()) == most) take();
-    in_flight.push_back(std::make_unique<SubmittedChunk>(*chunk.head, *chunk.problem, chunk.options));
+    const ChunkToRun& chunk = chunks[i];
+    const absl::Span<uint8_t> memory = RowMemory().subspan(i % static_cast<size_t>(most) * part, part);
+    in_flight.push_back(std::make_unique<SubmittedChunk>(*chunk.head, *chunk.problem, chunk.options, memory));
   }
   while (!in_flight.empty()) take();
   return runs;

@@ -78,7 +78,7 @@ struct ChunkToRun {
   const Problem* problem = nullptr;
   RunOptions options = {};
 };
-// The same for several chunks, of which at most `most` are in flight at a time. Not with SetRowMemory.
+// The same for several chunks, of which at most `most` are in flight at a time.
 std::vector<ChunkRun> RunInFlight(absl::Span<const ChunkToRun> chunks, int most);
 
 // The whole gradient tensor of each parameter, read as fp32.
