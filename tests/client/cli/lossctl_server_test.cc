@@ -384,6 +384,16 @@ TEST_F(LossctlServerTest, DescribeSaysWhatWasChosen) {
   EXPECT_EQ(json["last_chunk_choices"][0]["choice"], "filtered");
 }
 
+TEST_F(LossctlServerTest, BenchOfAnEmbedding) {
+  Run("create head --hidden 6 --vocab 20");
+  const auto rows = nlohmann::json::parse(Run("--json bench head --what rows --rows 300 --microbatches 4"));
+  EXPECT_EQ(rows["rows"], 1200);
+  EXPECT_GT(rows["received_bytes_per_second"], 0);
+  EXPECT_THAT(Run("bench head --what row-gradients --rows 300 --microbatches 4"),
+              HasSubstr("sums of gradients of an embedding's rows"));
+  EXPECT_EQ(nlohmann::json::parse(Run("--json describe head"))["step_rows"], 0);
+}
+
 // The classes of the head lie on two devices, which sample them apart and tell the error of all.
 TEST_F(LossctlServerTest, SampledGradientsOfAHeadSplitByVocabularySayTheirError) {
   Start("--cpu_devices=2", "--http=127.0.0.1:0");

@@ -320,7 +320,6 @@ TEST_F(LossctlTest, Bench) {
   ASSERT_EQ(Run("loss head --random 10 --accumulate").exit_code, 0);
   EXPECT_EQ(Run("bench head --microbatches 1").exit_code, 4) << "gradients of others are not";
   EXPECT_EQ(Run("bench head --microbatches 1 --what dx").exit_code, 0);
-  EXPECT_EQ(Run("bench head --microbatches 1 --what rows").exit_code, 0);
   EXPECT_EQ(Run("bench head --microbatches 1 --what row-gradients").exit_code, 4) << "they would be mixed";
   EXPECT_EQ(Json("describe head")["step_rows"], 10);
   EXPECT_EQ(Run("bench none --microbatches 1").exit_code, 4);
