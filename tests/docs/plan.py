@@ -193,6 +193,7 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/lossctl\.md", r"lossctl context show", Run(instead=CONTEXTS, says=r"context +shared\n")),
     (r"docs/lossctl\.md", r"lossctl (health|create|grad-norm|step|save|heads).*|lossctl loss lm_head --random 4096.*", Run()),
     (r"docs/lossctl\.md", r"lossctl loss lm_head --random 10 --softcap -1", Run(fails=4)),
+    (r"docs/lossctl\.md", r"lossctl -o json .* \| jq .*", RunBy("cli_lossctl_server_test")),  # the documents; jq is not everywhere
     (r"docs/operations\.md", r"lossd", Serve()),
     (r"docs/operations\.md", r"lossd --flagfile=/etc/lossd/lossd\.flags", Serve(instead=(("/etc/lossd/lossd.flags", "ROOT/deploy/lossd.flags"),))),
     (r"docs/operations\.md", r"pip install dist/packages/lossd-.*\[cuda\]\"", CUBLAS),

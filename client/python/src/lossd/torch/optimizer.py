@@ -58,7 +58,7 @@ class HeadOptimizer(torch.optim.Optimizer):
           lr, momentum, dampening, nesterov, weight_decay: as torch.optim.SGD, with algorithm="sgd".
           decay_vectors: weight decay for bias and norm parameters too.
           lazy_rows: rows of the weight whose gradient of the step is 0 in every element keep their values and moments, as
-            in torch.optim.SparseAdam (docs/training/lazy-rows.md). A hyper-parameter: param_groups[0]["lazy_rows"].
+            in torch.optim.SparseAdam (docs/training/lazy-rows.md). A hyper-parameter: `param_groups[0]["lazy_rows"]`.
           skip_non_finite: a step whose gradient is not finite is closed without an update instead of refused;
             `last.skipped` says so.
           device: of the stand-in; GradScaler wants the model's.
