@@ -389,8 +389,10 @@ void Stream::Receive(IncomingSlice incoming) {
   slice->stream = state_;
   slice->rows = incoming.rows;
   slice->bytes = incoming.bytes;
-  // Memory for what goes out, unless there is a place for it.
-  if (!BringsRows(*state_) && incoming.bytes == 0) slice->bytes = state_->RowBytes(incoming.rows.size());
+  // Memory for what goes out, unless there is a place for it. Other rows are refused.
+  const bool own = incoming.rows.begin < incoming.rows.end && incoming.rows.IsWithin(state_->spec().rows);
+  if (own && !BringsRows(*state_) && incoming.bytes == 0)
+    slice->bytes = state_->RowBytes(incoming.rows.size());
   slice->caller = std::move(incoming);
   bool has_memory = false;
   {

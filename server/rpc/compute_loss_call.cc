@@ -447,9 +447,9 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
   LOSSD_TRY(engine::IncomingSlice slice, places_.Take(header, *rows, std::move(payload)));
   std::string head;  // for a trace; empty: none is recorded
   if (environment_->metrics->trace().recording()) head = std::string(stream->head());
-  slice.copy = [copy = std::move(slice.copy), bytes = slice.bytes, arrived, rows = *rows,
-                head = std::move(head), id = stream->microbatch_id(),
-                metrics = environment_->metrics](uint8_t* to) mutable {
+  const int64_t brought = stream->brings_rows() ? slice.bytes : 0;
+  slice.copy = [copy = std::move(slice.copy), bytes = brought, arrived, rows = *rows, head = std::move(head),
+                id = stream->microbatch_id(), metrics = environment_->metrics](uint8_t* to) mutable {
     copy(to);
     metrics->AddPayloadIn(bytes);
     metrics->ObservePhase(metrics::Phase::kReceive, absl::ToDoubleSeconds(clocks::SteadyNow() - arrived));
@@ -461,7 +461,7 @@ absl::Status ComputeLossCall::HandleSlice(const v1::SliceHeader& header, wire::P
                                 .begin = arrived,
                                 .end = clocks::SteadyNow()});
   };
-  slice.on_queued = [self = shared_from_this(), rows = rows->size(), bytes = slice.bytes](int64_t used) {
+  slice.on_queued = [self = shared_from_this(), rows = rows->size(), bytes = brought](int64_t used) {
     self->OnQueued(rows, bytes, used);
   };
   stream->Receive(std::move(slice));

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <random>
 #include <string>
@@ -368,7 +369,8 @@ TEST_P(EmbeddingTest, HeadsThatCannotServe) {
 
 class EmbeddingInputTest : public BadInputTest {
  protected:
-  absl::Status Run(const std::function<void(v1::OpenMicrobatch&)>& spoil, const std::string& payload = "") {
+  absl::Status Run(const std::function<void(v1::OpenMicrobatch&)>& spoil, const std::string& payload = "",
+                   int64_t slice_begin = 0, int64_t slice_end = kRows) {
     v1::OpenMicrobatch open;
     open.set_head("head");
     open.set_microbatch_rows(kRows);
@@ -381,7 +383,7 @@ class EmbeddingInputTest : public BadInputTest {
     spoil(open);
     const auto stream = client_->OpenLoss();
     stream->SendOpen(open);
-    stream->SendSlice(0, kRows, payload);
+    stream->SendSlice(slice_begin, slice_end, payload);
     stream->HalfClose();
     return stream->Finish().status;
   }
@@ -405,6 +407,16 @@ TEST_F(EmbeddingInputTest, Ids) {
   ExpectInvalid(Run([](auto& open) { open.set_targets(1, -7); }), "open.targets[1]", "-7");
   ExpectInvalid(Run([](auto& open) { open.set_embedding(static_cast<v1::Embedding>(9)); }), "open.embedding",
                 "9");
+}
+
+TEST_F(EmbeddingInputTest, RowsOfASlice) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  for (const auto& [begin, end] :
+       {std::pair<int64_t, int64_t>{0, kRows + 1}, {3, 3}, {0, kMost}, {kMost - 1, kMost}}) {
+    const absl::Status status = Run([](auto&) {}, "", begin, end);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("slice.rows")) << begin << " " << end;
+  }
 }
 
 TEST_F(EmbeddingInputTest, WhatALossHas) {
