@@ -76,12 +76,7 @@ absl::Status CpuHead::EmbeddingRows::GatherGradients() {
     }
   });
   if (head_.is_split_) LOSSD_RETURN_IF_ERROR(ShareVerdicts());
-  for (int64_t i = 0; i < order_.rows; ++i) {
-    if (head_.buffers_.results[i].finite) continue;
-    const RowSource& source = head_.buffers_.sources[i];
-    int64_t& first = chunk_.slices[static_cast<size_t>(source.slice)].first_nonfinite_row;
-    first = first < 0 ? source.row : std::min(first, source.row);
-  }
+  head_.guard_.FindFailedSlices(chunk_, order_);
   return absl::OkStatus();
 }
 

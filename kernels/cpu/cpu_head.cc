@@ -331,7 +331,7 @@ void NormBackward(const NormParams& params, const float* unit, float inverse_dev
   }
 }
 
-void RowGuard::ClearFailedSlices(const Chunk& chunk, const RowOrder& order) const {
+bool RowGuard::FindFailedSlices(const Chunk& chunk, const RowOrder& order) const {
   for (Slice& slice : chunk.slices) slice.first_nonfinite_row = -1;
   bool failed = false;
   for (int64_t i = 0; i < order.rows; ++i) {
@@ -341,7 +341,11 @@ void RowGuard::ClearFailedSlices(const Chunk& chunk, const RowOrder& order) cons
     int64_t& first = chunk.slices[static_cast<size_t>(source.slice)].first_nonfinite_row;
     first = first < 0 ? source.row : std::min(first, source.row);
   }
-  if (!failed) return;
+  return failed;
+}
+
+void RowGuard::ClearFailedSlices(const Chunk& chunk, const RowOrder& order) const {
+  if (!FindFailedSlices(chunk, order)) return;
   const int64_t d = hidden_size_;
   for (int64_t i = 0; i < order.with_gradient(); ++i) {
     if (chunk.slices[static_cast<size_t>(buffers_.sources[i].slice)].first_nonfinite_row < 0) continue;

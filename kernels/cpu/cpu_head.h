@@ -242,8 +242,11 @@ class RowGuard {
   RowGuard(const HeadBuffers& buffers, int64_t hidden_size, int64_t classes, ThreadPool* pool)
       : buffers_(buffers), hidden_size_(hidden_size), classes_(classes), pool_(pool) {}
 
-  // Finds the slices with a row whose result is not finite and clears all their rows, so that they add
-  // exactly nothing to any sum over rows (a factor 0 alone would not do: 0 * NaN is NaN).
+  // Sets first_nonfinite_row of all slices: the first row whose result is not finite, or -1. True if a slice
+  // has one.
+  bool FindFailedSlices(const Chunk& chunk, const RowOrder& order) const;
+  // Finds those slices and clears all their rows, so that they add exactly nothing to any sum over rows (a
+  // factor 0 alone would not do: 0 * NaN is NaN).
   void ClearFailedSlices(const Chunk& chunk, const RowOrder& order) const;
   // The same for rows whose gradient in grad_hidden, before it goes through a norm, is not finite. `rows`
   // have one; here it is complete for those of them in `here`, on other parts of a head for the others.

@@ -210,6 +210,30 @@ __device__ __forceinline__ float BlockSum(float value, float* scratch) {
   return total;
 }
 
+// ---- the guard of a slice ----
+
+inline constexpr int kGuardThreads = 1024;  // of a block; often one block for all rows
+
+// The end of a guard whose block s guards slice s, rows [begin, end). `first` is the first bad row that the
+// thread has found, or INT32_MAX. first_bad[s] becomes the first bad row of the block; then no row is kept.
+// If there is none it becomes -1, and those rows are kept that are to be accumulated. Params has first_bad,
+// accumulate and keep. A kernel calls this once.
+template <typename Params>
+__device__ __forceinline__ void GuardSlice(const Params& p, int32_t begin, int32_t end, int32_t first) {
+  __shared__ int32_t warp_first[kGuardThreads / 32];
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    first = min(first, __shfl_xor_sync(0xffffffffu, first, offset));
+  }
+  if ((threadIdx.x & 31) == 0) warp_first[threadIdx.x >> 5] = first;
+  __syncthreads();
+  for (int i = 0; i < kGuardThreads / 32; ++i) first = min(first, warp_first[i]);
+  const bool good = first == INT32_MAX;
+  if (threadIdx.x == 0) p.first_bad[blockIdx.x] = good ? -1 : first;
+  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
+    p.keep[r] = good && p.accumulate[r] != 0 ? 1 : 0;
+  }
+}
+
 // ---- copies from device to shared memory that a thread starts and waits for later ----
 //
 // The copies a thread has started since its last CommitCopies() are one batch; batches end in order. A thread

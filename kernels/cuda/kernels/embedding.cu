@@ -23,7 +23,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTileColumns = 32 * 8;  // eight a lane
 constexpr int kAtOnce = 4;            // loads of a lane under way
-constexpr int kGuardThreads = 1024;
 
 __host__ __device__ constexpr int64_t BytesOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
@@ -117,24 +116,13 @@ __global__ void CheckRowGradientsKernel(const __grid_constant__ CheckRowGradient
 
 // A block a slice.
 __global__ void GuardRowGradientsKernel(const __grid_constant__ GuardRowGradientsParams p) {
-  __shared__ int32_t warp_first[kGuardThreads / 32];
   const int32_t begin = p.slice_begin[blockIdx.x];
   const int32_t end = p.slice_begin[blockIdx.x + 1];
   int32_t first = INT32_MAX;
   for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
     if (p.bad[r] != 0.0f) first = min(first, r);
   }
-  for (int offset = 16; offset > 0; offset >>= 1) {
-    first = min(first, __shfl_xor_sync(0xffffffffu, first, offset));
-  }
-  if ((threadIdx.x & 31) == 0) warp_first[threadIdx.x >> 5] = first;
-  __syncthreads();
-  for (int i = 0; i < kGuardThreads / 32; ++i) first = min(first, warp_first[i]);
-  const bool good = first == INT32_MAX;
-  if (threadIdx.x == 0) p.first_bad[blockIdx.x] = good ? -1 : first;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
-    p.keep[r] = good && p.accumulate[r] != 0 ? 1 : 0;
-  }
+  GuardSlice(p, begin, end, first);
 }
 
 // Adds kRows rows at row_order[at], [at + stride] ... to `sums`, the columns from c on. Says whether one of

@@ -213,7 +213,6 @@ cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols
 
 namespace {
 
-constexpr int kGuardThreads = 1024;  // often one block for all rows
 constexpr int kRowWarps = 8;
 
 __device__ __forceinline__ bool IsFiniteRow(const GuardParams& p, bool with_entropy, int32_t r) {
@@ -224,25 +223,13 @@ __device__ __forceinline__ bool IsFiniteRow(const GuardParams& p, bool with_entr
 }
 
 __global__ void GuardKernel(const __grid_constant__ GuardParams p, bool with_entropy) {
-  __shared__ int32_t warp_first[kGuardThreads / 32];
-  const int64_t slice = blockIdx.x;
-  const int32_t begin = p.slice_begin[slice];
-  const int32_t end = p.slice_begin[slice + 1];
+  const int32_t begin = p.slice_begin[blockIdx.x];
+  const int32_t end = p.slice_begin[blockIdx.x + 1];
   int32_t first = INT32_MAX;
   for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
     if (p.checks[r] != RowCheck::kNothing && !IsFiniteRow(p, with_entropy, r)) first = min(first, r);
   }
-  for (int offset = 16; offset > 0; offset >>= 1) {
-    first = min(first, __shfl_xor_sync(0xffffffffu, first, offset));
-  }
-  if ((threadIdx.x & 31) == 0) warp_first[threadIdx.x >> 5] = first;
-  __syncthreads();
-  for (int i = 0; i < kGuardThreads / 32; ++i) first = min(first, warp_first[i]);
-  const bool good = first == INT32_MAX;
-  if (threadIdx.x == 0) p.first_bad[slice] = good ? -1 : first;
-  for (int32_t r = begin + static_cast<int32_t>(threadIdx.x); r < end; r += kGuardThreads) {
-    p.keep[r] = good && p.accumulate[r] != 0 ? 1 : 0;
-  }
+  GuardSlice(p, begin, end, first);
 }
 
 __global__ void HiddenGuardKernel(const __grid_constant__ HiddenGuardParams p) {

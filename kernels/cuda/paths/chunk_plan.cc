@@ -489,6 +489,13 @@ void UnpackClasses(const Slice& slice, int64_t r, int64_t compact, const ChunkLa
   }
 }
 
+// The slice's row that the guard on the device has found, or -1.
+int64_t FirstBadRow(const SliceLayout& place, const RowInputBlock& inputs, const RowOutputBlock& outputs) {
+  if (place.device_index < 0) return -1;
+  const int64_t compact = outputs.first_bad[place.device_index];
+  return compact < 0 ? -1 : inputs.raw_of_compact[compact] - place.raw_begin;
+}
+
 // The rows of an embedding have no results; first_bad is there where they bring gradients.
 void UnpackEmbedding(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
                      const RowOutputBlock& outputs) {
@@ -496,10 +503,8 @@ void UnpackEmbedding(Chunk& chunk, const ChunkLayout& layout, const RowInputBloc
     Slice& slice = *place.slice;
     slice.sums = LossSums();
     slice.sums.valid_rows = place.compact_rows;
-    slice.first_nonfinite_row = -1;
-    if (chunk.options.embedding != Embedding::kGradients || place.device_index < 0) continue;
-    const int64_t compact = outputs.first_bad[place.device_index];
-    if (compact >= 0) slice.first_nonfinite_row = inputs.raw_of_compact[compact] - place.raw_begin;
+    slice.first_nonfinite_row =
+        chunk.options.embedding == Embedding::kGradients ? FirstBadRow(place, inputs, outputs) : -1;
   }
 }
 
@@ -516,7 +521,6 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
   for (const SliceLayout& place : layout.slices) {
     Slice& slice = *place.slice;
     slice.sums = LossSums();
-    slice.first_nonfinite_row = -1;
     for (int64_t r = 0; r < slice.rows; ++r) {
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
       if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
@@ -524,10 +528,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
       UnpackClasses(slice, r, compact, layout, outputs, classes);
       if (compact >= 0) AddToSums(chunk.options, slice, r, compact, layout, inputs, outputs);
     }
-    if (place.device_index >= 0 && outputs.first_bad[place.device_index] >= 0) {
-      const int64_t compact = outputs.first_bad[place.device_index];
-      slice.first_nonfinite_row = inputs.raw_of_compact[compact] - place.raw_begin;
-    }
+    slice.first_nonfinite_row = FirstBadRow(place, inputs, outputs);
   }
 }
 
