@@ -85,12 +85,7 @@ class DepthsTest : public ::testing::TestWithParam<Mode> {
   }
 
   static ServerOptions Options() {
-    ServerOptions options = SmallServer();
-    options.deterministic = GetParam().deterministic;
-    options.backend = "cpu";
-    options.cpu_devices = GetParam().devices;
-    options.split = GetParam().devices == 1 ? "any" : GetParam().by_vocabulary ? "vocabulary" : "rows";
-    return options;
+    return SmallCpuServer(GetParam().deterministic, GetParam().devices, GetParam().by_vocabulary);
   }
 
   // All depths in one call, from where they lie.

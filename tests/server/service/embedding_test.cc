@@ -63,12 +63,7 @@ class EmbeddingTest : public ::testing::TestWithParam<Mode> {
   }
 
   static ServerOptions Options() {
-    ServerOptions options = SmallServer();
-    options.deterministic = GetParam().deterministic;
-    options.backend = "cpu";
-    options.cpu_devices = GetParam().devices;
-    options.split = GetParam().devices == 1 ? "any" : GetParam().by_vocabulary ? "vocabulary" : "rows";
-    return options;
+    return SmallCpuServer(GetParam().deterministic, GetParam().devices, GetParam().by_vocabulary);
   }
 
   // Ids as text has them: some often, some never, some padding.

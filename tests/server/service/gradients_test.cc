@@ -813,12 +813,7 @@ class SampledServiceTest : public ::testing::TestWithParam<Mode> {
  protected:
   ServerOptions Options() const { return OptionsOn(GetParam().devices); }
   static ServerOptions OptionsOn(int devices) {
-    ServerOptions options = SmallServer();
-    options.deterministic = GetParam().deterministic;
-    options.backend = "cpu";
-    options.cpu_devices = devices;
-    options.split = devices == 1 ? "any" : "vocabulary";
-    return options;
+    return SmallCpuServer(GetParam().deterministic, devices, /*by_vocabulary=*/true);
   }
 
   static void CreateHead(const TestServer& server) {

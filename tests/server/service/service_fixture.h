@@ -42,6 +42,16 @@ inline ServerOptions SmallServer() {
   return options;
 }
 
+// The small server on the CPU. `devices` of it divide a head, by rows or by classes; one divides nothing.
+inline ServerOptions SmallCpuServer(bool deterministic, int devices, bool by_vocabulary) {
+  ServerOptions options = SmallServer();
+  options.deterministic = deterministic;
+  options.backend = "cpu";
+  options.cpu_devices = devices;
+  options.split = devices == 1 ? "any" : by_vocabulary ? "vocabulary" : "rows";
+  return options;
+}
+
 // A server on a free loopback port, with a folder of its own; gone with the object.
 class TestServer {
  public:

@@ -389,46 +389,45 @@ TEST(ChunkLayout, RowsOfAnEmbeddingAreOrderedByClass) {
   }
 }
 
+// Three slices; some rows have no target, and in the second slice none has one.
+struct SlicesWithoutSomeTargets {
+  const std::vector<int32_t> targets[3] = {{3, kIgnoredTarget, 5}, {kIgnoredTarget}, {kIgnoredTarget, 9}};
+  Slice slices[3];
+
+  SlicesWithoutSomeTargets() {
+    for (int i = 0; i < 3; ++i) {
+      slices[i].rows = static_cast<int64_t>(targets[i].size());
+      slices[i].targets = targets[i].data();
+    }
+  }
+};
+
 // The bad rows of gradients are those of their slices; other results there are none.
 TEST(ChunkLayout, RowsOfAnEmbeddingHaveNoResults) {
   Blocks blocks;
-  const std::vector<int32_t> first = {3, kIgnoredTarget, 5}, second = {kIgnoredTarget},
-                             third = {kIgnoredTarget, 9};
-  Slice slices[3];
-  for (auto& [slice, targets] :
-       {std::pair{&slices[0], &first}, {&slices[1], &second}, {&slices[2], &third}}) {
-    slice->rows = static_cast<int64_t>(targets->size());
-    slice->targets = targets->data();
-  }
+  SlicesWithoutSomeTargets slices;
   Chunk chunk;
-  chunk.slices = absl::MakeSpan(slices);
+  chunk.slices = absl::MakeSpan(slices.slices);
   for (const Embedding embedding : {Embedding::kGradients, Embedding::kRows}) {
     chunk.options.embedding = embedding;
     const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
     blocks.outputs.first_bad[0] = -1;
     blocks.outputs.first_bad[1] = 2;
     UnpackResults(chunk, layout, blocks.inputs, blocks.outputs);
-    EXPECT_EQ(slices[0].sums.valid_rows, 2);
-    EXPECT_EQ(slices[1].sums.valid_rows, 0);
-    EXPECT_EQ(slices[2].sums.valid_rows, 1);
-    EXPECT_EQ(slices[0].first_nonfinite_row, -1);
-    EXPECT_EQ(slices[1].first_nonfinite_row, -1);
-    EXPECT_EQ(slices[2].first_nonfinite_row, embedding == Embedding::kGradients ? 1 : -1);
+    EXPECT_EQ(slices.slices[0].sums.valid_rows, 2);
+    EXPECT_EQ(slices.slices[1].sums.valid_rows, 0);
+    EXPECT_EQ(slices.slices[2].sums.valid_rows, 1);
+    EXPECT_EQ(slices.slices[0].first_nonfinite_row, -1);
+    EXPECT_EQ(slices.slices[1].first_nonfinite_row, -1);
+    EXPECT_EQ(slices.slices[2].first_nonfinite_row, embedding == Embedding::kGradients ? 1 : -1);
   }
 }
 
 TEST(ChunkLayout, LeavesOutRowsWithoutTarget) {
   Blocks blocks;
-  const std::vector<int32_t> first = {3, kIgnoredTarget, 5}, second = {kIgnoredTarget},
-                             third = {kIgnoredTarget, 9};
-  Slice slices[3];
-  for (auto& [slice, targets] :
-       {std::pair{&slices[0], &first}, {&slices[1], &second}, {&slices[2], &third}}) {
-    slice->rows = static_cast<int64_t>(targets->size());
-    slice->targets = targets->data();
-  }
+  SlicesWithoutSomeTargets slices;
   Chunk chunk;
-  chunk.slices = absl::MakeSpan(slices);
+  chunk.slices = absl::MakeSpan(slices.slices);
   const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
   EXPECT_EQ(layout.raw_rows, 6);
   EXPECT_EQ(layout.compact_rows, 3);
