@@ -563,15 +563,9 @@ absl::Status WorkerHeads::Create(uint64_t id, const v1::HeadConfig& config, v1::
   return absl::OkStatus();
 }
 
-// Chunks of a part cannot fail here alone, since the other parts wait for it: there is memory for them from
-// now on.
 absl::Status WorkerHeads::Join(kernels::HeadKernels* head, std::unique_ptr<kernels::Replicas>& replicas) {
-  if (IsPart(*head)) {
-    const int64_t rows = head->chunk_rows();
-    const size_t row_bytes = static_cast<size_t>(head->config().hidden_size) * sizeof(float);
-    absl::Status status = buffers_->Reserve(BufferBytes(rows, row_bytes, rows));
-    return status.ok() ? link_->JoinClasses(head) : status;
-  }
+  LOSSD_RETURN_IF_ERROR(ReserveBuffers(*head));
+  if (IsPart(*head)) return link_->JoinClasses(head);
   absl::StatusOr<std::unique_ptr<kernels::Replicas>> made = link_->Join(head);
   if (made.ok()) replicas = *std::move(made);
   return made.status();
@@ -601,6 +595,15 @@ absl::Status WorkerHeads::Write(Head& head, const v1::TensorAccess& access, bool
 }
 
 // ---- Chunks ----
+
+// A head holds from the start what its chunks need, so that no chunk fails for want of it: a chunk of a part
+// must not, as the other parts wait for it.
+absl::Status WorkerHeads::ReserveBuffers(const kernels::HeadKernels& head) {
+  if (!IsPart(head) && rows_ != nullptr) return absl::OkStatus();
+  const int64_t rows = head.chunk_rows();
+  const size_t row_bytes = static_cast<size_t>(head.config().hidden_size) * sizeof(float);
+  return buffers_->Reserve(BufferBytes(rows, row_bytes, rows));
+}
 
 absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::ChunkSlice> slices) {
   const auto head = heads_.find(start.head());

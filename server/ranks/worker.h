@@ -257,6 +257,7 @@ class WorkerHeads {
   absl::Status Plan(const v1::HeadConfig& config, v1::Answer& answer);
   absl::Status Create(uint64_t id, const v1::HeadConfig& config, v1::Answer& answer);
   absl::Status Join(kernels::HeadKernels* head, std::unique_ptr<kernels::Replicas>& replicas);
+  absl::Status ReserveBuffers(const kernels::HeadKernels& head);
   absl::Status Read(Head& head, const v1::TensorAccess& access, v1::Answer& answer);
   absl::Status Write(Head& head, const v1::TensorAccess& access, bool add);
 
