@@ -16,6 +16,10 @@ from servers import EmbeddedServer, ServerProcess
 
 import lossd
 
+# `eps` of both sides where steps of AdamW are compared: with 1e-8 AdamW makes whole steps of gradients that are no more than
+# their rounding.
+EPS = 1e-3
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a GPU")

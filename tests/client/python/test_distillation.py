@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch  # noqa: E402
+from conftest import EPS  # noqa: E402
 from servers import ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
@@ -231,7 +232,7 @@ def test_a_student_distilled_through_the_server_is_the_one_distilled_locally(cli
 
     remote, losses = trunk(), []
     head = LossHead(client, heads.student)
-    optimizers = [torch.optim.Adam(remote.parameters(), lr=0.01), HeadOptimizer(head, lr=0.01, weight_decay=0.0)]
+    optimizers = [torch.optim.Adam(remote.parameters(), lr=0.01, eps=EPS), HeadOptimizer(head, lr=0.01, eps=EPS, weight_decay=0.0)]
     for batch in tokens:
         loss = head.distill(remote(batch), taught[batch], d, batch.roll(-1))
         loss.backward()
@@ -241,7 +242,7 @@ def test_a_student_distilled_through_the_server_is_the_one_distilled_locally(cli
             optimizer.zero_grad()
 
     local, weight = trunk(), torch.nn.Parameter(heads.weights[heads.student].float())
-    optimizer = torch.optim.Adam([*local.parameters(), weight], lr=0.01)
+    optimizer = torch.optim.Adam([*local.parameters(), weight], lr=0.01, eps=EPS)
     teacher = heads.weights[heads.teacher].float()
     for batch, got in zip(tokens, losses):
         z = local(batch) @ weight.T

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.utils.checkpoint  # noqa: E402
+from conftest import EPS  # noqa: E402
 from servers import CutProxy, ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
@@ -68,7 +69,7 @@ def test_a_tied_model(client, name, scale, padding_idx):
     head, trunk = LossHead(client, name, grad_output=0.5), make_trunk()
     embedding = ServedEmbedding(head, scale=scale, padding_idx=padding_idx)
     local = Local(client, name, trunk, scale, padding_idx)
-    options = {"lr": 0.01, "weight_decay": 0.1}
+    options = {"lr": 0.01, "weight_decay": 0.1, "eps": EPS}
     optimizers = [torch.optim.AdamW(trunk.parameters(), **options), HeadOptimizer(head, **options)]
     reference = torch.optim.AdamW(local.parameters(), **options)
     for step in range(4):
@@ -444,8 +445,8 @@ def test_two_trainers_that_are_stages_of_a_pipeline(server, client, name):
         head = LossHead(one, name, rank=0, world_size=2)
         loss_fn = PipelineLoss(head, n_microbatches=2)
         embedding = ServedEmbedding(other, name, rank=1, world_size=2, n_microbatches=2)
-        optimizers = [HeadOptimizer(each, lr=0.1) for each in (head, embedding)]
-        reference = torch.optim.AdamW(local.parameters(), lr=0.1, weight_decay=0.0)
+        optimizers = [HeadOptimizer(each, lr=0.1, eps=EPS) for each in (head, embedding)]
+        reference = torch.optim.AdamW(local.parameters(), lr=0.1, eps=EPS, weight_decay=0.0)
         for step in range(2):
             for _ in range(2):
                 ids, targets = batch()

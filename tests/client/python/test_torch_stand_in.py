@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_  # noqa: E402
 
+from conftest import EPS  # noqa: E402
+
 import lossd  # noqa: E402
 from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
 
@@ -287,9 +289,9 @@ def test_a_step_of_ignored_rows_is_one_of_a_gradient_of_zeros(client, make_head,
     layer = torch.nn.Linear(D, V, bias=False)
     layer.weight.data.copy_(torch.from_numpy(client.read_tensor(name)))
     head = LossHead(client, name, reduction="sum", deferred=deferred)
-    pairs = [(head, HeadOptimizer(head, lr=1e-2, weight_decay=0.1)),
+    pairs = [(head, HeadOptimizer(head, lr=1e-2, eps=EPS, weight_decay=0.1)),
              (lambda x, t: torch.nn.functional.cross_entropy(layer(x), t, reduction="sum"),
-              torch.optim.AdamW(layer.parameters(), lr=1e-2, weight_decay=0.1))]
+              torch.optim.AdamW(layer.parameters(), lr=1e-2, eps=EPS, weight_decay=0.1))]
     targets = torch.randint(0, V, (N,))
     for step in range(3):
         hidden = torch.randn(N, D)

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from conftest import EPS  # noqa: E402
 from servers import ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
@@ -104,7 +105,7 @@ def compare(client):
 
 def local_adamw(client, name, **options):
     weight = torch.nn.Parameter(torch.from_numpy(client.read_tensor(name)))
-    return torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.1, **options)
+    return torch.optim.AdamW([weight], lr=1e-2, eps=EPS, weight_decay=0.1, **options)
 
 
 @pytest.mark.filterwarnings("ignore:head")
@@ -113,7 +114,7 @@ def test_a_new_optimizer_begins(client, used, compare, steps):
     """Neither moments nor the count of steps of another program's optimizer are left."""
     name, _ = used()
     head = LossHead(client, name)
-    optimizer = HeadOptimizer(head, lr=1e-2, weight_decay=0.1)
+    optimizer = HeadOptimizer(head, lr=1e-2, eps=EPS, weight_decay=0.1)
     assert compare(name, optimizer, local_adamw(client, name), steps, head) < 2e-5
     assert client.describe_head(name).updates == steps and client.describe_head(name).state.step == 3 + steps
 
@@ -133,7 +134,7 @@ def test_a_second_optimizer_of_one_program_begins(client, make_head, compare):
     name = make_head(hidden_size=D, vocab_size=V)
     head = LossHead(client, name)
     for _ in range(2):
-        optimizer = HeadOptimizer(head, lr=1e-2, weight_decay=0.1)
+        optimizer = HeadOptimizer(head, lr=1e-2, eps=EPS, weight_decay=0.1)
         assert compare(name, optimizer, local_adamw(client, name), 3, head) < 2e-5
 
 
@@ -175,7 +176,7 @@ def test_a_state_that_is_taken_and_given_back_continues_nothing(client, used, co
     """As Accelerate's prepare() does with every optimizer."""
     name, _ = used()
     head = LossHead(client, name, state=kept)
-    optimizer = HeadOptimizer(head, lr=1e-2, weight_decay=0.1)
+    optimizer = HeadOptimizer(head, lr=1e-2, eps=EPS, weight_decay=0.1)
     optimizer.load_state_dict(optimizer.state_dict())
     with pytest.warns(UserWarning, match="continues at step 3"):
         assert compare(name, optimizer, local_adamw(client, name), 2, head) < 2e-5
@@ -189,7 +190,7 @@ def test_a_state_that_is_taken_and_given_back_continues_nothing(client, used, co
 def test_a_first_step_that_fails_is_the_first_again(client, used, compare, monkeypatch):
     name, _ = used()
     head = LossHead(client, name)
-    optimizer = HeadOptimizer(head, lr=1e-2, weight_decay=0.1)
+    optimizer = HeadOptimizer(head, lr=1e-2, eps=EPS, weight_decay=0.1)
     head(*rows()).backward()
     apply_step = client.apply_step
     with monkeypatch.context() as lost:
@@ -207,7 +208,7 @@ def test_a_first_step_that_fails_is_the_first_again(client, used, compare, monke
 def test_a_step_whose_answer_was_lost_is_done_once(client, used, compare, monkeypatch):
     name, _ = used()
     head = LossHead(client, name)
-    optimizer = HeadOptimizer(head, lr=1e-2, weight_decay=0.1)
+    optimizer = HeadOptimizer(head, lr=1e-2, eps=EPS, weight_decay=0.1)
     local = local_adamw(client, name)
     apply_step = client.apply_step
 

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from conftest import delete_when_idle  # noqa: E402
+from conftest import EPS, delete_when_idle  # noqa: E402
 from servers import CutProxy, ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
@@ -64,7 +64,7 @@ def test_training_is_that_of_a_local_head(client, make_head, trunks, algorithm):
     layer = local_head(client, name)
     head = LossHead(client, name, grad_output=0.5)
     if algorithm == "adamw":
-        kind, options = torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}
+        kind, options = torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": EPS}
     else:
         kind, options = torch.optim.SGD, {"lr": 0.3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
     head_optimizer = HeadOptimizer(head, algorithm=algorithm, **options)
@@ -204,7 +204,7 @@ def test_tied_embeddings(client, make_head, trunks):
     head = LossHead(client, name)
     tied = TiedEmbedding(head, ours.embedding.weight)
     tied.push()
-    options = {"lr": 0.01, "weight_decay": 0.1}
+    options = {"lr": 0.01, "weight_decay": 0.1, "eps": EPS}
     optimizers = [torch.optim.AdamW(ours.layer.parameters(), **options), HeadOptimizer(head, **options)]
     reference = torch.optim.AdamW(theirs.parameters(), **options)
     for tokens, targets in batches(4):
