@@ -46,6 +46,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> CheckpointCalls::SaveCheckpoint(
     const v1::SaveCheckpointRequest& request, const std::function<void(const v1::SaveProgress&)>& on_progress,
     absl::Duration timeout) {
   grpc::ClientContext context;
+  const internal::CancellableContext cancellable(&context);
   internal::SetDeadline(DeadlineAfter(timeout, calls_core_->options().transfer_timeout), &context);
   const auto reader = calls_core_->connections().heads()->SaveCheckpoint(&context, request);
   std::optional<v1::SaveCheckpointResponse> saved;
@@ -191,6 +192,12 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
 
 TransportChoice Client::transport() const { return core_->connections().transport(); }
 
+bool Client::SharesGpu(std::optional<int> gpu) { return core_->connections().SharesGpu(gpu); }
+
+void Client::OpenMemory(std::optional<int> gpu) { (void)core_->connections().RegionFor(gpu, 0); }
+
+const std::string& Client::server_version() const { return core_->connections().peer().version; }
+
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {
   auto call = std::make_shared<internal::LossCall>(
@@ -294,10 +301,10 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
 }
 
 absl::StatusOr<TensorShape> Client::ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
-                                               absl::Duration timeout) {
+                                               absl::Duration timeout, std::optional<uint64_t> tensor_rows) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
   return Repeated(*core_, deadline, Repeat::kIfTransientOrAborted,
-                  [&] { return internal::ReadTensor(*core_, request, out, deadline); });
+                  [&] { return internal::ReadTensor(*core_, request, out, deadline, tensor_rows); });
 }
 
 absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(absl::string_view head, v1::Param param,

@@ -171,6 +171,13 @@ class Client : public CheckpointCalls {
   // How the rows of loss computations travel, which is decided with the first of them; and over how many
   // connections, which changes while the client works unless options().channels says how many.
   TransportChoice transport() const;
+  // Whether rows on this GPU of the process (nullopt: on the first one that is the server's) go through
+  // memory of a GPU of the server. May open that memory, which takes some milliseconds.
+  bool SharesGpu(std::optional<int> gpu);
+  // Opens the memory for rows on this GPU (nullopt: of the host), which the first loss computation does else.
+  void OpenMemory(std::optional<int> gpu);
+  // The version of lossd that the server said it is when the client connected; "": it said none.
+  const std::string& server_version() const;
 
   // ---- Loss ----
 
@@ -241,8 +248,10 @@ class Client : public CheckpointCalls {
                                     absl::Duration timeout = absl::ZeroDuration());
   // Reads what `request` asks for into `out` [rows read, cols] of request.dtype. INVALID_ARGUMENT if its size
   // is not exactly that; returns the shape read. After an error the contents of `out` are unspecified.
+  // `tensor_rows`: how many rows the tensor has, if the caller knows; ABORTED if it is another one by now.
   absl::StatusOr<TensorShape> ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
-                                         absl::Duration timeout = absl::ZeroDuration());
+                                         absl::Duration timeout = absl::ZeroDuration(),
+                                         std::optional<uint64_t> tensor_rows = std::nullopt);
 
   // Replaces a whole tensor by fp32 values [rows, cols].
   absl::StatusOr<v1::WriteTensorResponse> WriteTensor(absl::string_view head, v1::Param param,

@@ -315,6 +315,10 @@ std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu, uin
   return region;
 }
 
+bool Connections::SharesGpu(std::optional<int> gpu) const {
+  return (gpu.has_value() ? device_regions_->Get(*gpu, 0) : device_regions_->GetAny()) != nullptr;
+}
+
 void Connections::DropUnusableRegions() const {
   regions_->DropUnusable();
   device_regions_->DropUnusable();
@@ -384,6 +388,53 @@ void Connections::LookAtNext() {
         absl::StrCat("the server did not take one within ", absl::FormatDuration(options_.connect_timeout)),
         *moved_);
   }
+}
+
+// ---- Calls that end early ----
+
+Cancellation*& Cancellation::Slot() {
+  thread_local Cancellation* of_thread = nullptr;
+  return of_thread;
+}
+
+Cancellation* Cancellation::OfThread() { return Slot(); }
+
+void Cancellation::Cancel() {
+  absl::MutexLock lock(&mu_);
+  cancelled_ = true;
+  for (grpc::ClientContext* const context : contexts_) context->TryCancel();
+}
+
+bool Cancellation::cancelled() const {
+  absl::MutexLock lock(&mu_);
+  return cancelled_;
+}
+
+absl::Status Cancellation::Sleep(absl::Duration time) {
+  Cancellation* const cancellation = OfThread();
+  if (cancellation == nullptr) {
+    absl::SleepFor(time);
+    return absl::OkStatus();
+  }
+  absl::MutexLock lock(&cancellation->mu_);
+  if (!clocks::AwaitFor(cancellation->mu_, absl::Condition(&cancellation->cancelled_), time)) {
+    return absl::OkStatus();
+  }
+  return absl::CancelledError("cancelled by the caller");
+}
+
+CancellableContext::CancellableContext(grpc::ClientContext* context) : context_(context) {
+  if (cancellation_ == nullptr) return;
+  absl::MutexLock lock(&cancellation_->mu_);
+  cancellation_->contexts_.push_back(context);
+  if (cancellation_->cancelled_) context->TryCancel();
+}
+
+CancellableContext::~CancellableContext() {
+  if (cancellation_ == nullptr) return;
+  absl::MutexLock lock(&cancellation_->mu_);
+  auto& contexts = cancellation_->contexts_;
+  contexts.erase(std::remove(contexts.begin(), contexts.end(), context_), contexts.end());
 }
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
@@ -623,6 +674,7 @@ constexpr absl::Duration kPause = absl::Milliseconds(200);  // before the next c
 absl::StatusOr<v1::ServerDescription> Ask(const std::shared_ptr<grpc::Channel>& channel, absl::Time deadline,
                                           bool wait_for_ready) {
   grpc::ClientContext context;
+  const CancellableContext cancellable(&context);
   context.set_deadline(wire::GrpcTime(deadline));
   context.set_wait_for_ready(wait_for_ready);
   v1::ServerDescription description;
@@ -687,7 +739,7 @@ absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Ch
     const bool waits = reason.ok() || (absl::IsUnavailable(reason) && options.wait_for_server);
     if (!waits) return reason;
     if (clocks::SteadyNow() >= deadline) return GaveUp(reason, options);
-    absl::SleepFor(std::min(kPause, deadline - clocks::SteadyNow()));
+    LOSSD_RETURN_IF_ERROR(Cancellation::Sleep(std::min(kPause, deadline - clocks::SteadyNow())));
   }
 }
 

@@ -101,6 +101,65 @@ struct Peer {
   std::string version;  // of lossd, as the server says
 };
 
+// Ends calls of a thread that blocks in them, from another thread: whatever the thread waits for then, an
+// answer or the time before a repeat, it stops waiting, and its call ends with CANCELLED.
+//
+//   Cancellation cancellation;
+//   CancellableCalls calls(&cancellation);  // of this thread, while the object lives
+//   client->DescribeHead("lm");
+//
+// Loss computations are not the thread's: PendingLoss::Cancel ends them. Thread-safe.
+class Cancellation {
+ public:
+  Cancellation() = default;
+  Cancellation(const Cancellation&) = delete;
+  Cancellation& operator=(const Cancellation&) = delete;
+
+  // May be repeated. Calls that begin later end at once.
+  void Cancel() ABSL_LOCKS_EXCLUDED(mu_);
+  bool cancelled() const ABSL_LOCKS_EXCLUDED(mu_);
+
+  // That of the calling thread; null: it has none.
+  static Cancellation* OfThread();
+  // Sleeps, but not longer than until the thread's calls are cancelled: then CANCELLED.
+  static absl::Status Sleep(absl::Duration time);
+
+ private:
+  friend class CancellableCalls;
+  friend class CancellableContext;
+  static Cancellation*& Slot();
+
+  mutable absl::Mutex mu_;
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mu_);  // of calls under way
+};
+
+// Makes the thread's calls end with a cancellation, which outlives the object.
+class CancellableCalls {
+ public:
+  explicit CancellableCalls(Cancellation* cancellation)
+      : before_(std::exchange(Cancellation::Slot(), cancellation)) {}
+  ~CancellableCalls() { Cancellation::Slot() = before_; }
+  CancellableCalls(const CancellableCalls&) = delete;
+  CancellableCalls& operator=(const CancellableCalls&) = delete;
+
+ private:
+  Cancellation* const before_;
+};
+
+// Stands beside the context of a call that a thread waits for, and goes before it.
+class CancellableContext {
+ public:
+  explicit CancellableContext(grpc::ClientContext* context);
+  ~CancellableContext();
+  CancellableContext(const CancellableContext&) = delete;
+  CancellableContext& operator=(const CancellableContext&) = delete;
+
+ private:
+  Cancellation* const cancellation_ = Cancellation::OfThread();
+  grpc::ClientContext* const context_;
+};
+
 // This library's version, "1.2.3".
 absl::string_view ClientVersion();
 
@@ -137,6 +196,9 @@ class Connections {
   // The region for a call that begins, whose rows have so many bytes and are in memory of the host (nullopt)
   // or of a GPU; null: they are to go in messages. May open a region.
   std::shared_ptr<SharedRegion> RegionFor(std::optional<int> gpu, uint64_t call_bytes) const;
+  // Whether rows on this GPU (nullopt: on the first one that is the server's) go through memory of a GPU of
+  // the server. May open a region.
+  bool SharesGpu(std::optional<int> gpu) const;
   void DropUnusableRegions() const;
   TransportChoice transport() const ABSL_LOCKS_EXCLUDED(mu_);
 

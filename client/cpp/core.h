@@ -284,7 +284,7 @@ auto Repeated(const Core& core, absl::Time deadline, Repeat repeat, Attempt atte
     const auto wait = WaitBeforeRepeat(core.options().retry, result.status(), number,
                                        deadline - clocks::SteadyNow(), Jitter(), repeat);
     if (!wait.has_value()) return WithAttempts(result.status(), number);
-    absl::SleepFor(*wait);
+    if (absl::Status slept = Cancellation::Sleep(*wait); !slept.ok()) return slept;
   }
 }
 
@@ -295,6 +295,7 @@ absl::StatusOr<Response> Call(const Core& core, Stub* stub,
                               const Request& request, absl::Time deadline, std::optional<Repeat> repeat) {
   const auto attempt = [&]() -> absl::StatusOr<Response> {
     grpc::ClientContext context;
+    const CancellableContext cancellable(&context);
     SetDeadline(deadline, &context);
     Response response;
     LOSSD_RETURN_IF_ERROR(

@@ -466,6 +466,16 @@ std::shared_ptr<SharedRegion> DeviceRegions::Get(int gpu, uint64_t call_bytes) {
   return regions == nullptr ? nullptr : regions->Get(call_bytes);
 }
 
+std::shared_ptr<SharedRegion> DeviceRegions::GetAny() {
+  const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
+  if (!driver.ok()) return nullptr;
+  for (const Gpu& gpu : gpus_) {
+    const absl::StatusOr<std::optional<int>> seen = (*driver)->Find(gpu.uuid);
+    if (seen.ok() && seen->has_value()) return gpu.regions->Get();
+  }
+  return nullptr;
+}
+
 DeviceRegions::Route DeviceRegions::RouteOf(int gpu) const {
   const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
   const absl::StatusOr<std::string> uuid =

@@ -212,6 +212,8 @@ class DeviceRegions {
   // The region for a call that begins, whose rows have so many bytes and are on `gpu`; null: they are to go
   // as rows of the host do. May open a region.
   std::shared_ptr<SharedRegion> Get(int gpu, uint64_t call_bytes) ABSL_LOCKS_EXCLUDED(mu_);
+  // The same for rows on the first GPU of the server that this process sees.
+  std::shared_ptr<SharedRegion> GetAny();
   // As RegionSource::DropUnusable, of all.
   void DropUnusable();
   // How rows on GPUs travel where rows of the host travel by `of_host`, over all GPUs that rows came from.

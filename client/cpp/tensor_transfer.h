@@ -177,6 +177,7 @@ class BlockingStream {
 
   const Peer peer_;
   grpc::ClientContext context_;
+  const CancellableContext cancellable_{&context_};
   grpc::GenericStub stub_;
   Reactor reactor_;
   bool finished_ = false;

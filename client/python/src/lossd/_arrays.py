@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import functools
 import inspect
-import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _cuda, errors, types
-from lossd._regions import SharedRegion
+from lossd import _native, errors, types
 from lossd.types import ClassOutput, Depth, DType, RowOutput
 
 
@@ -50,229 +46,46 @@ def _suggestion(name: str, names: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
 
 
-# Where a caller has the rows of a microbatch: hidden states, or the place of their gradients; as bytes of [N, D].
-#
-# Memory of the host is used where it lies. Memory of a GPU is copied to and from a region, which is of the server's GPU
-# unless only memory of the host is to be had.
+@dataclass(frozen=True)
+class RowMemory:
+    """Where a caller has rows: hidden states, or the place of their gradients; [N, D], C-contiguous."""
 
-
-class RowMemory(ABC):
-    """Positions are in bytes from the first row on. Thread-safe for parts that do not overlap."""
-
+    address: int  # of the first row
     nbytes: int
+    owner: Any  # keeps the memory
     device: str = ""  # the GPU, "GPU-..."; "": memory of the host
-    is_sent = True  # whether slices bring the rows
+    stream: int | None = None  # of the GPU: what it has been given comes before the rows are read
 
-    def wait(self) -> None:
-        """Blocks until the memory says that it may be read, if it can say that."""
-
-    @abstractmethod
-    def read(self, begin: int, end: int) -> memoryview:
-        """A part, to be sent in a message."""
-
-    @abstractmethod
-    def write(self, begin: int, data: memoryview) -> None:
-        """Takes what came in a message."""
-
-    @abstractmethod
-    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        """Copies a part to a place in a region, of the same device; it is there when this returns."""
-
-    @abstractmethod
-    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        """Fills a part from a place in a region; the place may be used again when this returns."""
-
-    @abstractmethod
-    def zero(self, begin: int, end: int) -> None:
-        """Fills a part with zeros."""
+    @property
+    def pointer(self) -> int | None:
+        return self.address if self.nbytes else None
 
 
-class HostRows(RowMemory):
-    """NumPy copies without the interpreter's lock."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        """`array` is C-contiguous; it is referred to, not copied."""
-        self._bytes = array.reshape(-1).view(np.uint8)
-        self.nbytes = self._bytes.nbytes
-
-    def read(self, begin: int, end: int) -> memoryview:
-        return self._bytes[begin:end].data
-
-    def write(self, begin: int, data: memoryview) -> None:
-        self._bytes[begin:begin + data.nbytes] = np.frombuffer(data, np.uint8)
-
-    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        region.memory[offset:offset + end - begin] = self._bytes[begin:end]
-
-    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        self._bytes[begin:end] = region.memory[offset:offset + end - begin]
-
-    def zero(self, begin: int, end: int) -> None:
-        self._bytes[begin:end] = 0
+def host_rows(array: NDArray[Any]) -> RowMemory:
+    """`array` is C-contiguous; it is referred to, not copied."""
+    return RowMemory(array.ctypes.data, array.nbytes, array)
 
 
-class UnsentRows(RowMemory):
-    """Rows that slices name and do not bring, since the server has them: only the rows that come back have a place."""
-
-    is_sent = False
-    nbytes = 0
-
-    def __init__(self, device: str) -> None:
-        """`device`: of the memory that the rows come to."""
-        self.device = device
-
-    def read(self, begin: int, end: int) -> memoryview:
-        return memoryview(b"")
-
-    def write(self, begin: int, data: memoryview) -> None:
-        raise NotImplementedError
-
-    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        """The place in the region is taken for what comes back."""
-
-    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        raise NotImplementedError
-
-    def zero(self, begin: int, end: int) -> None:
-        raise NotImplementedError
-
-
-class PairedRows(RowMemory):
-    """Rows of a student and of its teacher, as slices bring them: the student's rows, then the teacher's. Only read.
-
-    Positions are those of rows as wide as both.
-    """
-
-    def __init__(self, student: RowMemory, student_row: int, teacher: RowMemory, teacher_row: int) -> None:
-        """`student_row`, `teacher_row`: bytes of one row. InvalidArgument if the two are on different devices."""
-        if student.device != teacher.device:
-            raise errors.InvalidArgument(f"teacher_hidden is on {teacher.device or 'the host'}; hidden is on "
-                                         f"{student.device or 'the host'}")
-        self.device = student.device
-        self.nbytes = student.nbytes + teacher.nbytes
-        self._parts = (student, student_row), (teacher, teacher_row)
-
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[RowMemory, int, int]]:
-        width = sum(row for _, row in self._parts)
-        for memory, row in self._parts:
-            yield memory, begin // width * row, end // width * row
-
-    def wait(self) -> None:
-        for memory, _ in self._parts:
-            memory.wait()
-
-    def read(self, begin: int, end: int) -> memoryview:
-        return memoryview(b"".join(memory.read(first, last) for memory, first, last in self._pieces(begin, end)))
-
-    def write(self, begin: int, data: memoryview) -> None:
-        raise NotImplementedError
-
-    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        for memory, first, last in self._pieces(begin, end):
-            memory.to_region(first, last, region, offset)
-            offset += last - first
-
-    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        raise NotImplementedError
-
-    def zero(self, begin: int, end: int) -> None:
-        raise NotImplementedError
-
-
-class JoinedRows(RowMemory):
-    """Rows that lie apart, one array behind the other. What is read or written at once lies in one of them."""
-
-    def __init__(self, name: str, parts: Sequence[RowMemory]) -> None:
-        """`parts`: at least one. InvalidArgument, naming the argument `name`, if they are on different devices."""
-        self.device = next((part.device for part in parts if part.nbytes), "")
-        for part in parts:
-            if part.nbytes and part.device != self.device:
-                raise errors.InvalidArgument(
-                    f"{name} has depths on {self.device or 'the host'} and on {part.device or 'the host'}")
-        self._parts = [part for part in parts if part.nbytes]
-        self._ends = list(itertools.accumulate(part.nbytes for part in self._parts))
-        self.nbytes = self._ends[-1] if self._ends else 0
-
-    def _at(self, begin: int, end: int) -> tuple[RowMemory, int, int]:
-        """The part that has these bytes, and their place in it."""
-        part = self._parts[bisect.bisect_right(self._ends, begin)]
-        before = self._ends[bisect.bisect_right(self._ends, begin)] - part.nbytes
-        assert end - before <= part.nbytes
-        return part, begin - before, end - before
-
-    def wait(self) -> None:
-        for part in self._parts:
-            part.wait()
-
-    def read(self, begin: int, end: int) -> memoryview:
-        part, first, last = self._at(begin, end)
-        return part.read(first, last)
-
-    def write(self, begin: int, data: memoryview) -> None:
-        part, first, _ = self._at(begin, begin + data.nbytes)
-        part.write(first, data)
-
-    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        part, first, last = self._at(begin, end)
-        part.to_region(first, last, region, offset)
-
-    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        part, first, last = self._at(begin, end)
-        part.from_region(first, last, region, offset)
-
-    def zero(self, begin: int, end: int) -> None:
-        while begin < end:
-            last = min(end, self._ends[bisect.bisect_right(self._ends, begin)])
-            part, first, until = self._at(begin, last)
-            part.zero(first, until)
-            begin = last
-
-
-class CudaRows(RowMemory):
+@dataclass(frozen=True)
+class CudaArray:
     """An array of a GPU, as any library has it (`__cuda_array_interface__`)."""
 
-    def __init__(self, name: str, array: Any) -> None:
-        """InvalidArgument, naming the argument `name`, if it is not C-contiguous."""
-        interface = array.__cuda_array_interface__
-        self.array = array  # keeps the memory
-        self.shape = tuple(interface["shape"])
-        self.dtype = np.dtype(interface["typestr"])
-        self._address, self.read_only = interface["data"]
-        self.nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
-        self._stream: int | None = interface.get("stream")
-        if interface.get("strides") not in (None, _contiguous_strides(self.shape, self.dtype.itemsize)):
-            raise errors.InvalidArgument(f"{name} is a CUDA array that is not C-contiguous")
-        self._driver = _cuda.driver()
-        self._number = self._driver.device_of(self._address) if self.nbytes else 0
-        self.device = self._driver.uuid(self._number)
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read_only: bool
+    rows: RowMemory
 
-    def wait(self) -> None:
-        """Waits for the stream that the array's interface names, if it names one."""
-        if self._stream is not None:
-            self._driver.wait(self._stream, self._number)
 
-    def read(self, begin: int, end: int) -> memoryview:
-        data = np.empty(end - begin, np.uint8)
-        self._driver.copy(data.ctypes.data, self._address + begin, data.nbytes, self._number)
-        return data.data
-
-    def write(self, begin: int, data: memoryview) -> None:
-        if data.nbytes:
-            self._driver.copy(self._address + begin, np.frombuffer(data, np.uint8).ctypes.data, data.nbytes, self._number)
-
-    def to_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        self._driver.copy(region.address + offset, self._address + begin, end - begin, self._copiers(region)[0])
-
-    def from_region(self, begin: int, end: int, region: SharedRegion, offset: int) -> None:
-        self._driver.copy(self._address + begin, region.address + offset, end - begin, self._copiers(region)[1])
-
-    def _copiers(self, region: SharedRegion) -> tuple[int, int]:
-        """The GPUs that copy to the region and from it."""
-        return (self._number, self._number) if region.mapping is None else region.mapping.copiers(self._number)
-
-    def zero(self, begin: int, end: int) -> None:
-        if end > begin:
-            self._driver.fill_zeros(self._address + begin, end - begin, self._number)
+def cuda_array(name: str, array: Any) -> CudaArray:
+    """InvalidArgument, naming the argument `name`, if it is not C-contiguous."""
+    interface = array.__cuda_array_interface__
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
+    address, read_only = interface["data"]
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    if interface.get("strides") not in (None, _contiguous_strides(shape, dtype.itemsize)):
+        raise errors.InvalidArgument(f"{name} is a CUDA array that is not C-contiguous")
+    device = _native.gpu_of(address) if nbytes else ""
+    return CudaArray(shape, dtype, read_only, RowMemory(address, nbytes, array, device, interface.get("stream")))
 
 
 def _contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -281,6 +94,13 @@ def _contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...
         strides.append(itemsize)
         itemsize *= extent
     return tuple(reversed(strides))
+
+
+def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which targets are among the classes of a head, which are ascending."""
+    places = np.minimum(np.searchsorted(classes, targets), len(classes) - 1)
+    found: NDArray[np.bool_] = classes[places] == targets
+    return found
 
 
 def is_cuda_array(values: object) -> bool:
@@ -309,22 +129,23 @@ def as_array(name: str, values: NDArray[Any], dtype: DType | None) -> tuple[DTyp
 
 def as_rows(name: str, values: Any, dtype: DType | None) -> tuple[DType, tuple[int, int], RowMemory]:
     """A matrix of the host or of a GPU: the type of its elements, its shape, and its rows."""
-    rows: RowMemory
     if is_cuda_array(values):
-        rows = CudaRows(name, values)
-        kind, shape = _kind_of(name, rows, dtype), rows.shape
+        found = cuda_array(name, values)
+        kind, shape, rows = _kind_of(name, found.dtype, dtype), found.shape, found.rows
     else:
         kind, array = as_array(name, values, dtype)
-        rows, shape = HostRows(array), array.shape
+        shape, rows = array.shape, host_rows(array)
     if len(shape) != 2:
         raise errors.InvalidArgument(f"{name} has shape {shape}; it must be [N, D]")
     return kind, (shape[0], shape[1]), rows
 
 
-def rows_of_depths(values: Any, dtype: DType | None, depths: Sequence[Depth]) -> tuple[DType, tuple[int, int], RowMemory]:
-    """as_rows() of hidden states, or of a list or tuple with an array for each depth."""
+def rows_of_depths(values: Any, dtype: DType | None,
+                   depths: Sequence[Depth]) -> tuple[DType, tuple[int, int], list[RowMemory]]:
+    """as_rows() of hidden states, or of a list or tuple with an array for each depth: then as many rows."""
     if not depths or not isinstance(values, (list, tuple)):
-        return as_rows("hidden", values, dtype)
+        kind, shape, rows = as_rows("hidden", values, dtype)
+        return kind, shape, [rows]
     if len(values) != len(depths):
         raise errors.InvalidArgument(f"hidden has {len(values)} arrays for {len(depths)} depths")
     found = [as_rows(f"hidden[{index}]", part, dtype) for index, part in enumerate(values)]
@@ -333,26 +154,36 @@ def rows_of_depths(values: Any, dtype: DType | None, depths: Sequence[Depth]) ->
         if other != kind or shape != (depth.rows, width):
             raise errors.InvalidArgument(f"hidden[{index}] has shape {shape} and is {other}; depths[{index}] needs "
                                          f"{(depth.rows, width)} and {kind}")
-    return kind, (sum(depth.rows for depth in depths), width), JoinedRows("hidden", [rows for _, _, rows in found])
+    parts = [rows for _, _, rows in found]
+    _check_one_device("hidden", parts)
+    return kind, (sum(depth.rows for depth in depths), width), parts
 
 
-def gradients_of_depths(wanted: Any, kind: DType, width: int, hidden: RowMemory,
-                        depths: Sequence[Depth]) -> tuple[Any, RowMemory | None]:
+def _check_one_device(name: str, parts: Sequence[RowMemory]) -> None:
+    devices = {part.device for part in parts if part.nbytes}
+    if len(devices) > 1:
+        raise errors.InvalidArgument(
+            f"{name} has arrays on {' and '.join(sorted(device or 'the host' for device in devices))}; they must be on one")
+
+
+def gradients_of_depths(wanted: Any, kind: DType, width: int, hidden: Sequence[RowMemory],
+                        depths: Sequence[Depth]) -> tuple[Any, list[RowMemory]]:
     """gradient_rows() of hidden states with an array for each depth: a list of arrays."""
     if wanted is False:
-        return None, None
+        return None, []
     if wanted is True:
         wanted = [True] * len(depths)
     elif not isinstance(wanted, (list, tuple)) or len(wanted) != len(depths) or any(isinstance(part, bool) for part in wanted):
         raise errors.InvalidArgument(
             f"grad_hidden must be a bool or a list of {len(depths)} arrays, one for each depth, as hidden is")
-    found = [gradient_rows(part, kind, (depth.rows, width), hidden if depth.rows else None)
+    beside = next((part for part in hidden if part.nbytes), None)
+    found = [gradient_rows(part, kind, (depth.rows, width), beside if depth.rows else None)
              for part, depth in zip(wanted, depths)]
-    return [array for array, _ in found], JoinedRows("grad_hidden", [rows for _, rows in found if rows is not None])
+    return [array for array, _ in found], [rows for _, rows in found if rows is not None]
 
 
 def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int) -> tuple[RowMemory | None, int]:
-    """Hidden states of a teacher and the bytes of one; `kind`, `rows`: of the hidden states beside them."""
+    """Hidden states of a teacher and the size of one; `kind`, `rows`: of the hidden states beside them."""
     if values is None:
         return None, 0
     found, shape, memory = as_rows("teacher_hidden", values, dtype)
@@ -362,29 +193,16 @@ def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int) -> tu
         raise errors.InvalidArgument(f"teacher_hidden has {shape[0]} rows; hidden has {rows}")
     if shape[1] < 1:
         raise errors.InvalidArgument("teacher_hidden: a row has no elements")
-    return memory, shape[1] * types.NUMPY_DTYPES[kind].itemsize
+    return memory, shape[1]
 
 
-def _kind_of(name: str, rows: CudaRows, dtype: DType | None) -> DType:
+def _kind_of(name: str, found: np.dtype[Any], dtype: DType | None) -> DType:
     """Of a CUDA array, whose 16-bit integers may be the bits of bf16."""
-    if rows.dtype.kind in "iu" and rows.dtype.itemsize == 2:
+    if found.kind in "iu" and found.itemsize == 2:
         if dtype == "bf16":
             return dtype
-        raise errors.InvalidArgument(f'{name} has dtype {rows.dtype}; pass dtype="bf16" if these are the bits of bf16')
-    return as_array(name, np.empty((0, 0), rows.dtype), dtype)[0]
-
-
-def ready_with(rows: RowMemory, ready: Callable[[], None] | None) -> Callable[[], None] | None:
-    """What to wait for before the rows may be read."""
-    if not rows.device:
-        return ready
-
-    def both() -> None:
-        if ready is not None:
-            ready()
-        rows.wait()
-
-    return both
+        raise errors.InvalidArgument(f'{name} has dtype {found}; pass dtype="bf16" if these are the bits of bf16')
+    return as_array(name, np.empty((0, 0), found), dtype)[0]
 
 
 @dataclass(frozen=True)
@@ -434,21 +252,21 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, int], hidden: RowM
         if wanted and hidden is not None and hidden.device:
             raise errors.InvalidArgument("grad_hidden is True; for a CUDA array it must be one, to be written into, or False")
         array = np.empty(shape, element) if wanted else None
-        return array, None if array is None else HostRows(array)
+        return array, None if array is None else host_rows(array)
     if is_cuda_array(wanted):
-        rows = CudaRows(name, wanted)
-        _check_gradient(name, rows.shape, rows.dtype, shape, element, rows.dtype.itemsize == element.itemsize == 2)
-        if rows.read_only:
+        found = cuda_array(name, wanted)
+        _check_gradient(name, found.shape, found.dtype, shape, element, found.dtype.itemsize == element.itemsize == 2)
+        if found.read_only:
             raise errors.InvalidArgument(f"{name} is a CUDA array that is not writeable")
-        if hidden is not None and hidden.device != rows.device:
-            raise errors.InvalidArgument(f"{name} is on {rows.device}; hidden is on {hidden.device or 'the host'}")
-        return wanted, rows
+        if hidden is not None and hidden.device != found.rows.device:
+            raise errors.InvalidArgument(f"{name} is on {found.rows.device}; hidden is on {hidden.device or 'the host'}")
+        return wanted, found.rows
     _check_gradient(name, wanted.shape, wanted.dtype, shape, element)
     if not wanted.flags.c_contiguous or not wanted.flags.writeable:
         raise errors.InvalidArgument(f"{name} must be C-contiguous and writeable")
     if hidden is not None and hidden.device:
         raise errors.InvalidArgument(f"{name} is on the host; hidden is on {hidden.device}")
-    return wanted, HostRows(wanted)
+    return wanted, host_rows(wanted)
 
 
 def _check_gradient(name: str, shape: tuple[int, ...], dtype: Any, needed_shape: tuple[int, int], needed: Any,

@@ -3,71 +3,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import importlib
 import inspect
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
-from lossd import _cuda, errors
+from lossd import _native, errors
 from lossd._interrupts import run_apart
-from lossd._version import VERSION
 from lossd.client import Client
 
 T = TypeVar("T")
 
-_NAME = "liblossd.so"
-_PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
 _DRAIN_SECONDS = 5.0
 _DEVICE_LOST = 2  # LOSSD_DEVICE_LOST
 _LAST_WORDS = 2.0  # seconds in which a server that lives says itself what is lost
-_NOT_HERE = ("an embedded server needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings "
-             "it, as do the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
-
-
-def _library_path() -> str:
-    """The library: that of LOSSD_LIBRARY, that of the package lossd-server, or the system's."""
-    if given := os.environ.get("LOSSD_LIBRARY"):
-        if not Path(given).is_file():
-            raise errors.Unavailable(f"LOSSD_LIBRARY is {given}, and there is no such file")
-        return given
-    with contextlib.suppress(ImportError, AttributeError):  # it is not there, or of an earlier version
-        return str(importlib.import_module("lossd_server").library())
-    return next((str(path) for path in (Path(place, _NAME) for place in _PLACES) if path.is_file()), _NAME)
-
-
-@functools.lru_cache(maxsize=None)
-def _library() -> ctypes.CDLL:
-    path = _library_path()
-    try:
-        # Its own gRPC, protobuf and Abseil go before those that another package has put before all (TensorFlow does).
-        library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
-    except OSError as error:
-        raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
-    server, text = ctypes.c_void_p, ctypes.c_void_p  # a text to be freed
-    for name, result, arguments in (
-            ("lossd_version", ctypes.c_char_p, ()),
-            ("lossd_start", server, (ctypes.POINTER(ctypes.c_char_p), ctypes.POINTER(ctypes.c_int), ctypes.POINTER(text))),
-            ("lossd_address", ctypes.c_char_p, (server,)),
-            ("lossd_http_address", ctypes.c_char_p, (server,)),
-            ("lossd_wait", ctypes.c_int, (server, ctypes.c_double)),
-            ("lossd_live", ctypes.c_int, (server, ctypes.POINTER(text))),
-            ("lossd_drain", ctypes.c_int, (server, ctypes.c_double)),
-            ("lossd_stop", None, (server,)),
-            ("lossd_free", None, (text,))):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    found = library.lossd_version().decode()
-    if found != VERSION:
-        raise errors.Unavailable(f"{path} is of lossd {found}, and this client of lossd {VERSION}: install both of one release")
-    return library
 
 
 def _text_of(value: object) -> str:
@@ -79,12 +32,8 @@ def _text_of(value: object) -> str:
 
 def _own_gpu() -> str | None:
     """The UUID of the GPU that the calling thread works on; None: it works on none."""
-    try:
-        driver = _cuda.driver()
-        device = driver.current()
-        return None if device is None else driver.uuid(device)
-    except errors.Unavailable:
-        return None
+    found = _native.current_gpu()
+    return None if found is None else found[1]
 
 
 def to_its_end(body: Callable[[], T]) -> T:
@@ -111,7 +60,7 @@ class Member:
     Thread-safe."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._library = _library()
+        self._library = _native.library()
         texts = [os.fsencode(f"{name}={_text_of(value)}") for name, value in options.items()]
         code, error = ctypes.c_int(), ctypes.c_void_p()
         server = self._library.lossd_start((ctypes.c_char_p * (len(texts) + 1))(*texts, None), ctypes.byref(code),
@@ -172,8 +121,8 @@ class EmbeddedClient(Client):
             server.watch(lambda why: None if (those := mine()) is None else those.fail(why))
             # The first call of a client opens its memory, and the GPUs of all ranks register it. Once they train, that may have to
             # wait for a collective, which waits for a rank that waits for the head. So the memory is opened now.
-            if (gpu := _own_gpu()) is not None:
-                self._connections.region_for(gpu, 0)
+            if (gpu := _native.current_gpu()) is not None:
+                self._connections.open_memory(gpu[0])
 
     def __enter__(self) -> EmbeddedClient:
         return self

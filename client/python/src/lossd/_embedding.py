@@ -1,83 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A head's weight [V, D] as an embedding: rows of it, and their gradients; what such calls send, and the methods of lossd.Client."""
+"""A head's weight [V, D] as an embedding: rows of it, and their gradients."""
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from lossd import _arrays, _wire, errors, types
-from lossd._arrays import RowMemory, UnsentRows
-from lossd._connections import Deadline
-from lossd._head_cache import GradientsId, names
+from lossd import _arrays, _loss_call, errors, types
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import LossCall, PendingLoss, PendingRows
-from lossd._plan import Rows, SliceRule, divide_into_slices, split_ranges, unsent
-from lossd._wire import Room
-from lossd._work import Outputs, StreamPlan, Work, rows_per_stream
+from lossd._loss_call import Arguments, Call, LossCall, PendingLoss, PendingRows
 from lossd.types import DType, EmbedResult, LossResult
-from lossd.v1 import loss_pb2, types_pb2
-
-
-class EmbeddingWork(Work):
-    """Rows of the weight, one for each id, or their gradients, which join that of the weight."""
-
-    def __init__(self, *, head: str, step: int | None, id: int, ids: NDArray[np.int32], padding_idx: int | None,
-                 dtype: types_pb2.DType, hidden_size: int, element_size: int, gradients: RowMemory | None, scale: float,
-                 outputs: Outputs, run: str = "") -> None:
-        """`gradients`: of the rows, times `scale`; those of ids that are `padding_idx` are left out. None: outputs has the place
-        of the rows, and nothing joins a step."""
-        accumulates = gradients is not None
-        super().__init__(head=head, step=step, id=id, accumulate=accumulates, in_step=accumulates, rows=len(ids),
-                         hidden_size=hidden_size, element_size=element_size, outputs=outputs, run=run)
-        self.rows_argument = "gradients" if accumulates else "out"
-        out = outputs.grad_hidden
-        self.hidden = gradients or UnsentRows("" if out is None else out.device)
-        self._ids = ids
-        self._padding_idx = padding_idx
-        self._dtype = dtype
-        self._scale = scale
-        self._valid: NDArray[np.bool_] = np.ones(len(ids), np.bool_) if padding_idx is None else ids != padding_idx
-        self._valid_rows = int(np.count_nonzero(self._valid))
-        if (ids < 0).any():
-            row = int((ids < 0).argmax())
-            raise errors.InvalidArgument(f"ids[{row}] is {ids[row]}; an id is a row of the weight, so it must not be negative",
-                                         types_pb2.ErrorDetail(field=f"ids[{row}]", value=str(ids[row])))
-        if not math.isfinite(scale):
-            raise errors.InvalidArgument(f"scale is {scale}; it must be finite")
-
-    @property
-    def moved_rows(self) -> int:
-        return self._valid_rows
-
-    def split(self, streams: int, max_message_bytes: int) -> list[Rows]:
-        return split_ranges(self._valid, streams, rows_per_stream(max_message_bytes, 4))
-
-    def plan(self, rows: Rows, rule: SliceRule, meant: GradientsId | None, region: bytes = b"",
-             room: Room | None = None) -> StreamPlan:
-        slices = divide_into_slices(self._valid, rows, rule)
-        for piece in unsent(rows, slices):
-            self.outputs.fill_ignored(piece, self.row_bytes)
-        first = loss_pb2.OpenMicrobatch(
-            head=self.head, step=self.step, microbatch_id=self.id, microbatch_rows=self.rows,
-            rows=types_pb2.RowRange(begin=rows.begin, end=rows.end), hidden_dtype=self._dtype,
-            options=loss_pb2.LossOptions(ignore_index=self._padding_idx), reduction=loss_pb2.REDUCTION_SUM,
-            grad_output=self._scale if self.accumulate else None,
-            want_grad_hidden=not self.accumulate, accumulate_gradients=self.accumulate)
-        last = loss_pb2.OpenMicrobatch(region=region, run=self.run, embedding=(
-            loss_pb2.EMBEDDING_GRADIENTS if self.accumulate else loss_pb2.EMBEDDING_ROWS), **names(meant))
-        arrays = {"targets": self._ids[rows.begin:rows.end]}
-        return StreamPlan(_wire.encode_opening("open", first, arrays, last), rows, slices)
-
-    def conclude(self, total: LossResult) -> None:
-        if total.valid_rows != self._valid_rows:
-            raise errors.server_sent(f"a count of {total.valid_rows} valid rows; {self._valid_rows} were sent")
+from lossd.v1 import types_pb2
 
 
 class EmbeddingCalls(HeadCalls):
@@ -119,10 +56,9 @@ class EmbeddingCalls(HeadCalls):
         hidden_size = self._hidden_size(head, timeout) if shape is None else int(shape[1])
         array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
         assert place is not None
-        work = EmbeddingWork(
-            head=head, step=step, id=0, ids=numbers, padding_idx=None, dtype=types.DTYPES[dtype], hidden_size=hidden_size,
-            element_size=types.NUMPY_DTYPES[dtype].itemsize, gradients=None, scale=1.0, outputs=Outputs(place), run=self._run)
-        call = self._launch(work, streams, None, timeout, _arrays.ready_with(place, ready))
+        call = self._launch(_loss_call.embedding(
+            Call(head, step, 0, False, len(numbers), hidden_size, streams), ids=numbers, padding_idx=None,
+            dtype=types.DTYPES[dtype], gradients=None, scale=1.0, place=place), timeout, ready)
         return PendingRows(call, lambda result: EmbedResult(
             array, result.step, result.incarnation, result.weights_version, result.wall_seconds, result.received_bytes,
             result.streams, result.repeats))
@@ -165,26 +101,22 @@ class EmbeddingCalls(HeadCalls):
         kind, shape, data = _arrays.as_rows("gradients", gradients, dtype)
         if len(numbers) != shape[0]:
             raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {shape[0]} rows of gradients")
-        work = EmbeddingWork(
-            head=head, step=step, id=id, ids=numbers, padding_idx=_padding(padding_idx),
-            dtype=types.DTYPES[kind], hidden_size=shape[1], element_size=types.NUMPY_DTYPES[kind].itemsize, gradients=data,
-            scale=scale, outputs=Outputs(), run=self._run)
-        call = self._launch(work, streams, None, timeout, _arrays.ready_with(data, ready))
+        call = self._launch(_loss_call.embedding(
+            Call(head, step, id, True, len(numbers), shape[1], streams), ids=numbers, padding_idx=_padding(padding_idx),
+            dtype=types.DTYPES[kind], gradients=data, scale=scale, place=None), timeout, ready)
         return PendingLoss(call, lambda result: result)
 
     def _hidden_size(self, head: str, timeout: float | None) -> int:
         """D, which is asked for once."""
-        facts = self._head_cache.facts(head)
-        if facts is None:
+        if head not in self._sizes:
             if not head:
                 raise errors.InvalidArgument("head is empty")
-            return int(self._describe(head, Deadline(timeout or self._call_timeout)).spec.hidden_size)
-        return facts.hidden_size
+            self._sizes[head] = int(self._describe(head, timeout).spec.hidden_size)
+        return self._sizes[head]
 
     @abstractmethod
-    def _launch(self, work: Work, streams: int | None, slice_bytes: int | None, timeout: float | None,
-                ready: Callable[[], None] | None) -> LossCall:
-        """Begins a call of the client."""
+    def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
+        """Begins a computation of the client."""
 
 
 def _padding(padding_idx: int | None) -> int | None:

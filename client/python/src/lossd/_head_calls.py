@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
@@ -16,10 +14,8 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _tensors, errors, types
-from lossd._connections import Connections, Deadline
-from lossd._head_cache import GradientsId, HeadCache, TrainerStep, names
-from lossd._interrupts import Cancellation
+from lossd import _arrays, _loaded, errors, types
+from lossd._native import Clock, Connections, check_timeout
 from lossd.descriptions import (
     AddedGradient,
     CheckpointInfo,
@@ -143,7 +139,7 @@ def checked_classes(class_list: ArrayLike) -> list[int]:
 
 M = TypeVar("M", bound=Message)
 
-_HEADS = "/lossd.v1.HeadService/"
+_OTHER_SHAPE = "tensor_rows, tensor_cols"  # the field of the error of a tensor that is not the one that was described
 
 
 class HeadCalls:
@@ -153,13 +149,12 @@ class HeadCalls:
     are repeated when the connection breaks, within the timeout. The others never are.
     """
 
-    def __init__(self, connections: Connections, head_cache: HeadCache, call_timeout: float, transfer_timeout: float,
-                 run: str) -> None:
-        self._run = run
+    def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._head_cache = head_cache
-        self._call_timeout = call_timeout
-        self._transfer_timeout = transfer_timeout
+        self._run = connections.options.run
+        self._call_timeout = connections.options.call_timeout
+        self._transfer_timeout = connections.options.transfer_timeout
+        self._sizes: dict[str, int] = {}  # D, by head
 
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
@@ -212,9 +207,8 @@ class HeadCalls:
         values.put_into(request)
         try:
             if dry_run:
-                return read(HeadDescription, self._heads("PlanHead", request, head_pb2.HeadDescription,
-                                                         timeout or self._call_timeout, repeat=True))
-            description = self._heads("CreateHead", request, head_pb2.HeadDescription, timeout or self._transfer_timeout)
+                return read(HeadDescription, self._call("PlanHead", request, head_pb2.HeadDescription, timeout))
+            description = self._transfer("CreateHead", request, head_pb2.HeadDescription, timeout)
         except errors.AlreadyExists as error:
             if dry_run or choice == "error":
                 error.add(WAYS_OUT)
@@ -253,29 +247,23 @@ class HeadCalls:
         Args:
           shares: as in create_head, one for each device; empty: all have the same.
         """
-        request = head_pb2.SetSharesRequest(head=head, shares=checked_shares(shares, "shares"), change_id=secrets.token_hex(16),
-                                            incarnation=self.describe_head(head, timeout).state.incarnation)
-        answer = self._change("SetShares", request, head_pb2.SetSharesResponse, timeout)
-        self._head_cache.learn(answer.head)
-        return read(HeadDescription, answer.head)
+        request = head_pb2.SetSharesRequest(head=head, shares=checked_shares(shares, "shares"))
+        return read(HeadDescription, self._transfer("SetShares", request, head_pb2.SetSharesResponse, timeout).head)
 
     def describe_head(self, head: str, timeout: float | None = None) -> HeadDescription:
         """The head as it is now. NotFound if there is none of this name."""
-        return read(HeadDescription, self._describe(head, Deadline(timeout or self._call_timeout)))
+        return read(HeadDescription, self._describe(head, timeout))
 
     def list_heads(self, timeout: float | None = None) -> list[HeadDescription]:
         """All heads, by name."""
-        answer = self._heads("ListHeads", head_pb2.ListHeadsRequest(), head_pb2.ListHeadsResponse,
-                             timeout or self._call_timeout, repeat=True)
+        answer = self._call("ListHeads", head_pb2.ListHeadsRequest(), head_pb2.ListHeadsResponse, timeout)
         return [read(HeadDescription, head) for head in answer.heads]
 
     def delete_head(self, head: str, timeout: float | None = None) -> None:
         """Frees a head; its checkpoints stay. FailedPrecondition while losses are computed on it."""
-        self._heads("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse,
-                    timeout or self._call_timeout)
-        self._head_cache.forget_facts(head)
-        self._head_cache.forget_accumulation(head)
-        self._head_cache.forget_loaded(head)
+        self._call("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse, timeout)
+        _loaded.forget_loaded(head)
+        self._sizes.pop(head, None)
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
@@ -284,33 +272,30 @@ class HeadCalls:
         It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
         if it changes each time, or if the head was deleted and made again meanwhile and its shape is or was another one.
         """
-        deadline = Deadline(timeout or self._transfer_timeout)
+        clock = Clock(check_timeout(timeout, self._transfer_timeout))
         number = types.enum_value("param", types.PARAMS, param)
         request = head_pb2.ReadTensorRequest(
             head=head, param=number, role=types.enum_value("role", types.ROLES, role),
             dtype=types.enum_value("dtype", types.DTYPES, dtype))
-        before, begin, end, shape = self._range_of(head, param, rows, deadline)
+        before, begin, end, shape = self._range_of(head, param, rows, clock)
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
-        row_bytes = out.itemsize * math.prod(shape[1:])
-        with self._of_one_head(before, param, deadline):
-            self._connections.repeated(
-                lambda: _tensors.read_tensor(self._connections, request, row_bytes, _arrays.bytes_of(out), deadline,
-                                             shape[0]), deadline, restartable=True)
+        with self._of_one_head(before, param, clock):
+            self._transfer("ReadTensor", request, head_pb2.ReadTensorRequest, clock.left(), _arrays.bytes_of(out), shape[0])
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
                      rows: tuple[int, int] | None = None, role: Role = "value",
                      timeout: float | None = None) -> HeadState:
         """Replaces a tensor, or rows [begin, end) of it. After an error some rows may be replaced; Aborted as read_tensor."""
-        deadline = Deadline(timeout or self._transfer_timeout)
+        clock = Clock(check_timeout(timeout, self._transfer_timeout))
         number = types.enum_value("param", types.PARAMS, param)
         kind, data = _arrays.as_array("values", values, dtype)
-        range_, before, row_bytes = self._rows_for(head, param, data, rows, deadline)
+        range_, before = self._rows_for(head, param, data, rows, clock)
         open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
                                     dtype=types.DTYPES[kind], rows=range_)
-        with self._of_one_head(before, param, deadline):
-            written = _tensors.write_tensor(self._connections, open_, row_bytes, _arrays.bytes_of(data), deadline)
+        with self._of_one_head(before, param, clock):
+            written = self._transfer("WriteTensor", open_, head_pb2.WriteTensorResponse, clock.left(), _arrays.bytes_of(data))
         return read(HeadState, written.state)
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
@@ -321,36 +306,20 @@ class HeadCalls:
         For what another stage accumulated for a parameter that it shares with the head (tied embeddings). `id` names
         the contribution; it is not the id of a microbatch of the step, and apply_step may expect it like one.
         """
-        deadline = Deadline(timeout or self._transfer_timeout)
+        clock = Clock(check_timeout(timeout, self._transfer_timeout))
         number = types.enum_value("param", types.PARAMS, param)
         kind, data = _arrays.as_array("values", values, dtype)
-        at = self._head_cache.trainer_step(head, step)
-        with self._told(at):
-            range_, before, row_bytes = self._rows_for(head, param, data, rows, deadline)
-        payload = _arrays.bytes_of(data)
-
-        def attempt() -> head_pb2.AddGradientResponse:
-            # What other threads have accumulated meanwhile counts, too.
-            self._head_cache.check_current(at)
-            open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number,
-                                          dtype=types.DTYPES[kind], scale=scale, contribution_rows=range_,
-                                          run=self._run, **names(self._head_cache.gradients_of(at)))
-            return _tensors.add_gradient(self._connections, open_, row_bytes, payload, deadline)
-
-        # Gradients that are lost are told first: they are no sign of another head.
-        with self._of_one_head(before, param, deadline), self._told(at):
-            answer = self._connections.repeated(attempt, deadline)
-        self._head_cache.note_accumulation(at, GradientsId.of(answer.state))
+        range_, before = self._rows_for(head, param, data, rows, clock)
+        open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number, dtype=types.DTYPES[kind],
+                                      scale=scale, contribution_rows=range_)
+        with self._of_one_head(before, param, clock):
+            answer = self._transfer("AddGradient", open_, head_pb2.AddGradientResponse, clock.left(), _arrays.bytes_of(data))
         return read(AddedGradient, answer)
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
         """The 2-norm over all gradients accumulated in the open step."""
-        at = self._head_cache.trainer_step(head, step or 0)
-        with contextlib.nullcontext() if step is None else self._told(at):
-            answer = self._heads("GradNorm", head_pb2.GradNormRequest(head=head, step=step, run=self._run),
-                                 head_pb2.GradNormResponse, timeout or self._call_timeout, repeat=True)
-        self._head_cache.check(dataclasses.replace(at, step=answer.state.step), GradientsId.of(answer.state))
-        return float(answer.grad_norm)
+        request = head_pb2.GradNormRequest(head=head, step=step)
+        return float(self._call("GradNorm", request, head_pb2.GradNormResponse, timeout).grad_norm)
 
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
                    decay_vectors: bool = False, expected_microbatches: Sequence[int] = (),
@@ -366,28 +335,17 @@ class HeadCalls:
         optimizer; with a step that is skipped, too. Unimplemented if the server is of an earlier version, which would pass
         that over; likewise with an optimizer that has lazy_rows.
         """
-        at = self._head_cache.trainer_step(head, step)
-        if begin_optimizer or optimizer.lazy_rows:
-            self._check_knows_step(head, optimizer.lazy_rows, Deadline(timeout or self._call_timeout))
         request = head_pb2.ApplyStepRequest(
             head=head, step=step, optimizer=optimizer.to_proto(), expected_microbatches=expected_microbatches,
-            expected_rows=expected_rows, skip_non_finite=skip_non_finite, begin_optimizer=begin_optimizer, run=self._run,
-            **names(self._head_cache.gradients_of(at)))
+            expected_rows=expected_rows, skip_non_finite=skip_non_finite, begin_optimizer=begin_optimizer)
         request.optimizer.grad_multiplier = grad_multiplier
         request.optimizer.decay_vectors = decay_vectors
-        with self._told(at):
-            answer = self._heads("ApplyStep", request, head_pb2.ApplyStepResponse, timeout or self._call_timeout,
-                                 repeat=True)
-        self._head_cache.check(at, GradientsId(answer.applied_incarnation))
-        self._head_cache.close_step(head, step)
-        return read(StepResult, answer)
+        return read(StepResult, self._call("ApplyStep", request, head_pb2.ApplyStepResponse, timeout))
 
     def zero_gradients(self, head: str, step: int, timeout: float | None = None) -> HeadState:
         """Discards the gradients of the open step and forgets its microbatches; the step stays open."""
-        answer = self._heads("ZeroGradients", head_pb2.ZeroGradientsRequest(head=head, step=step, run=self._run),
-                             head_pb2.ZeroGradientsResponse, timeout or self._call_timeout)
-        self._head_cache.forget_accumulation(head)
-        return read(HeadState, answer.state)
+        request = head_pb2.ZeroGradientsRequest(head=head, step=step)
+        return read(HeadState, self._call("ZeroGradients", request, types_pb2.HeadState, timeout))
 
     def save_checkpoint(self, head: str, name: str = "", *, keep: int | None = None, cancel_with_call: bool = False,
                         on_progress: Callable[[SaveProgress], None] | None = None,
@@ -402,74 +360,40 @@ class HeadCalls:
           on_progress: called on this thread, a few times a second.
         """
         request = head_pb2.SaveCheckpointRequest(head=head, name=name, keep=keep, cancel_with_call=cancel_with_call)
-        saved = None
-        for update in self._connections.updates(_HEADS + "SaveCheckpoint", request, head_pb2.SaveCheckpointUpdate,
-                                                Deadline(timeout or self._transfer_timeout)):
-            if update.HasField("saved"):
-                saved = update.saved
-            elif on_progress is not None:
-                on_progress(read(SaveProgress, update.progress))
-        if saved is None:
-            raise errors.server_sent("no word of what it saved")
-        return read(SavedCheckpoint, saved)
+        tell = None if on_progress is None else lambda told: on_progress(read(SaveProgress, head_pb2.SaveProgress.FromString(told)))
+        return read(SavedCheckpoint, self._transfer("SaveCheckpoint", request, head_pb2.SaveCheckpointResponse, timeout,
+                                                    on_progress=tell))
 
     def list_checkpoints(self, head: str = "", timeout: float | None = None) -> list[CheckpointInfo]:
         """Of a head, or of all: by head, then from the newest to the oldest, at most 1,000."""
-        answer = self._heads("ListCheckpoints", head_pb2.ListCheckpointsRequest(head=head),
-                             head_pb2.ListCheckpointsResponse, timeout or self._call_timeout, repeat=True)
+        answer = self._call("ListCheckpoints", head_pb2.ListCheckpointsRequest(head=head),
+                            head_pb2.ListCheckpointsResponse, timeout)
         return [read(CheckpointInfo, checkpoint) for checkpoint in answer.checkpoints]
 
     def load_checkpoint(self, checkpoint: str, head: str = "",
                         timeout: float | None = None) -> HeadDescription:
         """Restores "<head>/<name>" into `head`; empty: the checkpoint's own head name."""
-        description = self._heads(
-            "LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
-            head_pb2.HeadDescription, timeout or self._transfer_timeout)
+        description = self._transfer("LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
+                                     head_pb2.HeadDescription, timeout)
         self._start_over(description)
-        self._head_cache.note_loaded(description.spec.name, description.state.incarnation)
+        _loaded.note_loaded(description.spec.name, description.state.incarnation)
         return read(HeadDescription, description)
 
     def _reset(self, found: HeadDescription, scope: ResetScope, values: InitialValues,
                timeout: float | None) -> HeadDescription:
         """Resets a head that was found on this server process."""
         request = head_pb2.ResetHeadRequest(head=found.spec.name, scope=scope_number(scope, values),
-                                            reset_id=secrets.token_hex(16), incarnation=found.state.incarnation)
+                                            incarnation=found.state.incarnation)
         if scope == "all":
             values.put_into(request)
-        answer = self._change("ResetHead", request, head_pb2.ResetHeadResponse, timeout)
+        answer = self._transfer("ResetHead", request, head_pb2.ResetHeadResponse, timeout)
         self._start_over(answer.head)
         return read(HeadDescription, answer.head)
 
-    def _change(self, method: str, request: head_pb2.ResetHeadRequest | head_pb2.SetSharesRequest, answer: type[M],
-                timeout: float | None) -> M:
-        """A change of a head that has an id of its own, of the process that the request names; Restarted if that has gone."""
-        try:
-            return self._heads(method, request, answer, timeout or self._transfer_timeout, repeat=True)
-        except errors.FailedPrecondition as error:
-            if error.field != "incarnation":
-                raise
-            raise errors.restarted(request.head, request.incarnation, error.incarnation, None) from error
-
-    def _check_knows_step(self, head: str, lazy_rows: bool, deadline: Deadline) -> None:
-        """Unimplemented if the server would apply the step and pass begin_optimizer, or `lazy_rows`, over.
-
-        A new head has nothing to begin. Servers that describe histories know both.
-        """
-        facts = self._head_cache.facts(head)
-        if facts is not None and facts.histories:
-            return
-        description = self._describe(head, deadline)
-        if description.HasField("history") or not (lazy_rows or description.updates or description.state.step):
-            return
-        raise errors.Unimplemented(
-            f"{'lazy_rows' if lazy_rows else 'begin_optimizer'} is True, and the server does not know this: it is of an earlier version than this client; "
-            "install lossd of this version there")
-
     def _start_over(self, description: head_pb2.HeadDescription) -> None:
-        """The head has other values or another optimizer by this client: what it remembers of it ends."""
-        self._head_cache.learn(description)
-        self._head_cache.forget_accumulation(description.spec.name)
-        self._head_cache.forget_loaded(description.spec.name, description.state.incarnation)
+        """The head has other values or another optimizer by this client: what the program remembers of it ends."""
+        _loaded.forget_loaded(description.spec.name, description.state.incarnation)
+        self._sizes.pop(description.spec.name, None)
 
     def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
         """Removes "<head>/<name>" from the server's checkpoint directory; returns the bytes that it had.
@@ -477,62 +401,52 @@ class HeadCalls:
         NotFound if there is none of that name. A load that is under way goes on. Each call deletes once, also if it is
         repeated after its answer was lost: a checkpoint of that name that somebody has saved meanwhile stays.
         """
-        request = head_pb2.DeleteCheckpointRequest(checkpoint=checkpoint, deletion_id=secrets.token_hex(16))
-        answer = self._heads("DeleteCheckpoint", request, head_pb2.DeleteCheckpointResponse,
-                             timeout or self._transfer_timeout, repeat=True)
-        return int(answer.bytes)
+        request = head_pb2.DeleteCheckpointRequest(checkpoint=checkpoint)
+        return int(self._transfer("DeleteCheckpoint", request, head_pb2.DeleteCheckpointResponse, timeout).bytes)
 
-    def _heads(self, method: str, request: Message, answer: type[M], timeout: float, *, repeat: bool = False) -> M:
-        return self._connections.unary(_HEADS + method, request, answer, Deadline(timeout), repeat=repeat)
+    def _call(self, method: str, request: Message, answer: type[M], timeout: float | None) -> M:
+        """A call that takes a moment."""
+        return self._connections.request(method, request, answer, check_timeout(timeout, self._call_timeout))
 
-    def _describe(self, head: str, deadline: Deadline,
-                  cancellation: Cancellation | None = None) -> head_pb2.HeadDescription:
-        description = self._connections.unary(
-            _HEADS + "DescribeHead", head_pb2.DescribeHeadRequest(head=head), head_pb2.HeadDescription, deadline,
-            repeat=True, cancellation=cancellation)
-        self._head_cache.learn(description)
-        return description
+    def _transfer(self, method: str, request: Message, answer: type[M], timeout: float | None, payload: memoryview | None = None,
+                  tensor_rows: int = 0, on_progress: Callable[[bytes], None] | None = None) -> M:
+        """A call that moves tensors, or waits until they are moved."""
+        return self._connections.request(method, request, answer, check_timeout(timeout, self._transfer_timeout),
+                                         payload=payload, tensor_rows=tensor_rows, on_progress=on_progress)
 
-    @contextlib.contextmanager
-    def _told(self, at: TrainerStep) -> Iterator[None]:
-        """Raises Restarted or StepDiscarded instead of an error that means it."""
-        try:
-            yield
-        except errors.LossdError as error:
-            self._head_cache.interpret(at, error)
-            raise
+    def _describe(self, head: str, timeout: float | None = None) -> head_pb2.HeadDescription:
+        return self._call("DescribeHead", head_pb2.DescribeHeadRequest(head=head), head_pb2.HeadDescription, timeout)
 
     def _range_of(self, head: str, param: Param, rows: tuple[int, int] | None,
-                  deadline: Deadline) -> tuple[head_pb2.HeadDescription, int, int, tuple[int, ...]]:
+                  clock: Clock) -> tuple[head_pb2.HeadDescription, int, int, tuple[int, ...]]:
         """The head, first row, end, and the tensor's shape; `rows` None: all. InvalidArgument if the tensor has no such rows."""
-        description = self._describe(head, deadline)
-        shape = _tensors.tensor_shape(description.spec, types.PARAMS[param])
+        description = self._describe(head, clock.left())
+        shape = _tensor_shape(description.spec, types.PARAMS[param])
         begin, end = rows or (0, shape[0])
         if not 0 <= begin <= end <= shape[0]:
             raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
         return description, begin, end, shape
 
     def _rows_for(self, head: str, param: Param, data: NDArray[Any], rows: tuple[int, int] | None,
-                  deadline: Deadline) -> tuple[types_pb2.RowRange | None, head_pb2.HeadDescription, int]:
-        """The rows that `data` is for (None: all), the head, the bytes of a row. InvalidArgument for other data."""
-        description, begin, end, shape = self._range_of(head, param, rows, deadline)
+                  clock: Clock) -> tuple[types_pb2.RowRange | None, head_pb2.HeadDescription]:
+        """The rows that `data` is for (None: all), and the head. InvalidArgument for other data."""
+        description, begin, end, shape = self._range_of(head, param, rows, clock)
         wanted = (end - begin, *shape[1:])
         if data.shape != wanted:
             raise errors.InvalidArgument(f'values has shape {data.shape}; {param} of head "{head}" takes {wanted}')
-        row_bytes = data.itemsize * math.prod(shape[1:])
-        return types_pb2.RowRange(begin=begin, end=end) if rows else None, description, row_bytes
+        return types_pb2.RowRange(begin=begin, end=end) if rows else None, description
 
     @contextlib.contextmanager
-    def _of_one_head(self, before: head_pb2.HeadDescription, param: Param, deadline: Deadline) -> Iterator[None]:
+    def _of_one_head(self, before: head_pb2.HeadDescription, param: Param, clock: Clock) -> Iterator[None]:
         """Raises Aborted instead of an error that may be another head's: of one that was made again since `before`."""
         try:
             yield
         except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition, errors.Aborted) as error:
-            if isinstance(error, errors.Aborted) and error.field != _tensors.OTHER_SHAPE:
+            if isinstance(error, errors.Aborted) and error.field != _OTHER_SHAPE:
                 raise
             head, number = before.spec.name, types.PARAMS[param]
-            description = self._describe(head, deadline)
-            has, had = (_tensors.tensor_shape(each.spec, number) for each in (description, before))
+            description = self._describe(head, clock.left())
+            has, had = (_tensor_shape(each.spec, number) for each in (description, before))
             again = f'head "{head}" was made again during the call'
             if has != had:
                 raise errors.Aborted(f"{again}: {param} has shape {has}, and had {had}") from error
@@ -540,6 +454,13 @@ class HeadCalls:
             if _same_head(before.state, description.state):
                 raise
             raise errors.Aborted(f"{again}, which failed with: {error}") from error
+
+
+def _tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, ...]:
+    if param == types.PARAMS["weight"]:
+        return spec.vocab_size, spec.hidden_size
+    by_class = param in (types.PARAMS["bias"], types.PARAMS["class_weights"])
+    return (spec.vocab_size if by_class else spec.hidden_size,)
 
 
 def _same_head(before: types_pb2.HeadState, now: types_pb2.HeadState) -> bool:

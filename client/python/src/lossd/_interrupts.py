@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import _thread
 import math
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 SIGNAL_SECONDS = 0.5  # how late a wait may notice a signal that another thread has got
@@ -56,31 +54,15 @@ class Outcome(Generic[T]):
                 self._gate.release()
         return True
 
+    def failed(self) -> bool:
+        """Whether `body` raised; only when it is done."""
+        return self._error is not None
+
     def result(self) -> T:
         """What `body` returned, or raises what it raised; only when it is done."""
         if self._error is not None:
             raise self._error
         return self._value[0]
-
-
-class Slots:
-    """A bounded number of places. Thread-safe."""
-
-    def __init__(self, count: int) -> None:
-        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(count):
-            self._free.put(None)
-
-    def take(self, timeout: float) -> bool:
-        """Whether a place was free within `timeout` seconds. An interrupt may lose a place that it had just taken."""
-        try:
-            self._free.get(timeout=max(timeout, 0.0))
-        except queue.Empty:
-            return False
-        return True
-
-    def give(self) -> None:
-        self._free.put(None)
 
 
 def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
@@ -111,46 +93,3 @@ def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None) -
             outcome.await_end()
         raise
     return outcome.result()
-
-
-# Ends what is under way, from another thread. Thread-safe.
-
-
-class Cancellation:
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._lock = threading.Lock()
-        self._actions: dict[object, Callable[[], None]] = {}  # guarded by _lock
-
-    @property
-    def cancelled(self) -> bool:
-        return self._event.is_set()
-
-    def cancel(self) -> None:
-        """May be repeated."""
-        self._event.set()
-        with self._lock:
-            actions = list(self._actions.values())
-        for action in actions:
-            action()
-
-    def wait(self, seconds: float) -> None:
-        """Sleeps, but not longer than until cancel()."""
-        self._event.wait(seconds)
-
-    @contextmanager
-    def ends(self, action: Callable[[], None]) -> Iterator[None]:
-        """cancel() runs `action` while the block runs; at once if it came before.
-
-        The action may run twice, or just after the block.
-        """
-        key = object()
-        with self._lock:
-            self._actions[key] = action
-        try:
-            if self.cancelled:
-                action()
-            yield
-        finally:
-            with self._lock:
-                del self._actions[key]

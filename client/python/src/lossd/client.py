@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,19 +13,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _connections, _contexts, _regions, _run, _wire, errors, types
-from lossd._connections import ConnectionOptions, Connections, Deadline
+from lossd import _arrays, _contexts, _loss_call, _native, _run, errors, types
 from lossd._embedding import EmbeddingCalls
-from lossd._head_cache import HeadCache
-from lossd._interrupts import SIGNAL_SECONDS, Slots, run_apart
-from lossd._loss_call import CallOptions, Core, LossCall, PendingLoss, StreamThreads
-from lossd._work import BackwardWork, ForwardWork, Outputs, Scale, Work
+from lossd._interrupts import run_apart
+from lossd._loss_call import Arguments, Call, LossCall, Outputs, PendingLoss, Scale
+from lossd._native import Connections
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 
-_LOSSES = "/lossd.v1.LossService/"
-_SPARE_THREADS = 8  # for each connection: of the threads for computations with more than one stream
 _DEFAULT_OPTIONS = LossOptions()
 
 
@@ -101,34 +98,29 @@ class Client(EmbeddingCalls):
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
-        name = _run.given_or_default(run)
-        _wire.keep_freed_memory()
         address, credentials = _contexts.resolve(target, context, ca, cert, key, token)
-        connections = Connections(ConnectionOptions(
-            address, channels, connect_timeout, wait_for_server, max_message_bytes, dead_peer_timeout, retry, credentials,
-            _regions.given_or_environment(transport), shared_memory_bytes))
-        super().__init__(connections, HeadCache(expected_incarnation), call_timeout, transfer_timeout, name)
-        self._loss_timeout = loss_timeout
-        self._threads = StreamThreads(max_pending, (channels or _connections.MOST) * _SPARE_THREADS)
-        self._core = Core(self._connections, self._head_cache, self._threads, self._describe)
+        super().__init__(Connections(_native.ConnectionOptions(
+            address, credentials.ca, credentials.cert, credentials.key, credentials.token,
+            os.environ.get("LOSSD_TRANSPORT") or "auto" if transport is None else transport, _run.given_or_default(run),
+            expected_incarnation, channels, connect_timeout, wait_for_server, max_message_bytes, call_timeout,
+            transfer_timeout, loss_timeout, dead_peer_timeout, retry, shared_memory_bytes)))
         self._max_pending = max_pending
-        self._pending_slots = Slots(max_pending)
         self._lock = threading.Lock()
-        self._pending: set[LossCall] = set()  # guarded by _lock
-        if expected_incarnation:
-            self._insist_on(expected_incarnation)
+        self._pending: set[LossCall] = set()  # those under way, which keep their arrays; guarded by _lock
 
     def close(self) -> None:
         """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
         run_apart(self._close)
 
     def _close(self) -> None:
-        self._connections.close()
         with self._lock:
             pending = list(self._pending)
         for call in pending:
             call.cancel()
-        self._threads.close()
+        self._connections.close()
+        for call in pending:
+            call.await_end()
+        self._sweep()
 
     def __repr__(self) -> str:
         return f"lossd.Client({self.target!r}{', closed' if self.closed else ''})"
@@ -155,14 +147,16 @@ class Client(EmbeddingCalls):
     @property
     def transport(self) -> tuple[str, str]:
         """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
-        return self._connections.regions.choice()
+        found = self._connections.transport()
+        return found.transport, found.reason
 
     @property
     def cuda_transport(self) -> tuple[str, str]:
         """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
         the host after a copy; decided with the first of them on each GPU, or with shares_gpu. If some go one way and some the
         other, "grpc", and the reason has the way of each GPU."""
-        return self._connections.cuda_choice()
+        found = self._connections.transport()
+        return found.cuda_transport, found.cuda_reason
 
     def shares_gpu(self, device: int | None = None) -> bool:
         """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
@@ -172,7 +166,8 @@ class Client(EmbeddingCalls):
     @property
     def connections(self) -> tuple[int, str]:
         """How many connections loss computations are spread over, and why; changes unless `channels` says how many."""
-        return self._connections.choice()
+        found = self._connections.transport()
+        return found.connections, found.connections_reason
 
     def check_usable(self) -> None:
         """ClientClosed or ForkedClient if no call can be made."""
@@ -275,26 +270,25 @@ class Client(EmbeddingCalls):
         if len(labels) != shape[0]:
             raise errors.InvalidArgument(f"targets has {len(labels)} entries for {shape[0]} rows of hidden")
         if depths and isinstance(hidden, (list, tuple)):
-            gradient, place = _arrays.gradients_of_depths(grad_hidden, kind, shape[1], data, depths)
+            gradient, places = _arrays.gradients_of_depths(grad_hidden, kind, shape[1], data, depths)
         else:
-            gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data)
-        teacher, teacher_row_bytes = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0])
-        wanted = _arrays.row_arrays(rows, len(labels))
+            gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data[0])
+            places = [] if place is None else [place]
+        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0])
+        outputs = Outputs(places, _arrays.row_arrays(rows, len(labels)), {})
         named = _arrays.as_classes(classes, len(labels))
+        outputs = replace(outputs, classes=_arrays.class_arrays(named, top_k, len(labels)))
         given = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         floats = {name: _arrays.as_floats(name, values) for name, values in given.items()}
-        numbers = {name: values for name, values in floats.items() if values is not None}
-        work = ForwardWork(
-            head=head, step=step, id=id, accumulate=accumulate, hidden=data,
-            hidden_dtype=types.DTYPES[kind], hidden_size=shape[1], element_size=types.NUMPY_DTYPES[kind].itemsize,
-            targets=labels, classes=named, soft=_arrays.as_soft_targets(target_classes, target_weights, len(labels)),
-            row_weights=_arrays.as_floats("row_weights", row_weights), options=options, numbers=numbers,
-            scale=Scale(reduction, normalizer, grad_output),
-            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain,
-            outputs=Outputs(place, wanted, _arrays.class_arrays(named, top_k, len(labels))), run=self._run, teacher=teacher, teacher_row_bytes=teacher_row_bytes,
-            depths=depths)
-        return self._start(work, _per_depth(gradient, depths), streams, slice_bytes, timeout,
-                           _arrays.ready_with(work.memory or data, ready))
+        arguments = _loss_call.forward(
+            Call(head, step, id, accumulate, len(labels), shape[1], streams, slice_bytes), hidden=data,
+            hidden_dtype=types.DTYPES[kind], targets=labels, row_weights=_arrays.as_floats("row_weights", row_weights),
+            options=options, scale=Scale(reduction, normalizer, grad_output),
+            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain, outputs=outputs,
+            numbers={name: values for name, values in floats.items() if values is not None}, teacher=teacher,
+            teacher_hidden_size=teacher_size, classes=named,
+            soft=_arrays.as_soft_targets(target_classes, target_weights, len(labels)), depths=depths)
+        return self._start(arguments, outputs, _per_depth(gradient, depths), timeout, ready)
 
     def distill(
             self, head: str, hidden: NDArray[Any], teacher_hidden: NDArray[Any], distillation: Distillation,
@@ -357,78 +351,62 @@ class Client(EmbeddingCalls):
         assert upstream is not None
         types.enum_value("dtype", types.DTYPES, dtype)
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
-        work = BackwardWork(
-            head=head, step=step, id=id, accumulate=accumulate, hidden_size=hidden_size,
-            element_size=types.NUMPY_DTYPES[dtype].itemsize, grad_loss=upstream,
-            grad_lse=_arrays.as_floats("grad_lse", grad_lse),
-            grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy),
-            outputs=Outputs(place), run=self._run)
-        return self._start(work, (gradient, []), streams, 1, timeout, None)  # no slices are sent
+        arguments = _loss_call.backward(
+            Call(head, step, id, accumulate, len(upstream), hidden_size, streams), hidden_dtype=types.DTYPES[dtype],
+            grad_loss=upstream, grad_lse=_arrays.as_floats("grad_lse", grad_lse),
+            grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy), grad_hidden=[] if place is None else [place])
+        return self._start(arguments, Outputs(), (gradient, []), timeout, None)
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
-        request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id, run=self._run)
-        return self._connections.unary(_LOSSES + "ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse,
-                                       Deadline(timeout or self._call_timeout), repeat=True).released
+        request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id)
+        return self._call("ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse, timeout).released
 
     def acknowledge_restart(self, head: str) -> None:
         """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
 
         Not needed after load_checkpoint, create_head, reset_head, delete_head or zero_gradients of this client on the head.
         """
-        self._head_cache.forget_accumulation(head)
+        self._connections.acknowledge_restart(head)
 
     # ---- Server ----
 
     def get_server(self, timeout: float | None = None) -> ServerDescription:
         """What the server is, has and allows."""
-        return read(ServerDescription, self._connections.unary(
-            "/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription,
-            Deadline(timeout or self._call_timeout), repeat=True))
+        return read(ServerDescription, self._call("GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription, timeout))
 
     def list_streams(self, max_streams: int = 0, timeout: float | None = None) -> StreamList:
         """Who sends rows now, and the loss computations that are open: at most `max_streams` of them (0: 1000)."""
-        return read(StreamList, self._connections.unary(
-            "/lossd.v1.ServerService/ListStreams", server_pb2.ListStreamsRequest(max_streams=max_streams),
-            server_pb2.ListStreamsResponse, Deadline(timeout or self._call_timeout), repeat=True))
+        request = server_pb2.ListStreamsRequest(max_streams=max_streams)
+        return read(StreamList, self._call("ListStreams", request, server_pb2.ListStreamsResponse, timeout))
 
-    def _insist_on(self, incarnation: int) -> None:
-        """Closes the client and raises Restarted if the server is another process."""
-        try:
-            found = self.get_server().incarnation
-            if found != incarnation:
-                raise errors.restarted(None, incarnation, found, None)
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self, work: Work, gradients: tuple[Any, list[Any]], streams: int | None, slice_bytes: int | None,
-               timeout: float | None, ready: Callable[[], None] | None) -> PendingLoss:
-        call = self._launch(work, streams, slice_bytes, timeout, ready)
-
+    def _start(self, arguments: Arguments, outputs: Outputs, gradients: tuple[Any, list[Any]], timeout: float | None,
+               ready: Callable[[], None] | None) -> PendingLoss:
         def finish(result: LossResult) -> LossResult:
+            result.rows = dict(outputs.rows)
+            result.class_logprobs = outputs.classes.get("class_logprobs")
+            result.top_classes, result.top_logprobs = outputs.classes.get("top_classes"), outputs.classes.get("top_logprobs")
             result.grad_hidden, of_depths = gradients
             for depth, gradient in zip(result.depths, of_depths):
                 depth.grad_hidden = gradient
             return result
 
-        return PendingLoss(call, finish)
+        return PendingLoss(self._launch(arguments, timeout, ready), finish)
 
-    def _launch(self, work: Work, streams: int | None, slice_bytes: int | None, timeout: float | None,
-                ready: Callable[[], None] | None) -> LossCall:
-        call = LossCall(self._core, work, CallOptions(
-            streams, slice_bytes, self._loss_timeout if timeout is None else timeout, ready), self._forget)
-        while not self._pending_slots.take(min(call.deadline.left(), SIGNAL_SECONDS)):
-            if call.deadline.passed():
-                raise errors.DeadlineExceeded(
-                    f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
+    def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
+        seconds = self._connections.options.loss_timeout if timeout is None else timeout
+        if not seconds > 0:
+            raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
+        clock = _native.Clock(seconds)
+        self._sweep()
+        call = LossCall(self._connections, arguments, self._forget)
+        if not call.enter(self._max_pending, seconds):
+            raise errors.DeadlineExceeded(
+                f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
         with self._lock:
             self._pending.add(call)
         try:
-            call.start()
-        except RuntimeError as error:  # the threads have ended
-            self._forget(call)
-            raise errors.ClientClosed("this client is closed; make a new lossd.Client") from error
+            call.start(max(clock.left() or 0.0, 1e-3), ready)
         except BaseException:  # an interrupt
             call.cancel()
             raise
@@ -437,7 +415,11 @@ class Client(EmbeddingCalls):
     def _forget(self, call: LossCall) -> None:
         with self._lock:
             self._pending.discard(call)
-        self._pending_slots.give()
+
+    def _sweep(self) -> None:
+        """Lets go of computations that have ended, and that nobody has waited for."""
+        with self._lock:
+            self._pending = {call for call in self._pending if not call.done()}
 
 
 def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:

@@ -7,13 +7,9 @@ Every exception is a LossdError. Where Python has a class for the same thing, ou
 
 from __future__ import annotations
 
-import grpc
-from google.protobuf.message import DecodeError
+import re
 
-from lossd._version import VERSION, compared
 from lossd.v1 import types_pb2
-
-_DETAILS_KEY = "grpc-status-details-bin"
 
 
 class LossdError(Exception):
@@ -30,7 +26,6 @@ class LossdError(Exception):
 
     def __init__(self, message: str, detail: types_pb2.ErrorDetail | None = None) -> None:
         super().__init__(message)
-        self._has_detail = detail is not None  # as all errors have that the server itself has sent
         detail = detail or types_pb2.ErrorDetail()
         self.message = message
         self.field: str = detail.field
@@ -132,121 +127,22 @@ class ForkedClient(LossdError, RuntimeError):
     """The client was made before a fork; connections do not survive one. Connect in the child, or use spawn."""
 
 
-_CLASSES: dict[grpc.StatusCode, type[LossdError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
-    grpc.StatusCode.OUT_OF_RANGE: NonFinite,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
-    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
-    grpc.StatusCode.ABORTED: Aborted,
-    grpc.StatusCode.DATA_LOSS: DataLoss,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-}
-_NAME_THE_SERVER = (Unavailable, DeadlineExceeded)
-_TOO_LARGE = "essage larger than max"  # in what gRPC says of a message beyond a limit of one side
-
-
-def from_rpc(error: grpc.RpcError, target: str, server_version: str | None = None) -> LossdError:
-    """The exception for a call that gRPC ended with an error; `target` is named where the connection is at fault.
-
-    `server_version`: what the server says of itself; None: nothing yet.
-    """
-    code, message = error.code(), error.details() or ""
-    kind = _CLASSES.get(code, Internal)
-    if kind is Internal and code is not grpc.StatusCode.INTERNAL:
-        message = f"{code.name}: {message}"
-    if issubclass(kind, _NAME_THE_SERVER):
-        message = f"{message} (server {target})"
-    detail = _detail(error)
-    if kind is Unimplemented and detail is None:  # who says what it does not take knows the call
-        message = _unimplemented(message, target, server_version)
-    return kind(message, detail)
+_CLASSES: dict[int, type[LossdError]] = {  # by gRPC's status codes
+    1: Cancelled, 3: InvalidArgument, 4: DeadlineExceeded, 5: NotFound, 6: AlreadyExists, 7: PermissionDenied, 8: ResourceExhausted,
+    9: FailedPrecondition, 10: Aborted, 11: NonFinite, 12: Unimplemented, 14: Unavailable, 15: DataLoss, 16: Unauthenticated}
+# Where the C++ client has an argument of lossd.Client's methods.
+_PLACES = re.compile(r"^(options\.credentials|options\.loss|options|microbatch|outputs|gradients)\.")
 
 
 def from_code(code: int, message: str) -> LossdError:
     """The exception for one of gRPC's status codes, as a number."""
-    return next((kind for status, kind in _CLASSES.items() if status.value[0] == code), Internal)(message)
+    return _CLASSES.get(code, Internal)(message)
 
 
-def _unimplemented(message: str, target: str, server_version: str | None) -> str:
-    if server_version is None:
-        return (f"the gRPC server at {target} does not know lossd.v1, the protocol of this client (lossd {VERSION}): it is "
-                f"another program, or a lossd of another version ({message})")
-    is_, do = compared(server_version)
-    return (f"lossd {server_version} at {target} does not know this call: it is {is_} this client (lossd {VERSION}); {do} "
-            f"({message})")
-
-
-def _detail(error: grpc.RpcError) -> types_pb2.ErrorDetail | None:
-    """The detail that the server sent; None if there is none or it cannot be read."""
-    for key, value in error.trailing_metadata() or ():
-        if key != _DETAILS_KEY:
-            continue
-        detail = types_pb2.ErrorDetail()
-        try:
-            for packed in types_pb2.StatusDetails.FromString(value).details:
-                if packed.Unpack(detail):
-                    return detail
-        except DecodeError:
-            return None
-    return None
-
-
-def restarted(head: str | None, before: int, now: int, step: int | None) -> Restarted:
-    """`head` None: none is known."""
-    if head is None:
-        consequence = "gradients of open steps are lost: restore the heads or repeat the steps"
-    else:
-        lost = "its weights may have changed" if step is None else f"gradients of step {step} are lost"
-        consequence = f'{lost}: restore head "{head}" or repeat the step'
-    message = f"server restarted (incarnation {before:016x} -> {now:016x}); {consequence}"
-    return Restarted(message, types_pb2.ErrorDetail(incarnation=now))
-
-
-def _discarded(head: str, step: int, how: str, incarnation: int = 0) -> StepDiscarded:
-    return StepDiscarded(f'gradients of step {step} of head "{head}" were discarded: {how}',
-                         types_pb2.ErrorDetail(incarnation=incarnation))
-
-
-def discarded(head: str, step: int, before: int, now: int) -> StepDiscarded:
-    """The head has gradients of another generation."""
-    return _discarded(head, step, "another caller has zeroed them, reset the head or loaded a checkpoint (generation "
-                                  f"{before} -> {now}); start the step again")
-
-
-def is_transient(error: LossdError) -> bool:
-    """Whether a call that ended with `error` may end otherwise when it is sent again as it was.
-
-    Unavailable; or ResourceExhausted that did not come from the server, whose errors have a detail, but from the
-    transport, for example "Received RST_STREAM with error code 11" of a server that is short of memory for messages. Such
-    a call may have taken effect. A message that is too large for the transport stays too large.
-    """
-    if isinstance(error, Unavailable):
-        return True
-    return isinstance(error, ResourceExhausted) and not error._has_detail and _TOO_LARGE not in error.message
-
-
-def refuses_generation(error: LossdError) -> bool:
-    """Whether the server has refused a call because the head has other gradients than the call names."""
-    return type(error) is Aborted and error.field.rpartition(".")[2] == "generation"
-
-
-def discarded_says_server(head: str, step: int, error: LossdError) -> StepDiscarded:
-    """`error` is one that refuses_generation."""
-    return _discarded(head, step, "another caller has zeroed them, reset the head or loaded a checkpoint; start the step again (the "
-                                  f"server says: {error.message})", error.incarnation)
-
-
-def discarded_by_this_client(head: str, step: int) -> StepDiscarded:
-    return _discarded(head, step, "this client has started the step again during the call")
-
-
-def server_sent(what: str) -> Internal:
-    """What the protocol does not allow."""
-    return Internal(f"server sent {what}")
+def from_native(code: int, message: str, detail: types_pb2.ErrorDetail | None, kind: type[LossdError] | None) -> LossdError:
+    """The error of a call of the library. `kind`: what an Aborted is, if that is known."""
+    if detail is not None and _PLACES.match(detail.field) and message.startswith(detail.field):  # what the client refused itself
+        name = _PLACES.sub("", detail.field)
+        message = name + message[len(detail.field):]
+        detail.field = name
+    return (kind or _CLASSES.get(code, Internal))(message, detail)

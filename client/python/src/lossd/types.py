@@ -424,7 +424,9 @@ class DepthResult:
     grad_hidden: NDArray[Any] | None = field(default=None, repr=False)  # [rows of the depth, D], if wanted
 
     def add(self, summary: loss_pb2.DepthSummary) -> None:
-        """Adds the sums of one stream."""
+        """Adds the sums of one call, whose normalizer it takes."""
+        self.normalizer = summary.normalizer
+        self.loss = summary.loss_sum / summary.normalizer if summary.valid_rows else 0.0
         self.loss_sum += summary.loss_sum
         self.z_loss_sum += summary.z_loss_sum
         self.entropy_sum += summary.entropy_sum
@@ -496,7 +498,7 @@ class LossResult(Shown):
         return math.sqrt(self.sampling_variance / self.squared_gradient) if self.squared_gradient > 0 else 0.0
 
     def add(self, summary: loss_pb2.MicrobatchSummary) -> None:
-        """Adds the sums of one stream."""
+        """Adds the sums of one call."""
         self.loss_sum += summary.loss_sum
         self.z_loss_sum += summary.z_loss_sum
         self.entropy_sum += summary.entropy_sum

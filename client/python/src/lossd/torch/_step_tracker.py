@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 import lossd
-from lossd import errors
+from lossd import _loaded, errors
 from lossd.torch import _modes
 from lossd.torch._data_parallel import DataParallel
 
@@ -318,12 +318,12 @@ class Continuation:
     @property
     def is_loaded(self) -> bool:
         """Whether this program has, and no step came after that."""
-        return self._loaded or self._client._head_cache.loaded(self._head, self._description.state.incarnation)
+        return self._loaded or _loaded.loaded(self._head, self._description.state.incarnation)
 
     def forget(self) -> None:
         """What was restored was the start of something else: a step has come after it."""
         self._loaded = False
-        self._client._head_cache.forget_loaded(self._head, self._description.state.incarnation)
+        _loaded.forget_loaded(self._head, self._description.state.incarnation)
 
     def begin(self) -> None:
         """Before a forward in training: the first one says what it continues."""

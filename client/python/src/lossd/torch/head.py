@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd import errors
-from lossd._arrays import known_arguments
-from lossd._plan import listed
+from lossd._arrays import known_arguments, listed
 from lossd.torch import _data_parallel, _depths, _input, _modes, _step_tracker
 from lossd.torch._depths import DepthLosses
 from lossd.torch._modes import outside_of_compile

@@ -1,0 +1,708 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/library/lossd_client.h"
+
+#include <algorithm>
+#include <cstring>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "client/cpp/client.h"
+#include "client/cpp/connections.h"
+#include "client/cpp/cuda_driver.h"
+#include "kernels/clocks/clock.h"
+#include "kernels/errors/status_macros.h"
+
+namespace lossd::client {
+namespace {
+
+// What of a call outlives the caller's handle: a loss computation ends on a thread of the client.
+class CallState {
+ public:
+  internal::Cancellation& cancellation() { return cancellation_; }
+
+  // ---- Of the one that carries it out ----
+
+  // False if it was cancelled before, and so has ended.
+  bool Begin() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    begun_ = !ended_;
+    return begun_;
+  }
+  // Gives a place of the client back, when the call has ended. Once, before the function begins; takes no lock that is held
+  // while a function of this class is called.
+  void OnEnd(absl::AnyInvocable<void()> body) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (ended_) return body();
+    on_end_ = std::move(body);
+  }
+  void End(absl::Status status, std::string answer = "") ABSL_LOCKS_EXCLUDED(mu_) {
+    EndLoss(std::move(status), std::move(answer), {});
+  }
+  void EndLoss(absl::Status status, std::string answer, const lossd_cost& cost) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (ended_) return;
+    if (on_end_ != nullptr) std::exchange(on_end_, nullptr)();  // whoever sees the end finds the place free
+    status_ = std::move(status);
+    message_ = std::string(status_.message());
+    answer_ = std::move(answer);
+    cost_ = cost;
+    if (const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status_); detail.has_value()) {
+      detail_ = detail->SerializeAsString();
+    }
+    ended_ = true;
+  }
+  void Tell(const v1::SaveProgress& progress) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    progress_ = progress.SerializeAsString();
+  }
+  // A loss computation has been started.
+  void SetPending(PendingLoss pending) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    pending_ = std::move(pending);
+    if (cancellation_.cancelled()) pending_->Cancel();
+  }
+
+  // ---- Of the caller ----
+
+  void Cancel() ABSL_LOCKS_EXCLUDED(mu_) {
+    cancellation_.Cancel();
+    {
+      absl::MutexLock lock(&mu_);
+      if (pending_.has_value()) pending_->Cancel();
+      if (begun_) return;
+    }
+    End(absl::CancelledError("cancelled by the caller"));
+  }
+  bool Wait(absl::Duration limit) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return clocks::AwaitFor(mu_, absl::Condition(&ended_), limit);
+  }
+  // Takes what is left of a loss computation that has ended, for the caller to let go of.
+  std::optional<PendingLoss> TakePending() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return std::exchange(pending_, std::nullopt);
+  }
+  std::optional<std::string> TakeProgress() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    return std::exchange(progress_, std::nullopt);
+  }
+
+  // What follows does not change once it has ended.
+  const absl::Status& status() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return status_; }
+  const std::string& message() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return message_; }
+  const std::optional<std::string>& detail() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return detail_; }
+  const std::string& answer() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return answer_; }
+  const lossd_cost& cost() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return cost_; }
+
+ private:
+  internal::Cancellation cancellation_;
+  absl::Mutex mu_;
+  bool begun_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  absl::AnyInvocable<void()> on_end_ ABSL_GUARDED_BY(mu_);
+  std::optional<PendingLoss> pending_ ABSL_GUARDED_BY(mu_);
+  std::optional<std::string> progress_ ABSL_GUARDED_BY(mu_);
+  absl::Status status_ ABSL_GUARDED_BY(mu_);
+  std::string message_ ABSL_GUARDED_BY(mu_);
+  std::optional<std::string> detail_ ABSL_GUARDED_BY(mu_);
+  std::string answer_ ABSL_GUARDED_BY(mu_);
+  lossd_cost cost_ ABSL_GUARDED_BY(mu_) = {};
+};
+
+}  // namespace
+}  // namespace lossd::client
+
+struct lossd_call {
+  const std::shared_ptr<lossd::client::CallState> state = std::make_shared<lossd::client::CallState>();
+  std::string progress;  // that was given out last
+};
+
+// A client, and the calls under way on it.
+struct lossd_client {
+ public:
+  explicit lossd_client(std::unique_ptr<lossd::client::Client> client) : client_(std::move(client)) {}
+
+  // The client for the function of a call, which is under way until Leave. Null, and the call has ended, if it was cancelled
+  // before or the client is closed.
+  std::shared_ptr<lossd::client::Client> Enter(const std::shared_ptr<lossd::client::CallState>& call) {
+    if (!call->Begin()) return nullptr;
+    {
+      absl::MutexLock lock(&mu_);
+      if (client_ != nullptr) {
+        under_way_.push_back(call);
+        return client_;
+      }
+    }
+    call->End(absl::CancelledError("the client is closed"));
+    return nullptr;
+  }
+  void Leave(const std::shared_ptr<lossd::client::CallState>& call) {
+    absl::MutexLock lock(&mu_);
+    const auto found = std::find(under_way_.begin(), under_way_.end(), call);
+    if (found != under_way_.end()) under_way_.erase(found);
+  }
+
+  // Places for loss computations, of which there are `most`. True also once the client is closed.
+  bool TakePlace(size_t most, absl::Duration limit) {
+    absl::MutexLock lock(&mu_);
+    const auto free = [&] {
+      mu_.AssertReaderHeld();
+      return places_taken_ < most || client_ == nullptr;
+    };
+    if (!lossd::clocks::AwaitFor(mu_, absl::Condition(&free), limit)) return false;
+    ++places_taken_;
+    return true;
+  }
+  void GivePlace() {
+    absl::MutexLock lock(&mu_);
+    --places_taken_;
+  }
+
+  void Close() {
+    std::shared_ptr<lossd::client::Client> client;
+    std::list<std::shared_ptr<lossd::client::CallState>> calls;
+    {
+      absl::MutexLock lock(&mu_);
+      client = std::exchange(client_, nullptr);
+      calls = under_way_;
+    }
+    for (const auto& call : calls) call->Cancel();
+    const auto none = [this] {
+      mu_.AssertReaderHeld();
+      return under_way_.empty();
+    };
+    absl::MutexLock lock(&mu_);
+    mu_.Await(absl::Condition(&none));
+  }  // the client ends here, or with the close that another thread has begun
+
+ private:
+  absl::Mutex mu_;
+  std::shared_ptr<lossd::client::Client> client_ ABSL_GUARDED_BY(mu_);
+  std::list<std::shared_ptr<lossd::client::CallState>> under_way_ ABSL_GUARDED_BY(mu_);
+  size_t places_taken_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+namespace lossd::client {
+namespace {
+
+absl::Duration Seconds(double seconds) {
+  return seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
+}
+
+// ---- Requests ----
+
+// One method of the services: what it is asked and what it does with it.
+struct Request {
+  absl::string_view bytes;
+  absl::Span<char> payload;
+  uint64_t tensor_rows = 0;
+  absl::Duration timeout;
+  CallState* call;
+};
+
+template <typename Message>
+absl::StatusOr<Message> Parsed(const Request& request) {
+  Message message;
+  if (message.ParseFromArray(request.bytes.data(), static_cast<int>(request.bytes.size()))) return message;
+  return absl::InvalidArgumentError(absl::StrCat("the request is no ", message.GetTypeName()));
+}
+
+template <typename Message>
+absl::StatusOr<std::string> Serialized(const absl::StatusOr<Message>& answer) {
+  if (!answer.ok()) return answer.status();
+  return answer->SerializeAsString();
+}
+
+using Carry = absl::StatusOr<std::string> (*)(Client& client, const Request& request);
+
+absl::StatusOr<std::string> Create(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::CreateHeadRequest>(request));
+  return Serialized(client.CreateHead(message, request.timeout));
+}
+absl::StatusOr<std::string> Plan(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::CreateHeadRequest>(request));
+  return Serialized(client.PlanHead(message, request.timeout));
+}
+absl::StatusOr<std::string> Reset(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::ResetHeadRequest>(request));
+  return Serialized(client.ResetHead(message, request.timeout));
+}
+absl::StatusOr<std::string> Share(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::SetSharesRequest>(request));
+  return Serialized(client.SetShares(message, request.timeout));
+}
+absl::StatusOr<std::string> DescribeOne(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::DescribeHeadRequest>(request));
+  return Serialized(client.DescribeHead(message.head(), request.timeout));
+}
+absl::StatusOr<std::string> List(Client& client, const Request& request) {
+  LOSSD_TRY(const auto heads, client.ListHeads(request.timeout));
+  v1::ListHeadsResponse answer;
+  for (const v1::HeadDescription& head : heads) *answer.add_heads() = head;
+  return answer.SerializeAsString();
+}
+absl::StatusOr<std::string> Delete(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::DeleteHeadRequest>(request));
+  LOSSD_RETURN_IF_ERROR(client.DeleteHead(message.head(), request.timeout));
+  return "";
+}
+absl::StatusOr<std::string> Norm(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::GradNormRequest>(request));
+  const auto step = message.has_step() ? std::make_optional(message.step()) : std::nullopt;
+  return Serialized(client.GradNorm(message.head(), step, request.timeout));
+}
+absl::StatusOr<std::string> Apply(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::ApplyStepRequest>(request));
+  return Serialized(client.ApplyStep(message, request.timeout));
+}
+absl::StatusOr<std::string> Zero(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::ZeroGradientsRequest>(request));
+  return Serialized(client.ZeroGradients(message.head(), message.step(), request.timeout));
+}
+absl::StatusOr<std::string> Save(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::SaveCheckpointRequest>(request));
+  const auto tell = [&](const v1::SaveProgress& progress) { request.call->Tell(progress); };
+  return Serialized(client.SaveCheckpoint(message, tell, request.timeout));
+}
+absl::StatusOr<std::string> ListSaved(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::ListCheckpointsRequest>(request));
+  return Serialized(client.ListCheckpoints(message.head(), request.timeout));
+}
+absl::StatusOr<std::string> Load(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::LoadCheckpointRequest>(request));
+  return Serialized(client.LoadCheckpoint(message.checkpoint(), message.head(), request.timeout));
+}
+absl::StatusOr<std::string> DeleteSaved(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::DeleteCheckpointRequest>(request));
+  return Serialized(client.DeleteCheckpoint(message.checkpoint(), request.timeout));
+}
+absl::StatusOr<std::string> Read(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::ReadTensorRequest>(request));
+  const auto shape = client.ReadTensor(message, request.payload, request.timeout, request.tensor_rows);
+  return shape.ok() ? absl::StatusOr<std::string>("") : shape.status();
+}
+absl::StatusOr<std::string> Write(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::OpenTensor>(request));
+  return Serialized(client.WriteTensor(message, request.payload, request.timeout));
+}
+absl::StatusOr<std::string> Add(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::OpenGradient>(request));
+  return Serialized(client.AddGradient(message, request.payload, request.timeout));
+}
+absl::StatusOr<std::string> Release(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::ReleaseMicrobatchRequest>(request));
+  LOSSD_TRY(const bool released,
+            client.ReleaseMicrobatch(message.head(), message.microbatch_id(), request.timeout));
+  v1::ReleaseMicrobatchResponse answer;
+  answer.set_released(released);
+  return answer.SerializeAsString();
+}
+absl::StatusOr<std::string> Server(Client& client, const Request& request) {
+  return Serialized(client.GetServer(request.timeout));
+}
+absl::StatusOr<std::string> Streams(Client& client, const Request& request) {
+  LOSSD_TRY(const auto message, Parsed<v1::ListStreamsRequest>(request));
+  return Serialized(client.monitoring().ListStreams(message.max_streams(), request.timeout));
+}
+
+constexpr std::pair<absl::string_view, Carry> kMethods[] = {
+    {"CreateHead", Create},       {"PlanHead", Plan},
+    {"ResetHead", Reset},         {"SetShares", Share},
+    {"DescribeHead", DescribeOne}, {"ListHeads", List},
+    {"DeleteHead", Delete},       {"GradNorm", Norm},
+    {"ApplyStep", Apply},         {"ZeroGradients", Zero},
+    {"SaveCheckpoint", Save},     {"ListCheckpoints", ListSaved},
+    {"LoadCheckpoint", Load},     {"DeleteCheckpoint", DeleteSaved},
+    {"ReadTensor", Read},         {"WriteTensor", Write},
+    {"AddGradient", Add},         {"ReleaseMicrobatch", Release},
+    {"GetServer", Server},        {"ListStreams", Streams},
+};
+
+absl::StatusOr<std::string> Carried(Client& client, absl::string_view method, const Request& request) {
+  for (const auto& [name, carry] : kMethods) {
+    if (name == method) return carry(client, request);
+  }
+  return absl::InvalidArgumentError(absl::StrCat("there is no method \"", method, "\""));
+}
+
+// ---- Loss computations ----
+
+template <typename T>
+absl::Span<const T> Values(const T* values, uint64_t count) {
+  return values == nullptr ? absl::Span<const T>() : absl::MakeConstSpan(values, static_cast<size_t>(count));
+}
+template <typename T>
+absl::Span<T> Room(T* values, uint64_t count) {
+  return values == nullptr ? absl::Span<T>() : absl::MakeSpan(values, static_cast<size_t>(count));
+}
+
+Microbatch MicrobatchOf(const lossd_loss& loss, const v1::OpenMicrobatch& open) {
+  Microbatch microbatch;
+  microbatch.head = open.head();
+  if (open.has_step()) microbatch.step = open.step();
+  microbatch.id = open.microbatch_id();
+  microbatch.hidden_size = loss.hidden_size;
+  microbatch.hidden_dtype = open.hidden_dtype();
+  microbatch.hidden = loss.hidden;
+  microbatch.memory = loss.on_device != 0 ? Memory::kDevice : Memory::kHost;
+  if (loss.has_stream != 0) microbatch.stream = loss.stream;
+  microbatch.targets = Values(loss.targets, loss.rows);
+  microbatch.row_weights = Values(loss.row_weights, loss.rows);
+  microbatch.advantages = Values(loss.advantages, loss.rows);
+  microbatch.old_logprobs = Values(loss.old_logprobs, loss.rows);
+  microbatch.ref_logprobs = Values(loss.ref_logprobs, loss.rows);
+  microbatch.teacher_hidden = loss.teacher_hidden;
+  microbatch.teacher_hidden_size = loss.teacher_hidden_size;
+  microbatch.target_count = open.target_count();
+  microbatch.target_classes = Values(loss.target_classes, loss.rows * open.target_count());
+  microbatch.target_weights = Values(loss.target_weights, loss.rows * open.target_count());
+  microbatch.classes = Values(loss.classes, loss.classes_size);
+  microbatch.embedding = open.embedding();
+  for (const lossd_depth& depth : Values(loss.depths, loss.depth_count)) {
+    Depth& added = microbatch.depths.emplace_back();
+    added.rows = depth.rows;
+    added.weight = depth.weight;
+    if (depth.has_normalizer != 0) added.normalizer = depth.normalizer;
+    added.hidden = depth.hidden;
+    added.grad_hidden = depth.grad_hidden;
+  }
+  return microbatch;
+}
+
+LossOutputs OutputsOf(const lossd_loss& loss, const v1::OpenMicrobatch& open) {
+  LossOutputs outputs;
+  outputs.grad_hidden = loss.grad_hidden;
+  outputs.row_loss = Room(loss.row_loss, loss.rows);
+  outputs.row_lse = Room(loss.row_lse, loss.rows);
+  outputs.row_entropy = Room(loss.row_entropy, loss.rows);
+  outputs.row_logprob = Room(loss.row_logprob, loss.rows);
+  outputs.row_argmax = Room(loss.row_argmax, loss.rows);
+  outputs.class_count = open.class_count();
+  outputs.class_logprobs = Room(loss.class_logprobs, loss.rows * open.class_count());
+  outputs.top_k = open.top_k();
+  outputs.top_logprobs = Room(loss.top_logprobs, loss.rows * open.top_k());
+  outputs.top_classes = Room(loss.top_classes, loss.rows * open.top_k());
+  return outputs;
+}
+
+ComputeOptions OptionsOf(const lossd_loss& loss, const v1::OpenMicrobatch& open) {
+  ComputeOptions options;
+  options.loss = open.options();
+  options.reduction = open.reduction();
+  if (open.has_normalizer()) options.normalizer = open.normalizer();
+  if (open.has_grad_output()) options.grad_output = open.grad_output();
+  options.accumulate_gradients = open.accumulate_gradients();
+  options.retain = open.retain();
+  options.streams = loss.streams;
+  if (loss.slice_bytes != 0) options.slice_bytes = loss.slice_bytes;
+  options.timeout = absl::Seconds(loss.timeout);
+  return options;
+}
+
+std::string SummaryOf(const LossResult& result) {
+  v1::MicrobatchSummary summary;
+  summary.mutable_state()->set_incarnation(result.incarnation);
+  summary.mutable_state()->set_step(result.step);
+  summary.mutable_state()->set_weights_version(result.weights_version);
+  summary.set_loss_sum(result.loss_sum);
+  summary.set_z_loss_sum(result.z_loss_sum);
+  summary.set_entropy_sum(result.entropy_sum);
+  summary.set_normalizer(result.normalizer);
+  summary.set_dropped_mass(result.dropped_mass);
+  summary.set_sampling_variance(result.sampling_variance);
+  summary.set_squared_gradient(result.squared_gradient);
+  *summary.mutable_objective() = result.objective;
+  summary.set_divergence_sum(result.divergence_sum);
+  summary.set_target_loss_sum(result.target_loss_sum);
+  summary.set_valid_rows(result.valid_rows);
+  summary.set_unlisted_rows(result.unlisted_rows);
+  summary.set_correct_rows(result.correct_rows);
+  summary.set_accumulated_rows(result.accumulated_rows);
+  summary.set_repeated_rows(result.repeated_rows);
+  summary.set_queue_seconds(result.queue_seconds);
+  summary.set_compute_seconds(result.compute_seconds);
+  for (const DepthResult& depth : result.depths) {
+    v1::DepthSummary* const added = summary.add_depths();
+    added->set_loss_sum(depth.loss_sum);
+    added->set_z_loss_sum(depth.z_loss_sum);
+    added->set_entropy_sum(depth.entropy_sum);
+    added->set_normalizer(depth.normalizer);
+    added->set_valid_rows(depth.valid_rows);
+    added->set_correct_rows(depth.correct_rows);
+    added->set_accumulated_rows(depth.accumulated_rows);
+    added->set_repeated_rows(depth.repeated_rows);
+  }
+  return summary.SerializeAsString();
+}
+
+lossd_cost CostOf(const LossResult& result) {
+  return {.loss = result.loss,
+          .wall_seconds = result.wall_seconds,
+          .sent_bytes = result.sent_bytes,
+          .received_bytes = result.received_bytes,
+          .streams = result.streams,
+          .repeats = result.repeats};
+}
+
+// Starts what `start` makes of a client and a callback, as `call`. The client's end waits for it.
+template <typename Start>
+void StartLoss(lossd_client* client, lossd_call* call, Start start) {
+  const std::shared_ptr<CallState> state = call->state;
+  const std::shared_ptr<Client> open = client->Enter(state);
+  if (open == nullptr) return;
+  auto end = [client, state](const absl::StatusOr<LossResult>& result) {
+    if (result.ok()) {
+      state->EndLoss(absl::OkStatus(), SummaryOf(*result), CostOf(*result));
+    } else {
+      state->End(result.status());
+    }
+    client->Leave(state);
+  };
+  state->SetPending(start(*open, std::move(end)));
+}
+
+void CopyText(const std::string& text, char* room) {
+  const size_t size = std::min<size_t>(text.size(), 63);
+  std::memcpy(room, text.data(), size);
+  room[size] = '\0';
+}
+
+}  // namespace
+}  // namespace lossd::client
+
+namespace client = lossd::client;
+namespace v1 = lossd::v1;
+
+// ---- Calls ----
+
+lossd_call* lossd_call_new() { return new lossd_call(); }
+
+void lossd_call_cancel(lossd_call* call) { call->state->Cancel(); }
+
+int lossd_call_wait(lossd_call* call, double seconds) {
+  return call->state->Wait(client::Seconds(seconds)) ? 1 : 0;
+}
+
+int lossd_call_code(const lossd_call* call) { return static_cast<int>(call->state->status().code()); }
+
+const char* lossd_call_message(const lossd_call* call) { return call->state->message().c_str(); }
+
+int lossd_call_reason(const lossd_call* call) {
+  const absl::Status& status = call->state->status();
+  if (client::RestartOf(status).has_value()) return 1;
+  return client::IsStepDiscarded(status) ? 2 : 0;
+}
+
+const void* lossd_call_detail(const lossd_call* call, size_t* size) {
+  const std::optional<std::string>& detail = call->state->detail();
+  *size = detail.has_value() ? detail->size() : 0;
+  return detail.has_value() ? detail->data() : nullptr;
+}
+
+const void* lossd_call_answer(const lossd_call* call, size_t* size) {
+  *size = call->state->answer().size();
+  return call->state->answer().data();
+}
+
+const void* lossd_call_progress(lossd_call* call, size_t* size) {
+  std::optional<std::string> progress = call->state->TakeProgress();
+  *size = 0;
+  if (!progress.has_value()) return nullptr;
+  call->progress = *std::move(progress);
+  *size = call->progress.size();
+  return call->progress.data();
+}
+
+void lossd_call_cost(const lossd_call* call, lossd_cost* cost) { *cost = call->state->cost(); }
+
+void lossd_call_free(lossd_call* call) {
+  call->state->Cancel();
+  call->state->TakePending();  // waits for the end
+  delete call;
+}
+
+// ---- Clients ----
+
+lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call) {
+  if (!call->state->Begin()) return nullptr;
+  const client::internal::CancellableCalls cancellable(&call->state->cancellation());
+  const auto credentials = client::Credentials::Create(
+      {.ca = options->ca, .cert = options->cert, .key = options->key, .token = options->token});
+  if (!credentials.ok()) return call->state->End(credentials.status()), nullptr;
+  client::ClientOptions wanted;
+  wanted.target = options->target;
+  wanted.credentials = *credentials;
+  if (options->channels != 0) wanted.channels = options->channels;
+  wanted.connect_timeout = absl::Seconds(options->connect_timeout);
+  wanted.wait_for_server = options->wait_for_server != 0;
+  wanted.max_message_bytes = options->max_message_bytes;
+  wanted.call_timeout = absl::Seconds(options->call_timeout);
+  wanted.transfer_timeout = absl::Seconds(options->transfer_timeout);
+  wanted.loss_timeout = absl::Seconds(options->loss_timeout);
+  wanted.dead_peer_timeout = absl::Seconds(options->dead_peer_timeout);
+  wanted.retry = {.max_attempts = options->max_attempts,
+                  .initial_backoff = absl::Seconds(options->initial_backoff),
+                  .max_backoff = absl::Seconds(options->max_backoff)};
+  wanted.transport = options->transport;
+  if (options->shared_memory_bytes != 0) wanted.shared_memory_bytes = options->shared_memory_bytes;
+  wanted.run = options->run;
+  wanted.expected_incarnation = options->expected_incarnation;
+  auto connected = client::Client::Connect(wanted);
+  call->state->End(connected.status());
+  return connected.ok() ? new lossd_client(*std::move(connected)) : nullptr;
+}
+
+void lossd_client_close(lossd_client* client) { client->Close(); }
+
+void lossd_client_free(lossd_client* client) {
+  if (client != nullptr) client->Close();
+  delete client;
+}
+
+void lossd_client_request(lossd_client* client, const char* method, const void* request, size_t request_size,
+                          void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
+                          lossd_call* call) {
+  const std::shared_ptr<client::CallState> state = call->state;
+  const std::shared_ptr<client::Client> open = client->Enter(state);
+  if (open == nullptr) return;
+  const client::internal::CancellableCalls cancellable(&state->cancellation());
+  const client::Request asked{
+      .bytes = absl::string_view(static_cast<const char*>(request), request_size),
+      .payload = absl::MakeSpan(static_cast<char*>(payload), static_cast<size_t>(payload_size)),
+      .tensor_rows = tensor_rows,
+      .timeout = absl::Seconds(timeout),
+      .call = state.get()};
+  absl::StatusOr<std::string> answer = client::Carried(*open, method, asked);
+  if (answer.ok()) {
+    state->End(absl::OkStatus(), *std::move(answer));
+  } else {
+    state->End(answer.status());
+  }
+  client->Leave(state);
+}
+
+void lossd_client_describe(lossd_client* client, lossd_call* call) {
+  const std::shared_ptr<client::Client> open = client->Enter(call->state);
+  if (open == nullptr) return;
+  const client::TransportChoice made = open->transport();
+  char gpu[64] = "";
+  (void)lossd_current_gpu(gpu);
+  std::string answer;
+  for (const std::string& text :
+       {made.transport, made.reason, absl::StrCat(made.connections.connections), made.connections.reason,
+        made.device.transport, made.device.reason, std::string(gpu), open->server_version()}) {
+    answer.append(text.c_str(), text.size() + 1);
+  }
+  call->state->End(absl::OkStatus(), std::move(answer));
+  client->Leave(call->state);
+}
+
+namespace {
+
+// What of the client is asked for without a call: not once it is closed.
+template <typename Body>
+void WithClient(lossd_client* client, Body body) {
+  const auto call = std::make_shared<client::CallState>();
+  const std::shared_ptr<client::Client> open = client->Enter(call);
+  if (open == nullptr) return;
+  body(*open);
+  client->Leave(call);
+}
+
+std::optional<int> GpuOf(int32_t device) {
+  return device < 0 ? std::nullopt : std::make_optional<int>(device);
+}
+
+}  // namespace
+
+int lossd_client_shares_gpu(lossd_client* client, int32_t device) {
+  bool shares = false;
+  WithClient(client, [&](client::Client& open) { shares = open.SharesGpu(GpuOf(device)); });
+  return shares ? 1 : 0;
+}
+
+void lossd_client_open_memory(lossd_client* client, int32_t device) {
+  WithClient(client, [&](client::Client& open) { open.OpenMemory(GpuOf(device)); });
+}
+
+void lossd_client_acknowledge_restart(lossd_client* client, const char* head) {
+  WithClient(client, [&](client::Client& open) { open.AcknowledgeRestart(head); });
+}
+
+int lossd_current_gpu(char* uuid) {
+  const auto driver = client::internal::CudaDriver::Get();
+  const std::optional<int> current = driver.ok() ? (*driver)->Current() : std::nullopt;
+  if (!current.has_value()) return -1;
+  const absl::StatusOr<std::string> found = (*driver)->UuidOf(*current);
+  if (!found.ok()) return -1;
+  client::CopyText(*found, uuid);
+  return *current;
+}
+
+int lossd_gpu_of(const void* address, char* uuid, lossd_call* call) {
+  const auto look = [&]() -> absl::StatusOr<int> {
+    LOSSD_TRY(client::internal::CudaDriver * const driver, client::internal::CudaDriver::Get());
+    LOSSD_TRY(const int device, driver->DeviceOf(address));
+    LOSSD_TRY(const std::string found, driver->UuidOf(device));
+    client::CopyText(found, uuid);
+    return device;
+  };
+  const absl::StatusOr<int> device = look();
+  call->state->End(device.status());
+  return device.ok() ? *device : -1;
+}
+
+// ---- Loss computations ----
+
+int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, double seconds) {
+  if (!client->TakePlace(most, client::Seconds(seconds))) return 0;
+  call->state->OnEnd([client] { client->GivePlace(); });
+  return 1;
+}
+
+void lossd_client_compute(lossd_client* client, const lossd_loss* loss, lossd_call* call) {
+  v1::OpenMicrobatch open;
+  if (!open.ParseFromArray(loss->open, static_cast<int>(loss->open_size))) {
+    return call->state->End(absl::InvalidArgumentError("open is no lossd.v1.OpenMicrobatch"));
+  }
+  client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
+    return on.ComputeLossAsync(client::MicrobatchOf(*loss, open), client::OutputsOf(*loss, open),
+                               client::OptionsOf(*loss, open), std::move(end));
+  });
+}
+
+void lossd_client_backward(lossd_client* client, const lossd_backward* backward, lossd_call* call) {
+  v1::OpenBackward open;
+  if (!open.ParseFromArray(backward->open, static_cast<int>(backward->open_size))) {
+    return call->state->End(absl::InvalidArgumentError("open is no lossd.v1.OpenBackward"));
+  }
+  client::RetainedGradients gradients;
+  gradients.head = open.head();
+  if (open.has_step()) gradients.step = open.step();
+  gradients.id = open.microbatch_id();
+  gradients.hidden_size = backward->hidden_size;
+  gradients.hidden_dtype = static_cast<v1::DType>(backward->hidden_dtype);
+  gradients.memory = backward->on_device != 0 ? client::Memory::kDevice : client::Memory::kHost;
+  if (backward->has_stream != 0) gradients.stream = backward->stream;
+  gradients.grad_loss = client::Values(backward->grad_loss, backward->rows);
+  gradients.grad_lse = client::Values(backward->grad_lse, backward->rows);
+  gradients.grad_entropy = client::Values(backward->grad_entropy, backward->rows);
+  const client::BackwardOptions options{.accumulate_gradients = open.accumulate_gradients(),
+                                        .streams = backward->streams,
+                                        .timeout = absl::Seconds(backward->timeout)};
+  client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
+    return on.BackwardAsync(gradients, backward->grad_hidden, options, std::move(end));
+  });
+}

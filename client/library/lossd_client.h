@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+/* The client as a library, in liblossd.so beside the server (server/app/lossd.h): what the C++ client does
+ * (client/cpp/client.h), for languages that load a library. The Python package is made on it.
+ *
+ *   lossd_call* call = lossd_call_new();
+ *   lossd_client* client = lossd_client_connect(&options, call);
+ *   if (client == NULL) { fprintf(stderr, "%s\n", lossd_call_message(call)); ... }
+ *
+ * A `lossd_call` is what a function that takes one has become: its status, its answer, and the way to end it
+ * early. It serves one function, but lossd_client_enter and lossd_client_compute or lossd_client_backward of
+ * one loss computation share it. Requests and answers are messages of the protocol (proto/lossd/v1),
+ * serialized. Times are seconds, sizes are bytes; rows are as client_options.h has them.
+ *
+ * Status codes are gRPC's: 0 OK, 3 INVALID_ARGUMENT and so on; message, detail and repeats are those of the
+ * C++ client.
+ *
+ * All functions are thread-safe. Only lossd_call_free and lossd_client_free are the last to be called with
+ * their object, and a call that names a client is freed before it. In a child that a process has forked a
+ * client is not there: the child calls nothing with it. */
+#ifndef LOSSD_CLIENT_LIBRARY_LOSSD_CLIENT_H_
+#define LOSSD_CLIENT_LIBRARY_LOSSD_CLIENT_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct lossd_client lossd_client;
+typedef struct lossd_call lossd_call;
+
+/* ---- Calls ---- */
+
+lossd_call* lossd_call_new(void);
+/* Ends the call early, with CANCELLED; no effect once it has ended. A call whose function has not begun ends at
+ * once, and the function does nothing. */
+void lossd_call_cancel(lossd_call* call);
+/* Waits until the call has ended, for at most `seconds`; negative: without an end. 1 if it has. */
+int lossd_call_wait(lossd_call* call, double seconds);
+/* The status of a call that has ended. The text is the call's. */
+int lossd_call_code(const lossd_call* call);
+const char* lossd_call_message(const lossd_call* call);
+/* What an ABORTED means: 1: the server was restarted; 2: gradients of the step were discarded. Else 0. */
+int lossd_call_reason(const lossd_call* call);
+/* lossd.v1.ErrorDetail of an error; NULL if it has none. The bytes are the call's. */
+const void* lossd_call_detail(const lossd_call* call, size_t* size);
+/* The answer of a call that has ended with OK. The bytes are the call's. */
+const void* lossd_call_answer(const lossd_call* call, size_t* size);
+/* lossd.v1.SaveProgress: the newest that SaveCheckpoint has told since the last time; NULL: nothing new. The
+ * bytes are valid until the next of these calls. */
+const void* lossd_call_progress(lossd_call* call, size_t* size);
+/* Ends it, waits for that, and frees it. */
+void lossd_call_free(lossd_call* call);
+
+/* ---- Clients ---- */
+
+/* As ClientOptions and CredentialOptions (client_options.h). All texts are given; "": none. */
+typedef struct lossd_client_options {
+  const char* target;
+  const char* ca;
+  const char* cert;
+  const char* key;
+  const char* token;
+  const char* transport;
+  const char* run;
+  uint64_t expected_incarnation;
+  int64_t max_message_bytes;
+  int64_t shared_memory_bytes; /* 0: as calls need it */
+  double connect_timeout;
+  double call_timeout;
+  double transfer_timeout;
+  double loss_timeout;
+  double dead_peer_timeout;
+  double initial_backoff;
+  double max_backoff;
+  int32_t max_attempts;
+  int32_t channels; /* 0: as many as help */
+  int32_t wait_for_server;
+} lossd_client_options;
+
+/* Connects, or returns NULL, and the call says why. */
+lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call);
+/* Ends the calls under way, waits for them, and lets go of the connections. Later calls end with CANCELLED. */
+void lossd_client_close(lossd_client* client);
+/* Closes the client and frees it. */
+void lossd_client_free(lossd_client* client);
+
+/* One method of the services, by its name: "CreateHead", "DescribeHead", "ApplyStep", ... Blocks until the
+ * call has ended. `payload`: of ReadTensor, where the rows go; of WriteTensor and AddGradient, whose requests
+ * are OpenTensor and OpenGradient, the rows. Else NULL. `tensor_rows`, of ReadTensor: how many rows the
+ * tensor had when it was described; ABORTED if it has another number by now. `timeout` 0: the client's own. */
+void lossd_client_request(lossd_client* client, const char* method, const void* request, size_t request_size,
+                          void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
+                          lossd_call* call);
+
+/* How rows travel: eight texts, each with its NUL, as the answer: transport and reason, connections and
+ * reason, transport of rows on GPUs and reason, the UUID of the GPU that the calling thread works on ("":
+ * none), the version of the server. */
+void lossd_client_describe(lossd_client* client, lossd_call* call);
+/* 1 if rows on this GPU of the process (negative: on the first one that is the server's) go through memory of
+ * a GPU of the server. May open that memory. */
+int lossd_client_shares_gpu(lossd_client* client, int32_t device);
+/* Opens the memory for rows on this GPU, or of the host (negative). */
+void lossd_client_open_memory(lossd_client* client, int32_t device);
+/* As Client::AcknowledgeRestart. */
+void lossd_client_acknowledge_restart(lossd_client* client, const char* head);
+
+/* The number of the GPU that the calling thread works on, and its UUID, which has room for 64 characters;
+ * negative: it works on none, or there is no driver. */
+int lossd_current_gpu(char* uuid);
+/* The number of the GPU whose memory is at the address, and its UUID; negative, and the call says why. */
+int lossd_gpu_of(const void* address, char* uuid, lossd_call* call);
+
+/* ---- Loss computations ---- */
+
+/* As Depth (client_options.h). */
+typedef struct lossd_depth {
+  uint64_t rows;
+  const void* hidden;
+  void* grad_hidden;
+  double normalizer; /* only if has_normalizer */
+  float weight;
+  int32_t has_normalizer;
+} lossd_depth;
+
+/* As Microbatch, LossOutputs and ComputeOptions (client_options.h). `open` is a lossd.v1.OpenMicrobatch with
+ * head, step, microbatch_id, hidden_dtype, options, reduction, normalizer, grad_output, accumulate_gradients,
+ * retain, class_count, top_k, target_count and embedding; its other fields do not matter. N is `rows`. */
+typedef struct lossd_loss {
+  const void* open;
+  uint64_t open_size;
+  uint64_t rows;
+  uint64_t hidden_size;
+  const void* hidden;
+  void* grad_hidden;
+  const void* teacher_hidden;
+  uint64_t teacher_hidden_size;
+  const int32_t* targets;
+  const float* row_weights;
+  const float* advantages;
+  const float* old_logprobs;
+  const float* ref_logprobs;
+  const int32_t* classes;
+  uint64_t classes_size; /* entries of `classes` */
+  const int32_t* target_classes;
+  const float* target_weights;
+  const lossd_depth* depths;
+  uint64_t depth_count;
+  float* row_loss;
+  float* row_lse;
+  float* row_entropy;
+  float* row_logprob;
+  int32_t* row_argmax;
+  float* class_logprobs;
+  float* top_logprobs;
+  int32_t* top_classes;
+  uint64_t slice_bytes; /* 0: what suits the way they travel */
+  void* stream;         /* only if has_stream */
+  double timeout;       /* 0: the client's own */
+  int32_t streams;      /* 0: as many as suit */
+  int32_t on_device;    /* the rows are in memory of a GPU */
+  int32_t has_stream;
+} lossd_loss;
+
+/* As RetainedGradients and BackwardOptions. `open` is a lossd.v1.OpenBackward with head, step, microbatch_id
+ * and accumulate_gradients. */
+typedef struct lossd_backward {
+  const void* open;
+  uint64_t open_size;
+  uint64_t rows;
+  uint64_t hidden_size;
+  int32_t hidden_dtype; /* lossd.v1.DType */
+  int32_t on_device;
+  const float* grad_loss;
+  const float* grad_lse;
+  const float* grad_entropy;
+  void* grad_hidden;
+  void* stream;
+  double timeout;
+  int32_t streams;
+  int32_t has_stream;
+} lossd_backward;
+
+/* What one cost, and its loss. */
+typedef struct lossd_cost {
+  double loss;
+  double wall_seconds;
+  uint64_t sent_bytes;
+  uint64_t received_bytes;
+  int32_t streams;
+  int32_t repeats;
+} lossd_cost;
+
+/* Takes one of the client's `most` places for loss computations under way, and waits for one for at most
+ * `seconds`. 1 if the call has one, which it gives back when it ends; 0 if there was none in time. 1 also for
+ * a client that is closed: the call will say so. */
+int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, double seconds);
+/* Starts a loss computation and returns at once; lossd_call_wait waits for its end. Memory that the struct
+ * points to is the caller's: rows and results stay as they are until the call has ended; everything else is
+ * copied. The answer is a lossd.v1.MicrobatchSummary of all rows. */
+void lossd_client_compute(lossd_client* client, const lossd_loss* loss, lossd_call* call);
+void lossd_client_backward(lossd_client* client, const lossd_backward* backward, lossd_call* call);
+/* Of a loss computation that has ended with OK. */
+void lossd_call_cost(const lossd_call* call, lossd_cost* cost);
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* LOSSD_CLIENT_LIBRARY_LOSSD_CLIENT_H_ */

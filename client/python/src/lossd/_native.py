@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library liblossd.so, which has the client and the server (client/library/lossd_client.h, server/app/lossd.h), and one
+client of it. Functions of the library run without the interpreter's lock."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from lossd import errors
+from lossd._interrupts import SIGNAL_SECONDS, Outcome, run_apart
+from lossd._version import VERSION
+from lossd.types import RetryOptions
+from lossd.v1 import types_pb2
+
+M = TypeVar("M", bound=Message)
+
+_NAME = "liblossd.so"
+_PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
+_NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings it, as do "
+             "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
+_INTERRUPT_SECONDS = 0.05  # how late a wait of the main thread may notice a signal of its own
+_REASONS: dict[int, type[errors.LossdError]] = {1: errors.Restarted, 2: errors.StepDiscarded}  # lossd_call_reason
+
+_P = ctypes.c_void_p
+_TEXT = ctypes.c_char_p
+_SIZE = ctypes.POINTER(ctypes.c_size_t)
+
+
+class _ClientOptions(ctypes.Structure):
+    _fields_ = [
+        *((name, _TEXT) for name in ("target", "ca", "cert", "key", "token", "transport", "run")),
+        ("expected_incarnation", ctypes.c_uint64), ("max_message_bytes", ctypes.c_int64),
+        ("shared_memory_bytes", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout",
+                                               "dead_peer_timeout", "initial_backoff", "max_backoff")),
+        ("max_attempts", ctypes.c_int32), ("channels", ctypes.c_int32), ("wait_for_server", ctypes.c_int32)]
+
+
+class DepthArguments(ctypes.Structure):
+    """lossd_depth."""
+
+    _fields_ = [("rows", ctypes.c_uint64), ("hidden", _P), ("grad_hidden", _P), ("normalizer", ctypes.c_double),
+                ("weight", ctypes.c_float), ("has_normalizer", ctypes.c_int32)]
+
+
+class LossArguments(ctypes.Structure):
+    """lossd_loss."""
+
+    _fields_ = [
+        ("open", _TEXT), ("open_size", ctypes.c_uint64), ("rows", ctypes.c_uint64), ("hidden_size", ctypes.c_uint64),
+        ("hidden", _P), ("grad_hidden", _P), ("teacher_hidden", _P), ("teacher_hidden_size", ctypes.c_uint64),
+        *((name, _P) for name in ("targets", "row_weights", "advantages", "old_logprobs", "ref_logprobs", "classes")),
+        ("classes_size", ctypes.c_uint64), ("target_classes", _P), ("target_weights", _P),
+        ("depths", ctypes.POINTER(DepthArguments)), ("depth_count", ctypes.c_uint64),
+        *((name, _P) for name in ("row_loss", "row_lse", "row_entropy", "row_logprob", "row_argmax", "class_logprobs",
+                                  "top_logprobs", "top_classes")),
+        ("slice_bytes", ctypes.c_uint64), ("stream", _P), ("timeout", ctypes.c_double), ("streams", ctypes.c_int32),
+        ("on_device", ctypes.c_int32), ("has_stream", ctypes.c_int32)]
+
+
+class BackwardArguments(ctypes.Structure):
+    """lossd_backward."""
+
+    _fields_ = [
+        ("open", _TEXT), ("open_size", ctypes.c_uint64), ("rows", ctypes.c_uint64), ("hidden_size", ctypes.c_uint64),
+        ("hidden_dtype", ctypes.c_int32), ("on_device", ctypes.c_int32), ("grad_loss", _P), ("grad_lse", _P),
+        ("grad_entropy", _P), ("grad_hidden", _P), ("stream", _P), ("timeout", ctypes.c_double),
+        ("streams", ctypes.c_int32), ("has_stream", ctypes.c_int32)]
+
+
+class Cost(ctypes.Structure):
+    """lossd_cost."""
+
+    _fields_ = [("loss", ctypes.c_double), ("wall_seconds", ctypes.c_double), ("sent_bytes", ctypes.c_uint64),
+                ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
+
+
+_FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    # Of the server.
+    ("lossd_version", _TEXT, ()),
+    ("lossd_start", _P, (ctypes.POINTER(_TEXT), ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_P))),
+    ("lossd_address", _TEXT, (_P,)),
+    ("lossd_http_address", _TEXT, (_P,)),
+    ("lossd_wait", ctypes.c_int, (_P, ctypes.c_double)),
+    ("lossd_live", ctypes.c_int, (_P, ctypes.POINTER(_P))),
+    ("lossd_drain", ctypes.c_int, (_P, ctypes.c_double)),
+    ("lossd_stop", None, (_P,)),
+    ("lossd_free", None, (_P,)),
+    # Of the client.
+    ("lossd_call_new", _P, ()),
+    ("lossd_call_cancel", None, (_P,)),
+    ("lossd_call_wait", ctypes.c_int, (_P, ctypes.c_double)),
+    ("lossd_call_code", ctypes.c_int, (_P,)),
+    ("lossd_call_message", _TEXT, (_P,)),
+    ("lossd_call_reason", ctypes.c_int, (_P,)),
+    ("lossd_call_detail", _P, (_P, _SIZE)),
+    ("lossd_call_answer", _P, (_P, _SIZE)),
+    ("lossd_call_progress", _P, (_P, _SIZE)),
+    ("lossd_call_cost", None, (_P, ctypes.POINTER(Cost))),
+    ("lossd_call_free", None, (_P,)),
+    ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
+    ("lossd_client_close", None, (_P,)),
+    ("lossd_client_free", None, (_P,)),
+    ("lossd_client_request", None, (_P, _TEXT, _TEXT, ctypes.c_size_t, _P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double, _P)),
+    ("lossd_client_describe", None, (_P, _P)),
+    ("lossd_client_shares_gpu", ctypes.c_int, (_P, ctypes.c_int32)),
+    ("lossd_client_open_memory", None, (_P, ctypes.c_int32)),
+    ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
+    ("lossd_current_gpu", ctypes.c_int, (_TEXT,)),
+    ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
+    ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
+    ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
+    ("lossd_client_backward", None, (_P, ctypes.POINTER(BackwardArguments), _P)),
+)
+
+
+def _library_path() -> str:
+    """The library: that of LOSSD_LIBRARY, that of the package lossd-server, or the system's."""
+    if given := os.environ.get("LOSSD_LIBRARY"):
+        if not Path(given).is_file():
+            raise errors.Unavailable(f"LOSSD_LIBRARY is {given}, and there is no such file")
+        return given
+    with contextlib.suppress(ImportError, AttributeError):  # it is not there, or of an earlier version
+        return str(importlib.import_module("lossd_server").library())
+    return next((str(path) for path in (Path(place, _NAME) for place in _PLACES) if path.is_file()), _NAME)
+
+
+@functools.lru_cache(maxsize=None)
+def library() -> ctypes.CDLL:
+    """Unavailable, saying where it is looked for, if the library is not there or of another version."""
+    path = _library_path()
+    try:
+        # Its own gRPC, protobuf and Abseil go before those that another package has put before all (TensorFlow does).
+        loaded = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
+    except OSError as error:
+        raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
+    found = ""
+    if hasattr(loaded, "lossd_version"):
+        loaded.lossd_version.restype = _TEXT
+        found = loaded.lossd_version().decode()
+    if found != VERSION:
+        raise errors.Unavailable(f"{path} is of lossd {found}, and this client of lossd {VERSION}: install both of one release")
+    for name, result, arguments in _FUNCTIONS:
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def current_gpu() -> tuple[int, str] | None:
+    """The GPU that the calling thread works on: its number and its UUID; None: it works on none."""
+    name = ctypes.create_string_buffer(64)
+    number = library().lossd_current_gpu(name)
+    return None if number < 0 else (number, name.value.decode())
+
+
+def gpu_of(address: int) -> str:
+    """The UUID of the GPU whose memory is at this address. Unavailable, saying why, if there is no driver."""
+    name, call = ctypes.create_string_buffer(64), Call()
+    if library().lossd_gpu_of(address, name, call.pointer) < 0:
+        raise call.error()
+    return name.value.decode()
+
+
+class Call:
+    """One function of the library that may be cancelled, and what it has become (lossd_call). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._library = library()
+        self.pointer: int = self._library.lossd_call_new()
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        # A fork has the object, and not the threads that it belongs to.
+        if getattr(self, "_pid", -1) == os.getpid():
+            self._library.lossd_call_free(self.pointer)
+
+    def cancel(self) -> None:
+        self._library.lossd_call_cancel(self.pointer)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended within so many seconds. An interrupt does not shorten them."""
+        return bool(self._library.lossd_call_wait(self.pointer, seconds))
+
+    def _bytes(self, function: Any) -> bytes | None:
+        size = ctypes.c_size_t()
+        address = function(self.pointer, ctypes.byref(size))
+        return None if address is None else ctypes.string_at(address, size.value)
+
+    # ---- Once it has ended ----
+
+    def error(self) -> errors.LossdError | None:
+        """None: it has ended well."""
+        code = self._library.lossd_call_code(self.pointer)
+        if code == 0:
+            return None
+        packed = self._bytes(self._library.lossd_call_detail)
+        detail = None if packed is None else types_pb2.ErrorDetail.FromString(packed)
+        message = self._library.lossd_call_message(self.pointer).decode(errors="replace")
+        return errors.from_native(code, message, detail, _REASONS.get(self._library.lossd_call_reason(self.pointer)))
+
+    def answer(self) -> bytes:
+        return self._bytes(self._library.lossd_call_answer) or b""
+
+    def cost(self) -> Cost:
+        cost = Cost()
+        self._library.lossd_call_cost(self.pointer, ctypes.byref(cost))
+        return cost
+
+    def progress(self) -> bytes | None:
+        """What it has told since the last time; None: nothing. Before its end, too."""
+        return self._bytes(self._library.lossd_call_progress)
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """Those of lossd.Client, decided: nothing is left to the environment."""
+
+    target: str
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    token: str = ""
+    transport: str = "auto"
+    run: str = ""
+    expected_incarnation: int = 0
+    channels: int | None = None
+    connect_timeout: float = 10.0
+    wait_for_server: bool = False
+    max_message_bytes: int = 64 << 20
+    call_timeout: float = 60.0
+    transfer_timeout: float = 1800.0
+    loss_timeout: float = 600.0
+    dead_peer_timeout: float = 30.0
+    retry: RetryOptions = RetryOptions()
+    shared_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _require("channels", self.channels, self.channels is None or 1 <= self.channels <= 64, "in [1, 64]")
+        size = self.max_message_bytes
+        _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
+        shared = self.shared_memory_bytes
+        _require("shared_memory_bytes", shared, shared is None or shared >= 1, "at least 1")
+        for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout"):
+            _require(name, getattr(self, name), getattr(self, name) > 0, "positive")
+        _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
+        _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
+
+    def for_library(self) -> _ClientOptions:
+        texts = {name: getattr(self, name).encode() for name in ("ca", "cert", "key", "token", "transport", "run", "target")}
+        same = {name: getattr(self, name) for name in (
+            "expected_incarnation", "connect_timeout", "wait_for_server", "max_message_bytes", "call_timeout", "transfer_timeout",
+            "loss_timeout", "dead_peer_timeout")}
+        return _ClientOptions(
+            **texts, **same, channels=self.channels or 0, shared_memory_bytes=self.shared_memory_bytes or 0,
+            max_attempts=self.retry.max_attempts, initial_backoff=self.retry.initial_backoff, max_backoff=self.retry.max_backoff)
+
+
+def _require(name: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        raise errors.InvalidArgument(f"{name} is {value!r}; it must be {rule}")
+
+
+def check_timeout(timeout: float | None, default: float) -> float:
+    """`timeout`, or the default for None or 0. InvalidArgument unless it is positive."""
+    seconds = timeout or default
+    if not seconds > 0:
+        raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
+    return seconds
+
+
+@dataclass(frozen=True)
+class Transport:
+    """lossd_client_describe."""
+
+    transport: str
+    reason: str
+    connections: int
+    connections_reason: str
+    cuda_transport: str
+    cuda_reason: str
+
+
+def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
+    if pid == os.getpid():  # a fork has no client
+        loaded.lossd_client_free(pointer)
+
+
+class Connections:
+    """A client of the library (lossd_client). Thread-safe."""
+
+    def __init__(self, options: ConnectionOptions) -> None:
+        self.options = options
+        self._library = library()
+        self._pid = os.getpid()
+        self._closed = False
+        self._ended = ""  # why the server has ended, if something other than a call has told
+        call, given = Call(), options.for_library()
+        pointer = run_apart(lambda: self._library.lossd_client_connect(ctypes.byref(given), call.pointer), call.cancel)
+        if pointer is None:
+            error = call.error()
+            assert error is not None
+            raise error
+        self.pointer: int = pointer
+        self._free = weakref.finalize(self, _close, self._library, pointer, self._pid)
+
+    # ---- Whether it can be used ----
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def check_usable(self) -> None:
+        """ClientClosed or ForkedClient if no call can be made, Unavailable if the server is known to have ended."""
+        if self._pid != os.getpid():
+            raise errors.ForkedClient(
+                f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
+                "or start processes with multiprocessing's spawn")
+        if self._closed:
+            raise errors.ClientClosed("this client is closed; make a new lossd.Client")
+        if self._ended:
+            raise errors.Unavailable(self._ended)
+
+    def close(self) -> None:
+        """Ends the calls under way and waits for them. May be repeated."""
+        self._closed = True
+        if self._pid == os.getpid():
+            self._library.lossd_client_close(self.pointer)
+
+    def fail(self, why: str) -> None:
+        """The server is known to have ended: calls under way and later ones raise Unavailable with this reason."""
+        self._ended = why
+        self._library.lossd_client_close(self.pointer)
+
+    def meant(self, error: errors.LossdError) -> errors.LossdError:
+        """The error of a call as the caller should see it."""
+        if isinstance(error, errors.Cancelled):
+            if self._closed:
+                return errors.ClientClosed("this client was closed during the call")
+            if self._ended:
+                return errors.Unavailable(self._ended)
+        return error
+
+    # ---- Calls ----
+
+    def request(self, method: str, request: Message, answer: type[M], timeout: float, *, payload: memoryview | None = None,
+                tensor_rows: int = 0, on_progress: Callable[[bytes], None] | None = None) -> M:
+        """One method of the services (lossd_client_request). `payload`: contiguous memory, which is read or written."""
+        self.check_usable()
+        call, message = Call(), request.SerializeToString()
+        address, size = address_of(payload)
+
+        def body() -> None:
+            self._library.lossd_client_request(self.pointer, method.encode(), message, len(message), address, size, tensor_rows,
+                                               timeout, call.pointer)
+
+        if on_progress is None:
+            run_apart(body, call.cancel)
+        else:
+            _run_watched(body, call, on_progress)
+        if (error := call.error()) is not None:
+            raise self.meant(error)
+        return answer.FromString(call.answer())
+
+    def transport(self) -> Transport:
+        call = Call()
+        self._library.lossd_client_describe(self.pointer, call.pointer)
+        if call.error() is not None:
+            return Transport("grpc", "the client is closed", 0, "the client is closed", "grpc", "the client is closed")
+        texts = call.answer().decode(errors="replace").split("\0")
+        return Transport(texts[0], texts[1], int(texts[2]), *texts[3:6])
+
+    def shares_gpu(self, device: int | None) -> bool:
+        return bool(run_apart(
+            lambda: self._library.lossd_client_shares_gpu(self.pointer, -1 if device is None else device)))
+
+    def open_memory(self, device: int) -> None:
+        run_apart(lambda: self._library.lossd_client_open_memory(self.pointer, device))
+
+    def acknowledge_restart(self, head: str) -> None:
+        self.check_usable()
+        self._library.lossd_client_acknowledge_restart(self.pointer, head.encode())
+
+    def enter(self, call: Call, most: int, seconds: float) -> bool:
+        """Whether the call has got one of `most` places for loss computations within so many seconds."""
+        clock = Clock(seconds)
+        while True:
+            left = clock.left() or 0.0
+            if self._library.lossd_client_enter(self.pointer, call.pointer, most, min(left, _slice())):
+                return True
+            if left == 0.0:
+                return False
+
+    def compute(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
+        """Starts a loss computation; the arrays that the arguments point to stay until it has ended."""
+        start = self._library.lossd_client_compute if isinstance(arguments, LossArguments) else \
+            self._library.lossd_client_backward
+        start(self.pointer, ctypes.byref(arguments), call.pointer)
+
+
+class Clock:
+    """What is left of a limit; None: there is none."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+def _slice() -> float:
+    """How long a wait of this thread in the library may be: signals are noticed between two."""
+    return _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
+
+
+def await_end(call: Call, timeout: float | None = None) -> bool:
+    """Whether the call has ended within so many seconds; None: waits without a limit. Signal handlers run meanwhile."""
+    clock = Clock(timeout)
+    while True:
+        left = clock.left()
+        if call.wait(_slice() if left is None else min(left, _slice())):
+            return True
+        if left == 0.0:
+            return False
+
+
+def _run_watched(body: Callable[[], None], call: Call, on_progress: Callable[[bytes], None]) -> None:
+    """Runs `body` on another thread, and tells on this one what the call tells. Whatever is raised here ends the call."""
+    outcome: Outcome[None] = Outcome()
+    threading.Thread(target=lambda: outcome.run(body), name="lossd", daemon=True).start()
+    try:
+        while not outcome.await_end(0.1):
+            _tell(call, on_progress)
+        _tell(call, on_progress)
+    except BaseException:
+        call.cancel()
+        outcome.await_end()
+        raise
+    outcome.result()
+
+
+def _tell(call: Call, on_progress: Callable[[bytes], None]) -> None:
+    if (told := call.progress()) is not None:
+        on_progress(told)
+
+
+def address_of(memory: memoryview | None) -> tuple[int | None, int]:
+    """Where the bytes are, and how many."""
+    if memory is None or memory.nbytes == 0:
+        return None, 0
+    import numpy as np  # which takes the address of memory that is not writeable, too
+
+    return int(np.frombuffer(memory, np.uint8).ctypes.data), memory.nbytes
