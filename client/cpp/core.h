@@ -225,6 +225,12 @@ class Core {
   const HeadCache& head_cache() const { return head_cache_; }
   Executor& executor() { return executor_; }
 
+  // How many streams a loss computation may have beyond its first one: at most `wanted`, and fewer if others
+  // have them. So all computations have a stream each, however many there are: on a deterministic server the
+  // first microbatch may come last, and the server takes a limited number of streams. To be given back.
+  int LendStreams(int wanted) ABSL_LOCKS_EXCLUDED(mu_);
+  void GiveStreamsBack(int count) ABSL_LOCKS_EXCLUDED(mu_);
+
   // Keeps a call alive while it runs.
   void Add(std::shared_ptr<LossCall> call);
   void Remove(const std::shared_ptr<LossCall>& call);
@@ -234,8 +240,11 @@ class Core {
   const std::unique_ptr<Connections> connections_;
   HeadCache head_cache_;
 
+  static constexpr int kSpareStreams = 64;
+
   absl::Mutex mu_;
   absl::flat_hash_set<std::shared_ptr<LossCall>> calls_ ABSL_GUARDED_BY(mu_);
+  int spare_streams_ ABSL_GUARDED_BY(mu_) = kSpareStreams;
 
   Executor executor_;  // last: its thread ends before anything it uses goes
 };

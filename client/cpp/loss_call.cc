@@ -1055,8 +1055,9 @@ void LossCall::FinishDescribe(const absl::Status& status) {
 void LossCall::Launch(const HeadInfo& facts) {
   facts_ = facts;
   if (facts.classes != nullptr) work_->KnowClasses(*facts.classes);
-  const int streams = options_.streams > 0 ? options_.streams : StreamsWanted();
-  const std::vector<Rows> ranges = work_->Split(streams, core_->options().max_message_bytes);
+  const int wanted = options_.streams > 0 ? options_.streams : StreamsWanted();
+  lent_streams_ = core_->LendStreams(wanted - 1);
+  const std::vector<Rows> ranges = work_->Split(1 + lent_streams_, core_->options().max_message_bytes);
   total_.streams = static_cast<int>(ranges.size());
   parts_.resize(ranges.size());
   for (size_t i = 0; i < ranges.size(); ++i) parts_[i].rows = ranges[i];
@@ -1309,6 +1310,7 @@ absl::StatusOr<LossResult> LossCall::MakeResult() {
 void LossCall::Finish() {
   if (finished_) return;
   finished_ = true;
+  core_->GiveStreamsBack(lent_streams_);
   const absl::StatusOr<LossResult> result = MakeResult();
   {
     absl::MutexLock lock(&mu_);
@@ -1335,6 +1337,18 @@ Core::~Core() {
   auto empty = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return calls_.empty(); };
   absl::MutexLock lock(&mu_);
   mu_.Await(absl::Condition(&empty));
+}
+
+int Core::LendStreams(int wanted) {
+  absl::MutexLock lock(&mu_);
+  const int lent = std::clamp(wanted, 0, spare_streams_);
+  spare_streams_ -= lent;
+  return lent;
+}
+
+void Core::GiveStreamsBack(int count) {
+  absl::MutexLock lock(&mu_);
+  spare_streams_ += count;
 }
 
 void Core::Add(std::shared_ptr<LossCall> call) {

@@ -485,6 +485,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   int rounds_ = 1;                        // how often all rows were begun
   std::optional<absl::Time> start_over_;  // a round has failed: when the next one begins
   std::vector<Part> parts_;
+  int lent_streams_ = 0;    // by the core
   int under_way_ = 0;       // streams and descriptions
   bool finishing_ = false;  // only waits for what is under way
   bool finished_ = false;
