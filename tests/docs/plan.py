@@ -208,7 +208,6 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
      Run(instead=(("checkpoints rm", "checkpoints rm --yes"), ("step-0000000500 lm_head/mine", "step-0000000000")))),
     (r"docs/operations\.md", r"lossctl create (lm_head|tied) .*", Run(instead=(*SMALL, ("create lm_head", "create llama")))),
     (r"docs/operations\.md", r"docker .*", Known("needs Docker; scripts/check-image runs the steps of the image by hand")),
-    (r"docs/operations\.md", r"scripts/check-image", Known("needs root, buildah and 20 minutes; run by hand")),
     (r"docs/operations\.md", r"kubectl apply .*",
      Known("needs a cluster; manifests_test renders what it applies and compares it with the schemas of Kubernetes")),
     (r"docs/operations\.md", r"kubectl create secret .*",
