@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The commands heads, describe, create, delete, reset and shares, which options.h declares. What tests call
 // by itself is the balance of shares: which shares of a head's classes let the devices of a server, each with
-// work of its own beside the head, end together. The formula is that of docs/scaling.md, which
-// lossd.torch.balance() uses, too.
+// work of its own beside the head, end together. lossd.torch.balance() has the same formula (docs/scaling.md
+// says how to use both).
 //
 // It is shorter than 60 lines because main.cc calls the commands alone. Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_CLI_HEAD_COMMANDS_H_

@@ -58,26 +58,21 @@ using lossd::ranks::LaunchFlags;
 
 ABSL_FLAG(std::string, port_file, "",
           "Once serving, write the chosen addresses to this file as JSON: {\"grpc\": ..., \"http\": ...}");
-ABSL_FLAG(
-    bool, exit_on_device_loss, true,
-    "When the device is lost, answer the calls that are open, as after SIGTERM, and end with status 3, so "
-    "that whatever supervises the server starts it again. False: go on without a device, and fail /livez");
+ABSL_FLAG(bool, exit_on_device_loss, true,
+          "When the device is lost, answer open calls and end with status 3, to be started again. False: go "
+          "on without a device, and fail /livez");
 ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
 ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or json");
 
 // Several processes that are one server.
-ABSL_FLAG(
-    std::string, launcher, LaunchFlags().launcher,
-    "Several processes are one server (docs/scaling.md), started by torchrun, slurm, lws (LeaderWorkerSet) "
-    "or jobset, whose environment says which of them this one is; auto: by whichever of these; none: --rank "
-    "and "
-    "--ranks say it, or there is one process");
+ABSL_FLAG(std::string, launcher, LaunchFlags().launcher,
+          "Several processes are one server (docs/scaling.md), started by torchrun, slurm, lws "
+          "(LeaderWorkerSet) or jobset, whose environment says which one this is; auto: whichever of these; "
+          "none: --rank and --ranks say it");
 ABSL_FLAG(int, ranks, 0,
-          "How many processes are one server; 0: as the launcher says, or one. Each may have several devices "
-          "(--devices, --cpu_devices), all as many");
-ABSL_FLAG(
-    int, rank, -1,
-    "Which of them this one is; 0 serves clients, and the others compute for it. -1: as the launcher says");
+          "How many processes are one server, each with the same number of devices; 0: as the launcher says, "
+          "or one");
+ABSL_FLAG(int, rank, -1, "Which of them this one is; 0 serves clients. -1: as the launcher says");
 ABSL_FLAG(std::string, leader, "",
           "Where the other ranks reach rank 0, host:port or host; empty: as the launcher says");
 ABSL_FLAG(int, rank_port, LaunchFlags().port,

@@ -23,8 +23,8 @@ TABLE_ROW = re.compile(r"^\| (`(?:lossd|process)_[^|]*) \| ([^|]*) \|([^|]*)\| "
 START_SECONDS = 120
 HEAD = """# Flags of lossd
 
-This page lists every flag of the server `lossd`, with its default, as `lossd --help` prints them. `tests/docs/reference_test.py` makes it. [Running
-lossd](../operations.md) groups the flags by what they decide. `--flagfile=FILE` reads flags from a file, one a line.
+`lossd --help` prints these flags of the server. [Running lossd](../operations.md) says which to set.
+`--flagfile=FILE` reads flags from a file, one a line.
 
 | flag | default | meaning |
 |---|---|---|

@@ -204,7 +204,6 @@ SCENARIOS: dict[str, Callable[[Path], str]] = {
     "tls_cert must be a readable file": lambda folder: start("--backend=cpu", f"--tls_cert={folder}/none.pem", f"--tls_key={folder}/none.key"),
     "must be a file that its owner alone can read (chmod 600)": tls_of_others,
     "must be the key of the first certificate of tls_cert": tls_mixed_up,
-    "stream_priority must be dx, all or none": lambda _: start("--backend=cpu", "--stream_priority=high"),
     "of the limit of … are in use": lambda _: refused("--memory_limit_bytes=2GiB", vocab=10_000_000),
     "the pool of the device for heads in host memory has …": lambda _: refused("--teacher_pool_bytes=64KiB", in_host_memory=True),
     "memory_reserve_bytes keeps … free": lambda _: refused("--workspace_bytes=1GiB", hidden=8192, vocab=50_000_000),
