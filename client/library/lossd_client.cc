@@ -560,8 +560,11 @@ lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_ca
   wanted.run = options->run;
   wanted.expected_incarnation = options->expected_incarnation;
   auto connected = client::Client::Connect(wanted);
-  call->state->End(connected.status());
-  return connected.ok() ? new lossd_client(*std::move(connected)) : nullptr;
+  absl::Status status = connected.status();
+  // A server that tells this client nothing about itself, not even its version, says here why.
+  if (status.ok() && (*connected)->server_version().empty()) status = (*connected)->GetServer().status();
+  call->state->End(status);
+  return status.ok() ? new lossd_client(*std::move(connected)) : nullptr;
 }
 
 void lossd_client_close(lossd_client* client) { client->Close(); }

@@ -79,7 +79,8 @@ typedef struct lossd_client_options {
   int32_t wait_for_server;
 } lossd_client_options;
 
-/* Connects, or returns NULL, and the call says why. */
+/* Connects, or returns NULL, and the call says why: also where the server does not know this client, or gives it
+ * no role. */
 lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call);
 /* Ends the calls under way, waits for them, and lets go of the connections. Later calls end with CANCELLED. */
 void lossd_client_close(lossd_client* client);

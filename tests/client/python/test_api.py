@@ -47,7 +47,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     paths = {name_of(path): path for path in (source / "lossd").rglob("*.py") if "_pb2" not in path.name}
     # A package imports its modules, and they import it for what is in it by then.
     modules = {name: path for name, path in paths.items() if path.name != "__init__.py"}
-    assert "lossd._connections" in modules
+    assert "lossd._native" in modules
     graphlib.TopologicalSorter({name: [each for each in used(path) if each in modules]
                                 for name, path in modules.items()}).prepare()  # CycleError names them
 
@@ -303,7 +303,7 @@ def error_classes() -> set[str]:
 def sources() -> str:
     """All text that client and server may print, with string literals that stand in several parts put together."""
     texts = []
-    for folder, pattern in (("client/python/src/lossd", "*.py"), ("client/cli", "*.cc"), ("server", "*.cc"), ("server", "*.h"),
+    for folder, pattern in (("client/python/src/lossd", "*.py"), ("client/cpp", "*.cc"), ("client/cpp", "*.h"), ("client/cli", "*.cc"), ("server", "*.cc"), ("server", "*.h"),
                             ("kernels", "*.cc"), ("proto", "*.cc")):
         for file in sorted(ROOT.joinpath(folder).rglob(pattern)):
             texts.append(re.sub(r"[\"']\s*\n\s*f?[\"']", "", file.read_text()))

@@ -184,19 +184,22 @@ def test_many_microbatches_at_once(client, make_head, problem):
     assert (answer.microbatches, answer.state.step) == (20, 1)
 
 
-def test_rows_go_over_the_connections_that_are_idle(server, make_head, problem):
+def test_rows_go_over_all_connections(server, make_head, problem):
     head = make_head(hidden_size=D, vocab_size=V)
-    with lossd.Client(server.target, channels=3) as client:
-        def streams(**options):
-            return client.compute_loss(head, *problem, **options).streams
+    with lossd.Client(server.target, channels=3, transport="grpc") as client:
+        assert client.compute_loss(head, *problem).streams == 3
+        assert client.compute_loss(head, *problem, streams=2).streams == 2
+        assert client.connections == (3, "the client was told so")
 
-        assert streams() == 3
-        with client._connections.lend() as first:
-            assert streams() == 2
-            with client._connections.lend() as second, client._connections.lend() as third:
-                assert len({id(first), id(second), id(third)}) == 3
-                assert streams() == 1 and streams(streams=2) == 2
-        assert streams() == 3
+
+def test_streams_beyond_the_first_are_lent(server, make_head, problem):
+    """However many computations there are, each has a stream, and all together not many more."""
+    head = make_head(hidden_size=D, vocab_size=V)
+    with lossd.Client(server.target) as client:
+        pending = [client.compute_loss_async(head, *problem, streams=4) for _ in range(60)]
+        found = [each.wait().streams for each in pending]
+        assert min(found) >= 1 and max(found) <= 4
+        assert client.compute_loss(head, *problem, streams=4).streams == 4, "they were given back"
 
 
 def test_memory_is_free_when_a_call_has_ended(client, make_head, problem):

@@ -8,11 +8,6 @@ import pytest
 from servers import CutProxy, ServerProcess
 
 import lossd
-from lossd._arrays import HostRows
-from lossd._embedding import EmbeddingWork
-from lossd._plan import Rows, SliceRule
-from lossd._stream import encode_slice
-from lossd._work import Outputs
 from lossd.v1 import loss_pb2, types_pb2
 
 D, V, N = 24, 90, 700
@@ -253,30 +248,6 @@ def test_a_deterministic_server_gives_the_same_bits_in_any_order(deterministic_s
     first = gradient("one", range(parts))
     shuffled = np.random.default_rng(seed + 1).permutation(parts).tolist()
     np.testing.assert_array_equal(gradient("two", shuffled), first)
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_what_opens_a_call(gradients):
-    """Of what describes a loss nothing is there, and slices of rows bring no payload."""
-    hidden = HostRows(np.zeros(5 * 8, np.uint8))
-    work = EmbeddingWork(
-        head="lm", step=3, id=4 * gradients, ids=np.array([5, 0, 7, 5, 1], np.int32), padding_idx=7 if gradients else None,
-        dtype=types_pb2.DTYPE_FP32, hidden_size=2, element_size=4, gradients=hidden if gradients else None, scale=0.5,
-        outputs=Outputs() if gradients else Outputs(hidden), run="night")
-    plan = work.plan(Rows(0, 4), SliceRule(2), None)
-    wanted = loss_pb2.OpenMicrobatch(
-        head="lm", step=3, microbatch_rows=5, rows=types_pb2.RowRange(end=4), hidden_dtype=types_pb2.DTYPE_FP32,
-        options=loss_pb2.LossOptions(), reduction=loss_pb2.REDUCTION_SUM, targets=[5, 0, 7, 5], run="night")
-    if gradients:
-        wanted.microbatch_id, wanted.options.ignore_index, wanted.grad_output = 4, 7, 0.5
-        wanted.accumulate_gradients, wanted.embedding = True, loss_pb2.EMBEDDING_GRADIENTS
-        assert plan.slices == [Rows(0, 2), Rows(3, 4)], "padding is not sent between slices"
-    else:
-        wanted.want_grad_hidden, wanted.embedding = True, loss_pb2.EMBEDDING_ROWS
-        assert plan.slices == [Rows(0, 2), Rows(2, 4)]
-    assert plan.first == loss_pb2.ComputeLossRequest(open=wanted).SerializeToString(deterministic=True)
-    message = loss_pb2.ComputeLossRequest.FromString(encode_slice(work.hidden, Rows(0, 2), work.row_bytes))
-    assert len(message.payload) == (16 if gradients else 0) and message.slice.rows.end == 2
 
 
 def test_pending_rows(client, head, ids):

@@ -17,7 +17,7 @@ import pytest
 from servers import CutProxy, ServerProcess
 
 import lossd
-from lossd import _tensors
+from lossd import _loaded
 
 
 # Resets of heads, optimizers that begin with a step, and what a head says of its runs and checkpoints.
@@ -250,38 +250,9 @@ def test_a_reset_is_done_once_through_a_cut_network(server, client, make_head, s
     proxy.close()
 
 
-def test_a_repeated_reset_leaves_what_was_trained_meanwhile(server, client, make_head, monkeypatch):
-    """The answer is lost, and before the repeat somebody trains the head that was reset."""
-    head = make_head(hidden_size=D, vocab_size=V)
-    train(client, head, range(3))
-    resets = []
-    with lossd.Client(server.target, retry=lossd.RetryOptions(initial_backoff=0.01)) as other:
-        unary, run = other._connections.unary, other._connections.run
-
-        def watch(method, *arguments, **keywords):
-            resets.append(method.endswith("ResetHead"))
-            return unary(method, *arguments, **keywords)
-
-        lost = []
-
-        def lose_the_first_answer(call, cancel=None):
-            answer = run(call, cancel)
-            if resets[-1] and not lost:
-                lost.append(answer)
-                train(client, head, range(2))
-                raise lossd.Unavailable("socket closed")
-            return answer
-
-        monkeypatch.setattr(other._connections, "unary", watch)
-        monkeypatch.setattr(other._connections, "run", lose_the_first_answer)
-        answer = other.reset_head(head, "all")
-    assert lost and answer.state.step == 0  # the stored answer
-    assert client.describe_head(head).state.step == 2
-
-
 def is_loaded(client: lossd.Client, head: str) -> bool:
     """Whether a client of this program has loaded a checkpoint into the head."""
-    return client._head_cache.loaded(head, client.describe_head(head).state.incarnation)
+    return _loaded.loaded(head, client.describe_head(head).state.incarnation)
 
 
 def test_a_reset_is_meant_for_the_process_that_has_the_head():
@@ -387,7 +358,7 @@ def test_a_head_tells_its_history(server, client, make_head):
     assert not is_loaded(client, head)
     client.load_checkpoint(f"{head}/one")
     assert is_loaded(client, head)
-    client._head_cache.forget_loaded(head)
+    _loaded.forget_loaded(head)
     assert not is_loaded(client, head)
     history = client.describe_head(head).history
     assert (history.run, history.checkpoint_step, history.loaded) == ("ä" * 128, 1, True)
@@ -520,30 +491,36 @@ def test_errors_of_the_head_that_is_meant_stay(client, make_head):
 
 
 @pytest.mark.parametrize("param", ["weight", "bias"])
-def test_a_head_that_is_the_former_one_again_when_it_is_asked_for(server, client, make_head, monkeypatch, param):
+def test_a_head_that_is_the_former_one_again_when_it_is_asked_for(server, make_head, monkeypatch, param):
     """The shape is another one during the transfer alone: a repeat finds what was described."""
     name = make_head(hidden_size=FORMER[0], vocab_size=FORMER[1], bias=True)
-    read_rows = _tensors._read_rows
-    reads: list[int] = []
+    begun = threading.Event()
 
     def make_again(shape: tuple[int, int]) -> None:
         with lossd.Client(server.target) as other:
             other.delete_head(name)
             other.create_head(name, hidden_size=shape[0], vocab_size=shape[1], bias=True)
 
-    def read_of_another(*arguments: Any) -> None:
-        reads.append(1)
-        if len(reads) > 1:
-            return read_rows(*arguments)
-        make_again(LATTER[0])
-        try:
-            read_rows(*arguments)
-        finally:
-            make_again(FORMER)
+    def make_the_former_one() -> None:
+        begun.wait()
+        time.sleep(0.2)  # a read or two meet the other one
+        make_again(FORMER)
 
-    monkeypatch.setattr(_tensors, "_read_rows", read_of_another)
-    assert len(client.read_tensor(name, param)) == FORMER[1]
-    assert len(reads) == 2
+    retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.05, max_backoff=0.1)
+    with lossd.Client(server.target, retry=retry) as reader:
+        request = reader._connections.request
+
+        def of_another(method: str, *arguments: Any, **keywords: Any) -> Any:
+            if method == "ReadTensor":
+                make_again(LATTER[0])
+                begun.set()
+            return request(method, *arguments, **keywords)
+
+        monkeypatch.setattr(reader._connections, "request", of_another)
+        thread = threading.Thread(target=make_the_former_one)
+        thread.start()
+        assert len(reader.read_tensor(name, param)) == FORMER[1]
+        thread.join()
 
 
 @pytest.mark.parametrize("param", ["weight", "bias"])
@@ -553,21 +530,23 @@ def test_rows_that_meet_another_head_which_has_gone_when_it_is_asked_for(server,
                                                                        latter, sends):
     """Before and after the transfer the shape is the same one: the head is another one all the same."""
     name = make_head(hidden_size=FORMER[0], vocab_size=FORMER[1], bias=True)
-    transfer = getattr(_tensors, sends)
+    request = client._connections.request
 
     def make_again(shape: tuple[int, int]) -> None:
         with lossd.Client(server.target) as other:
             other.delete_head(name)
             other.create_head(name, hidden_size=shape[0], vocab_size=shape[1], bias=True)
 
-    def to_another(*arguments: Any) -> Any:
+    def to_another(method: str, *arguments: Any, **keywords: Any) -> Any:
+        if method not in ("WriteTensor", "AddGradient"):
+            return request(method, *arguments, **keywords)
         make_again(latter)
         try:
-            return transfer(*arguments)
+            return request(method, *arguments, **keywords)
         finally:
             make_again(FORMER)
 
-    monkeypatch.setattr(_tensors, sends, to_another)
+    monkeypatch.setattr(client._connections, "request", to_another)
     values = np.ones(FORMER[::-1] if param == "weight" else FORMER[1:], np.float32)
     with pytest.raises(lossd.Aborted, match="was made again during the call, which failed with: .*"):
         if sends == "write_tensor":

@@ -108,11 +108,12 @@ class EmbeddingCalls(HeadCalls):
 
     def _hidden_size(self, head: str, timeout: float | None) -> int:
         """D, which is asked for once."""
-        if head not in self._sizes:
+        found = self._connections.sizes.get(head)
+        if found is None:
             if not head:
                 raise errors.InvalidArgument("head is empty")
-            self._sizes[head] = int(self._describe(head, timeout).spec.hidden_size)
-        return self._sizes[head]
+            found = self._connections.sizes[head] = int(self._describe(head, timeout).spec.hidden_size)
+        return found
 
     @abstractmethod
     def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:

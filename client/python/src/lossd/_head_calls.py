@@ -139,8 +139,6 @@ def checked_classes(class_list: ArrayLike) -> list[int]:
 
 M = TypeVar("M", bound=Message)
 
-_OTHER_SHAPE = "tensor_rows, tensor_cols"  # the field of the error of a tensor that is not the one that was described
-
 
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
@@ -154,7 +152,6 @@ class HeadCalls:
         self._run = connections.options.run
         self._call_timeout = connections.options.call_timeout
         self._transfer_timeout = connections.options.transfer_timeout
-        self._sizes: dict[str, int] = {}  # D, by head
 
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
@@ -263,7 +260,7 @@ class HeadCalls:
         """Frees a head; its checkpoints stay. FailedPrecondition while losses are computed on it."""
         self._call("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse, timeout)
         _loaded.forget_loaded(head)
-        self._sizes.pop(head, None)
+        self._connections.sizes.pop(head, None)
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
@@ -393,7 +390,7 @@ class HeadCalls:
     def _start_over(self, description: head_pb2.HeadDescription) -> None:
         """The head has other values or another optimizer by this client: what the program remembers of it ends."""
         _loaded.forget_loaded(description.spec.name, description.state.incarnation)
-        self._sizes.pop(description.spec.name, None)
+        self._connections.sizes.pop(description.spec.name, None)
 
     def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
         """Removes "<head>/<name>" from the server's checkpoint directory; returns the bytes that it had.
@@ -442,7 +439,7 @@ class HeadCalls:
         try:
             yield
         except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition, errors.Aborted) as error:
-            if isinstance(error, errors.Aborted) and error.field != _OTHER_SHAPE:
+            if isinstance(error, (errors.Restarted, errors.StepDiscarded)):
                 raise
             head, number = before.spec.name, types.PARAMS[param]
             description = self._describe(head, clock.left())

@@ -34,6 +34,8 @@ class Arguments:
 
     for_library: LossArguments | BackwardArguments
     memory: tuple[Any, ...]
+    head: str
+    rows: str = "hidden"  # the caller's name of the rows, for errors
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def forward(call: Call, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.
         class_logprobs=_pointer(of_classes.get("class_logprobs")), top_logprobs=_pointer(of_classes.get("top_logprobs")),
         top_classes=_pointer(of_classes.get("top_classes")), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
     _of_rows(arguments, [*hidden, *grads])
-    return Arguments(arguments, (packed, parts, hidden, teacher, targets, row_weights, dict(numbers), classes, soft, outputs))
+    memory = (packed, parts, hidden, teacher, targets, row_weights, dict(numbers), classes, soft, outputs)
+    return Arguments(arguments, memory, call.head)
 
 
 def _check_depths(call: Call, scale: Scale, options: LossOptions, depths: Sequence[Depth]) -> None:
@@ -224,7 +227,7 @@ def backward(call: Call, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np
         grad_loss=_pointer(grad_loss), grad_lse=_pointer(grad_lse), grad_entropy=_pointer(grad_entropy),
         grad_hidden=grad_hidden[0].pointer if grad_hidden else None, streams=call.streams or 0)
     _of_rows(arguments, grad_hidden)
-    return Arguments(arguments, (packed, grad_loss, grad_lse, grad_entropy, grad_hidden))
+    return Arguments(arguments, (packed, grad_loss, grad_lse, grad_entropy, grad_hidden), call.head)
 
 
 def embedding(call: Call, *, ids: NDArray[np.int32], padding_idx: int | None, dtype: types_pb2.DType,
@@ -250,7 +253,7 @@ def embedding(call: Call, *, ids: NDArray[np.int32], padding_idx: int | None, dt
         hidden=None if gradients is None else gradients.pointer, grad_hidden=None if place is None else place.pointer,
         targets=_pointer(ids), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
     _of_rows(arguments, [each for each in (gradients, place) if each is not None])
-    return Arguments(arguments, (packed, ids, gradients, place))
+    return Arguments(arguments, (packed, ids, gradients, place), call.head, "out" if gradients is None else "gradients")
 
 
 # ---- Computations under way ----
@@ -264,6 +267,7 @@ class LossCall:
         self._connections = connections
         self._on_end = on_end
         self._arguments: Arguments | None = arguments
+        self._head, self._rows = arguments.head, arguments.rows
         self._call = _native.Call()
         self._begun: Outcome[None] | None = None  # of what has to be there before it begins
         self._lock = threading.Lock()  # guards what follows
@@ -335,6 +339,9 @@ class LossCall:
                 return
         error = self._call.error()
         if error is not None:
+            if error.field == "hidden_size":
+                self._connections.sizes.pop(self._head, None)
+                error.replace(f"hidden_size is {error.value}", f"{self._rows}: a row has {error.value} elements")
             self._error = self._connections.meant(error)
             return
         summary = loss_pb2.MicrobatchSummary.FromString(self._call.answer())

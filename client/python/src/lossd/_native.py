@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -232,7 +232,7 @@ class ConnectionOptions:
     ca: str = ""
     cert: str = ""
     key: str = ""
-    token: str = ""
+    token: str = field(default="", repr=False)
     transport: str = "auto"
     run: str = ""
     expected_incarnation: int = 0
@@ -298,6 +298,16 @@ def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
         loaded.lossd_client_free(pointer)
 
 
+def _with_hint(error: errors.LossdError, options: ConnectionOptions) -> errors.LossdError:
+    """What to do if there is no server."""
+    if isinstance(error, errors.Unavailable) and error.field == "options.target":
+        error.field = "target"
+        error.add("; start lossd, or give the address that its --listen names (LOSSD_SERVER)")
+        if not options.wait_for_server:
+            error.add("; if it is being started, wait_for_server=True waits for it")
+    return error
+
+
 class Connections:
     """A client of the library (lossd_client). Thread-safe."""
 
@@ -306,13 +316,14 @@ class Connections:
         self._library = library()
         self._pid = os.getpid()
         self._closed = False
+        self.sizes: dict[str, int] = {}  # D, by head, as it was found last
         self._ended = ""  # why the server has ended, if something other than a call has told
         call, given = Call(), options.for_library()
         pointer = run_apart(lambda: self._library.lossd_client_connect(ctypes.byref(given), call.pointer), call.cancel)
         if pointer is None:
             error = call.error()
             assert error is not None
-            raise error
+            raise _with_hint(error, options)
         self.pointer: int = pointer
         self._free = weakref.finalize(self, _close, self._library, pointer, self._pid)
 

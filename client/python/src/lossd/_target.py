@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lossd import errors
 from lossd.v1 import types_pb2
@@ -98,7 +98,7 @@ class Credentials:
     ca: str = ""
     cert: str = ""
     key: str = ""
-    token: str = ""
+    token: str = field(default="", repr=False)
 
     @staticmethod
     def given_or_environment(ca: str | None, cert: str | None, key: str | None, token: str | None) -> Credentials:

@@ -39,6 +39,11 @@ class LossdError(Exception):
         self.message += more
         self.args = (self.message,)
 
+    def replace(self, words: str, by: str) -> None:
+        """Says something otherwise."""
+        self.message = self.message.replace(words, by, 1)
+        self.args = (self.message,)
+
     def __str__(self) -> str:
         return "; ".join((self.message, *(f"missing: {what}" for what in self.missing if what not in self.message)))
 
