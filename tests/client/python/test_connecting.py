@@ -120,6 +120,7 @@ def test_nothing_listens() -> None:
             assert isinstance(error, lossd.Unavailable) and isinstance(error, ConnectionError)
             assert f"no server at {host}:{port}: the connection was refused" in str(error)
             assert "--listen" in str(error) and "wait_for_server=True" in str(error)
+            assert error.field == "target"
 
 
 def test_a_unix_socket_that_is_not_there(tmp_path: Path) -> None:
@@ -133,16 +134,12 @@ def test_a_host_that_is_not_known() -> None:
     assert "no server at no-such-host.invalid:7070: the name of the host was not found" in str(error)
 
 
-def test_a_host_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A firewall that drops what it does not let pass. Its place is taken by a connect that runs out of time."""
-    from lossd import _target
-
-    def dropped(address: Any, timeout: float) -> socket.socket:
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr(_target.socket, "create_connection", dropped)
-    with free_port() as port:
-        error = refusal(f"127.0.0.1:{port}")
+def test_a_host_that_does_not_answer() -> None:
+    """A firewall that drops what it does not let pass. Its place is taken by a listener whose queue is full: the system drops
+    what would come into it."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        with socket.create_connection(full.getsockname()):
+            error = refusal(f"127.0.0.1:{full.getsockname()[1]}")
     assert isinstance(error, lossd.Unavailable) and "does not answer" in str(error) and "firewall" in str(error)
 
 
@@ -176,7 +173,7 @@ def test_a_tunnel_without_a_server_behind_it() -> None:
     with listener(lambda connection: None) as target:
         error = refusal(target)
         assert isinstance(error, lossd.Unavailable) and "closed before a word was said" in str(error)
-        with pytest.raises(lossd.Unavailable, match="closed before a word.*waited 0.5 s"):
+        with pytest.raises(lossd.Unavailable, match="closed before a word.*waited 500ms"):
             lossd.Client(target, wait_for_server=True, connect_timeout=0.5)
 
 
@@ -184,7 +181,7 @@ def test_a_server_that_says_nothing() -> None:
     """It may be a lossd that is busy, so the client waits; then it says what it saw."""
     end = threading.Event()
     with listener(lambda connection: end.wait(300) and None) as target:
-        with pytest.raises(lossd.Unavailable, match="takes connections but has not answered within 3.0 s"):
+        with pytest.raises(lossd.Unavailable, match="takes connections but has not answered within 3s"):
             lossd.Client(target, connect_timeout=3.0)
         end.set()
 
@@ -229,7 +226,7 @@ def test_a_tls_server_that_says_nothing(certificate: tuple[str, str]) -> None:
             end.wait(300)
 
     with listener(answer) as target:
-        with pytest.raises(lossd.Unavailable, match="takes connections but has not answered within 3.0 s"):
+        with pytest.raises(lossd.Unavailable, match="takes connections but has not answered within 3s"):
             lossd.Client(target, ca=certificate[0], connect_timeout=3.0)
         end.set()
 
@@ -261,7 +258,7 @@ def test_another_grpc_server() -> None:
 def test_a_description_that_cannot_be_read() -> None:
     with grpc_server(ServerService={"GetServer": lambda request, context: b"\xff\xff"}) as target:
         error = refusal(target)
-    assert isinstance(error, lossd.FailedPrecondition) and "another protocol" in str(error)
+    assert isinstance(error, lossd.Unimplemented) and "a lossd of another version" in str(error)
 
 
 @pytest.mark.parametrize("version, says", [
@@ -296,7 +293,7 @@ def test_waiting_for_a_server_that_is_being_started() -> None:
 
 def test_waiting_ends() -> None:
     with free_port() as port:
-        with pytest.raises(lossd.Unavailable, match=rf"no server at 127.0.0.1:{port}.* refused.*waited 0.3 s"):
+        with pytest.raises(lossd.Unavailable, match=rf"no server at 127.0.0.1:{port}.* refused.*waited 300ms"):
             lossd.Client(f"127.0.0.1:{port}", wait_for_server=True, connect_timeout=0.3)
 
 
