@@ -404,7 +404,6 @@ std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
 namespace lossd::client::internal {
 
 // INVALID_ARGUMENT naming options.run unless it has at most 128 printable characters.
-// client/python/src/lossd/_run.py does the same.
 absl::Status CheckRunName(absl::string_view run);
 
 // `digits` random hexadecimal digits of the system's, a multiple of 8: for the names that a client gives to
@@ -413,7 +412,7 @@ std::string RandomDigits(int digits);
 
 // The functions below make the errors of the client itself: arguments that it refuses before anything is
 // sent, messages of the server that the protocol does not allow, and steps whose gradients are gone. client.h
-// describes these errors to callers; client/python/src/lossd/errors.py has the same messages.
+// describes these errors to callers.
 
 // INVALID_ARGUMENT "<field> <problem>" for programs, too (ErrorDetailOf):
 // ArgumentError("options.streams", 0, "is 0; it must be positive").

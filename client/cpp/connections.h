@@ -40,8 +40,7 @@ namespace lossd::client::internal {
 // one more for a while. It keeps that one if more bytes were moved; otherwise it drops it and tries again
 // much later.
 //
-// Both clients decide in the same way: client/python/src/lossd/_connections.py does the same, and
-// tests/client/golden/connecting.json holds both to it. Times come from the caller.
+// Times come from the caller. tests/client/golden/connecting.json has cases.
 //
 // Thread-compatible.
 class ConnectionChooser {
@@ -263,8 +262,7 @@ class ChannelCredentials final : public Credentials {
 
 // The error that a finding at `target` means, in words that say what to do; OK for kUnknown. UNAVAILABLE if
 // no server is there, which may change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend.
-// `options`: what the client was given. tests/client/golden/connecting.json has cases that the Python client
-// shares (client/python/src/lossd/_diagnosis.py).
+// `options`: what the client was given. tests/client/golden/connecting.json has cases.
 absl::Status Explain(const Finding& finding, const std::string& target, const CredentialOptions& options);
 
 // UNAVAILABLE: there is no server at `target`, because of `why`, a sentence without its full stop, or "".

@@ -42,8 +42,7 @@ namespace lossd::client::internal {
 // the rows of the open step were added. AnswerCheck compares the answers to one call with that.
 //
 // Thread-safe. Memory is bounded by the number of heads that the client has used.
-// client/python/src/lossd/_head_cache.py and _loss_call.py do the same;
-// tests/client/golden/incarnations.json holds both clients to it.
+// tests/client/golden/incarnations.json has cases.
 
 // What the server has said of a head.
 struct HeadInfo {
@@ -251,7 +250,7 @@ class Core {
 
 // The functions below decide whether a call is sent again, and after how long. They are pure arithmetic,
 // except Jitter: the caller brings the time that is left and the random factor.
-// client/python/src/lossd/_connections.py does the same; tests/client/golden/errors.json holds both to it.
+// tests/client/golden/errors.json has cases.
 
 // A random factor in [0.8, 1.2], so that clients that failed together do not come back together.
 double Jitter();

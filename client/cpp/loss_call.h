@@ -253,8 +253,8 @@ class PayloadHolds : public std::enable_shared_from_this<PayloadHolds> {
 };
 
 // The following functions and StreamAnswers are the messages of one ComputeLoss call, apart from gRPC: the
-// bytes of a slice, and what the server's answers mean. client/python/src/lossd/_stream.py does the
-// same; tests/client/golden/messages.json and stream_answers.json hold both to it.
+// bytes of a slice, and what the server's answers mean. tests/client/golden/messages.json and
+// stream_answers.json have cases.
 
 // The message of one slice of the work. It references the hidden states, or a copy of them if they are on a
 // GPU; `release` runs once, on any thread, when nothing refers to them any more. UNAVAILABLE if the driver

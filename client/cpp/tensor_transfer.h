@@ -53,8 +53,8 @@ absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::
                                                     absl::Time deadline);
 
 // The functions below and TensorReader are the messages of tensor transfers, apart from gRPC: rows on their
-// way to the server, rows that come from it, and its one answer. client/python/src/lossd/_tensors.py
-// does the same; tests/client/golden/messages.json and tensor_answers.json hold both to it.
+// way to the server, rows that come from it, and its one answer. tests/client/golden/messages.json and
+// tensor_answers.json have cases.
 
 // Bytes of one element of a tensor on the wire; unspecified is fp32. 0 for unknown values.
 size_t WireElementSize(v1::DType dtype);

@@ -15,6 +15,15 @@ if [ ! -x "$venv/bin/python" ]; then
   echo "skipped: no Python environment with the client"
   exit 77
 fi
+# An interpreter cannot load a library with sanitizers: then the client is that of the plain build, and the server has them.
+build=$(dirname "$(dirname "$lossd")")
+if grep -qs '^LOSSD_SANITIZE:[A-Z]*=.' "$build/CMakeCache.txt"; then
+  export LOSSD_LIBRARY=$PWD/../../../build/cpu-only/bin/liblossd.so
+  if [ ! -e "$LOSSD_LIBRARY" ]; then
+    echo "skipped: the Python client needs the library of the plain build; make build PRESET=cpu-only"
+    exit 77
+  fi
+fi
 status=0
 LOSSD_BINARY=$lossd LOSSD_FAKE_SERVER=$fake_server "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider \
   -o faulthandler_timeout=300 "$@" || status=$?
