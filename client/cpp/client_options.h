@@ -140,6 +140,10 @@ struct ClientOptions {
   // before (a script that calls one program after the other): Connect, and calls that accumulate or apply
   // gradients, fail as after a restart if the server is another process by now.
   uint64_t expected_incarnation = 0;
+
+  // With the transport "cuda_ipc": Connect opens memory of this GPU of the process if the server has it.
+  // nullopt: the one that the calling thread works on.
+  std::optional<int> gpu;
 };
 
 // Where the caller's hidden states and their gradients are.

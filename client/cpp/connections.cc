@@ -287,7 +287,7 @@ absl::StatusOr<std::unique_ptr<Connections>> Connections::Open(const ClientOptio
   std::unique_ptr<Connections> connections(
       new Connections(std::move(channels), options, *std::move(credentials), *std::move(server)));
   LOSSD_RETURN_IF_ERROR(connections->regions_->Check());
-  LOSSD_RETURN_IF_ERROR(connections->device_regions_->Check());
+  LOSSD_RETURN_IF_ERROR(connections->device_regions_->Check(options.gpu));
   return connections;
 }
 

@@ -356,6 +356,12 @@ absl::StatusOr<std::shared_ptr<const StreamPoint>> CudaDriver::PointOf(void* str
   return point;
 }
 
+absl::Status CudaDriver::Await(const StreamPoint& point) {
+  const Entered current(this, point.device());
+  if (!current.status().ok()) return current.status();
+  return Check(functions_->await_event(point.event()), "cuEventSynchronize");
+}
+
 StreamPoint::~StreamPoint() {
   const CudaDriver::Entered current(driver_, device_);
   if (current.status().ok()) driver_->functions_->destroy_event(event_);

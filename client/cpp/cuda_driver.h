@@ -42,6 +42,7 @@ class StreamPoint {
   StreamPoint& operator=(const StreamPoint&) = delete;
 
   void* event() const { return event_; }
+  int device() const { return device_; }
 
  private:
   CudaDriver* const driver_;
@@ -102,6 +103,8 @@ class CudaDriver {
 
   // All that a stream of the device has been given so far. The driver outlives it.
   absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(void* stream, int device);
+  // Waits until that is done.
+  absl::Status Await(const StreamPoint& point);
 
  private:
   friend class StreamPoint;

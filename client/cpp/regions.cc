@@ -431,16 +431,16 @@ DeviceRegions::DeviceRegions(const std::string& transport, RegionSizes sizes,
   }
 }
 
-absl::Status DeviceRegions::Check() {
+absl::Status DeviceRegions::Check(std::optional<int> gpu) {
   if (transport_ != "cuda_ipc") return absl::OkStatus();
   if (gpus_.empty()) return absl::UnavailableError(absl::StrCat("no CUDA IPC: ", why_none_));
   const Gpu* chosen = nullptr;
   if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok()) {
-    const std::optional<int> current = (*driver)->Current();
-    for (const Gpu& gpu : gpus_) {
-      const absl::StatusOr<std::optional<int>> seen = (*driver)->Find(gpu.uuid);
+    const std::optional<int> wanted = gpu.has_value() ? gpu : (*driver)->Current();
+    for (const Gpu& of_server : gpus_) {
+      const absl::StatusOr<std::optional<int>> seen = (*driver)->Find(of_server.uuid);
       if (!seen.ok() || !seen->has_value()) continue;
-      if (chosen == nullptr || *seen == current) chosen = &gpu;
+      if (chosen == nullptr || *seen == wanted) chosen = &of_server;
     }
     if (chosen == nullptr && gpus_.size() > 1)
       return absl::UnavailableError(absl::StrCat("no shared memory: the server's GPUs are ", Names(),

@@ -206,9 +206,10 @@ class DeviceRegions {
   DeviceRegions(const DeviceRegions&) = delete;
   DeviceRegions& operator=(const DeviceRegions&) = delete;
 
-  // With the transport "cuda_ipc": whether there is a region to be had. Opens it, on the GPU that the calling
-  // thread works on if that is one of the server's, and else on the first one that this process sees.
-  absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
+  // With the transport "cuda_ipc": whether there is a region to be had. Opens it, on `gpu` (nullopt: that
+  // which the calling thread works on) if that is one of the server's, and else on the first one that this
+  // process sees.
+  absl::Status Check(std::optional<int> gpu) ABSL_LOCKS_EXCLUDED(mu_);
   // The region for a call that begins, whose rows have so many bytes and are on `gpu`; null: they are to go
   // as rows of the host do. May open a region.
   std::shared_ptr<SharedRegion> Get(int gpu, uint64_t call_bytes) ABSL_LOCKS_EXCLUDED(mu_);

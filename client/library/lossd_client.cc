@@ -40,8 +40,8 @@ class CallState {
     begun_ = !ended_;
     return begun_;
   }
-  // Gives a place of the client back, when the call has ended. Once, before the function begins; takes no lock that is held
-  // while a function of this class is called.
+  // Gives a place of the client back, when the call has ended. Once, before the function begins; takes no
+  // lock that is held while a function of this class is called.
   void OnEnd(absl::AnyInvocable<void()> body) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     if (ended_) return body();
@@ -134,8 +134,8 @@ struct lossd_client {
  public:
   explicit lossd_client(std::unique_ptr<lossd::client::Client> client) : client_(std::move(client)) {}
 
-  // The client for the function of a call, which is under way until Leave. Null, and the call has ended, if it was cancelled
-  // before or the client is closed.
+  // The client for the function of a call, which is under way until Leave. Null, and the call has ended, if
+  // it was cancelled before or the client is closed.
   std::shared_ptr<lossd::client::Client> Enter(const std::shared_ptr<lossd::client::CallState>& call) {
     if (!call->Begin()) return nullptr;
     {
@@ -318,16 +318,16 @@ absl::StatusOr<std::string> Streams(Client& client, const Request& request) {
 }
 
 constexpr std::pair<absl::string_view, Carry> kMethods[] = {
-    {"CreateHead", Create},       {"PlanHead", Plan},
-    {"ResetHead", Reset},         {"SetShares", Share},
+    {"CreateHead", Create},        {"PlanHead", Plan},
+    {"ResetHead", Reset},          {"SetShares", Share},
     {"DescribeHead", DescribeOne}, {"ListHeads", List},
-    {"DeleteHead", Delete},       {"GradNorm", Norm},
-    {"ApplyStep", Apply},         {"ZeroGradients", Zero},
-    {"SaveCheckpoint", Save},     {"ListCheckpoints", ListSaved},
-    {"LoadCheckpoint", Load},     {"DeleteCheckpoint", DeleteSaved},
-    {"ReadTensor", Read},         {"WriteTensor", Write},
-    {"AddGradient", Add},         {"ReleaseMicrobatch", Release},
-    {"GetServer", Server},        {"ListStreams", Streams},
+    {"DeleteHead", Delete},        {"GradNorm", Norm},
+    {"ApplyStep", Apply},          {"ZeroGradients", Zero},
+    {"SaveCheckpoint", Save},      {"ListCheckpoints", ListSaved},
+    {"LoadCheckpoint", Load},      {"DeleteCheckpoint", DeleteSaved},
+    {"ReadTensor", Read},          {"WriteTensor", Write},
+    {"AddGradient", Add},          {"ReleaseMicrobatch", Release},
+    {"GetServer", Server},         {"ListStreams", Streams},
 };
 
 absl::StatusOr<std::string> Carried(Client& client, absl::string_view method, const Request& request) {
@@ -559,6 +559,7 @@ lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_ca
   if (options->shared_memory_bytes != 0) wanted.shared_memory_bytes = options->shared_memory_bytes;
   wanted.run = options->run;
   wanted.expected_incarnation = options->expected_incarnation;
+  if (options->gpu >= 0) wanted.gpu = options->gpu;
   auto connected = client::Client::Connect(wanted);
   absl::Status status = connected.status();
   // A server that tells this client nothing about itself, not even its version, says here why.
@@ -600,12 +601,10 @@ void lossd_client_describe(lossd_client* client, lossd_call* call) {
   const std::shared_ptr<client::Client> open = client->Enter(call->state);
   if (open == nullptr) return;
   const client::TransportChoice made = open->transport();
-  char gpu[64] = "";
-  (void)lossd_current_gpu(gpu);
   std::string answer;
   for (const std::string& text :
        {made.transport, made.reason, absl::StrCat(made.connections.connections), made.connections.reason,
-        made.device.transport, made.device.reason, std::string(gpu), open->server_version()}) {
+        made.device.transport, made.device.reason, open->server_version()}) {
     answer.append(text.c_str(), text.size() + 1);
   }
   call->state->End(absl::OkStatus(), std::move(answer));
@@ -655,16 +654,26 @@ int lossd_current_gpu(char* uuid) {
 }
 
 int lossd_gpu_of(const void* address, char* uuid, lossd_call* call) {
-  const auto look = [&]() -> absl::StatusOr<int> {
-    LOSSD_TRY(client::internal::CudaDriver * const driver, client::internal::CudaDriver::Get());
-    LOSSD_TRY(const int device, driver->DeviceOf(address));
-    LOSSD_TRY(const std::string found, driver->UuidOf(device));
-    client::CopyText(found, uuid);
-    return device;
-  };
-  const absl::StatusOr<int> device = look();
+  const absl::StatusOr<int> device = [&]() -> absl::StatusOr<int> {
+    LOSSD_TRY(client::internal::CudaDriver* const driver, client::internal::CudaDriver::Get());
+    const absl::StatusOr<int> found = driver->DeviceOf(address);
+    if (!found.ok())
+      return absl::InvalidArgumentError(absl::StrCat("not memory of a GPU: ", found.status().message()));
+    LOSSD_TRY(const std::string name, driver->UuidOf(*found));
+    client::CopyText(name, uuid);
+    return *found;
+  }();
   call->state->End(device.status());
   return device.ok() ? *device : -1;
+}
+
+void lossd_await_stream(void* stream, const void* address, lossd_call* call) {
+  call->state->End([&]() -> absl::Status {
+    LOSSD_TRY(client::internal::CudaDriver* const driver, client::internal::CudaDriver::Get());
+    LOSSD_TRY(const int device, driver->DeviceOf(address));
+    LOSSD_TRY(const auto point, driver->PointOf(stream, device));
+    return driver->Await(*point);
+  }());
 }
 
 // ---- Loss computations ----

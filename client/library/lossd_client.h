@@ -33,8 +33,8 @@ typedef struct lossd_call lossd_call;
 /* ---- Calls ---- */
 
 lossd_call* lossd_call_new(void);
-/* Ends the call early, with CANCELLED; no effect once it has ended. A call whose function has not begun ends at
- * once, and the function does nothing. */
+/* Ends the call early, with CANCELLED; no effect once it has ended. A call whose function has not begun ends
+ * at once, and the function does nothing. */
 void lossd_call_cancel(lossd_call* call);
 /* Waits until the call has ended, for at most `seconds`; negative: without an end. 1 if it has. */
 int lossd_call_wait(lossd_call* call, double seconds);
@@ -77,12 +77,14 @@ typedef struct lossd_client_options {
   int32_t max_attempts;
   int32_t channels; /* 0: as many as help */
   int32_t wait_for_server;
+  int32_t gpu; /* negative: none is named */
 } lossd_client_options;
 
-/* Connects, or returns NULL, and the call says why: also where the server does not know this client, or gives it
- * no role. */
+/* Connects, or returns NULL, and the call says why: also where the server does not know this client, or gives
+ * it no role. */
 lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call);
-/* Ends the calls under way, waits for them, and lets go of the connections. Later calls end with CANCELLED. */
+/* Ends the calls under way, waits for them, and lets go of the connections. Later calls end with CANCELLED.
+ */
 void lossd_client_close(lossd_client* client);
 /* Closes the client and frees it. */
 void lossd_client_free(lossd_client* client);
@@ -90,14 +92,14 @@ void lossd_client_free(lossd_client* client);
 /* One method of the services, by its name: "CreateHead", "DescribeHead", "ApplyStep", ... Blocks until the
  * call has ended. `payload`: of ReadTensor, where the rows go; of WriteTensor and AddGradient, whose requests
  * are OpenTensor and OpenGradient, the rows. Else NULL. `tensor_rows`, of ReadTensor: how many rows the
- * tensor had when it was described; ABORTED if it has another number by now. `timeout` 0: the client's own. */
+ * tensor had when it was described; ABORTED if it has another number by now. `timeout` 0: the client's own.
+ */
 void lossd_client_request(lossd_client* client, const char* method, const void* request, size_t request_size,
                           void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
                           lossd_call* call);
 
-/* How rows travel: eight texts, each with its NUL, as the answer: transport and reason, connections and
- * reason, transport of rows on GPUs and reason, the UUID of the GPU that the calling thread works on ("":
- * none), the version of the server. */
+/* How rows travel: seven texts, each with its NUL, as the answer: transport and reason, connections and
+ * reason, transport of rows on GPUs and reason, the version of the server. */
 void lossd_client_describe(lossd_client* client, lossd_call* call);
 /* 1 if rows on this GPU of the process (negative: on the first one that is the server's) go through memory of
  * a GPU of the server. May open that memory. */
@@ -110,8 +112,11 @@ void lossd_client_acknowledge_restart(lossd_client* client, const char* head);
 /* The number of the GPU that the calling thread works on, and its UUID, which has room for 64 characters;
  * negative: it works on none, or there is no driver. */
 int lossd_current_gpu(char* uuid);
-/* The number of the GPU whose memory is at the address, and its UUID; negative, and the call says why. */
+/* The number of the GPU whose memory is at the address, and its UUID; negative, and the call says why:
+ * UNAVAILABLE if there is no driver, INVALID_ARGUMENT if it is not memory of a GPU. */
 int lossd_gpu_of(const void* address, char* uuid, lossd_call* call);
+/* Waits for all that a stream of the GPU whose memory is at the address has been given so far. */
+void lossd_await_stream(void* stream, const void* address, lossd_call* call);
 
 /* ---- Loss computations ---- */
 

@@ -193,6 +193,8 @@ TEST_F(CudaDevicesTest, ConnectingTriesMemoryOfTheThreadsGpu) {
   fake_cuda::LeaveDevice();
   fake_cuda::EnterDevice(3);
   EXPECT_THAT(reason(), HasSubstr(absl::StrCat(" of ", Uuid(1)))) << "that is not the server's";
+  const auto named = Client::Connect({.target = server->target(), .transport = "cuda_ipc", .gpu = 2});
+  EXPECT_THAT(named.value()->transport().device.reason, HasSubstr(absl::StrCat(" of ", Uuid(2))));
   fake_cuda::LeaveDevice();
   fake_cuda::SetDevices(1);
   EXPECT_EQ(TryConnect(*server).status().message(),

@@ -339,6 +339,16 @@ std::map<std::string, uint64_t> TakeCopiedBetween() {
   return std::exchange(machine().copied_between, {});
 }
 
+void lossd_fake_cuda_set_devices(int devices) { SetDevices(devices); }
+
+void lossd_fake_cuda_set_connected(int connected) { SetConnected(connected != 0); }
+
+void lossd_fake_cuda_set_rank(int one, int other, int rank) { SetRank(one, other, rank); }
+
+void lossd_fake_cuda_enter_device(int device) { EnterDevice(device); }
+
+void lossd_fake_cuda_leave_device() { LeaveDevice(); }
+
 void lossd_fake_cuda_fail(const char* function, int64_t count) { Fail(function, count); }
 
 int lossd_fake_cuda_held(const char* kind) {
@@ -347,14 +357,27 @@ int lossd_fake_cuda_held(const char* kind) {
   return found == held.end() ? 0 : found->second;
 }
 
-int lossd_fake_cuda_context_depth() { return ContextDepth(); }
+int64_t lossd_fake_cuda_calls(const char* function) { return Calls(function); }
 
-void lossd_fake_cuda_set_connected(int connected) { SetConnected(connected != 0); }
+int64_t lossd_fake_cuda_take_copied(const char* way) {
+  const std::lock_guard lock(machine().mutex);
+  return static_cast<int64_t>(std::exchange(machine().copied[way], 0));
+}
 
 int64_t lossd_fake_cuda_take_copied_between(const char* way) {
   const std::lock_guard lock(machine().mutex);
   return static_cast<int64_t>(std::exchange(machine().copied_between[way], 0));
 }
+
+void* lossd_fake_cuda_new_stream() { return NewStream(); }
+
+void lossd_fake_cuda_end_stream(void* stream) { EndStream(stream); }
+
+void lossd_fake_cuda_give(void* stream, uint64_t to, const void* from, uint64_t bytes) {
+  Give(stream, reinterpret_cast<uint8_t*>(to), from, bytes);
+}
+
+int64_t lossd_fake_cuda_pending(void* stream) { return static_cast<int64_t>(Pending(stream)); }
 
 // ---- The functions of CUDA's driver that fake_cuda.h stands for, by the names that its library has ----
 
@@ -614,7 +637,9 @@ int cuEventRecord(void* event, void* stream) {
   return Do("cuEventRecord", true, [&](Machine& all) {
     if (all.events.count(static_cast<Event*>(event)) == 0) return kInvalidValue;
     auto* const recorded = static_cast<Stream*>(stream);
-    if (recorded == nullptr) {  // the default stream, which is given nothing here
+    // The default streams, which are given nothing here: that of the device, the legacy one, that of the
+    // thread.
+    if (reinterpret_cast<uintptr_t>(stream) <= 2) {
       *static_cast<Event*>(event) = {};
       return kSuccess;
     }

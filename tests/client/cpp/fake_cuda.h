@@ -68,13 +68,23 @@ std::map<std::string, uint64_t> TakeCopied();
 // memory.
 std::map<std::string, uint64_t> TakeCopiedBetween();
 
-// The same for programs in other languages (tests/client/python/test_cuda_driver.py). Held: of one kind.
+// The same for programs in other languages (tests/client/python/fake_cuda.py). Held: of one kind; bytes that
+// were copied: of one way.
 extern "C" {
+void lossd_fake_cuda_set_devices(int devices);
+void lossd_fake_cuda_set_connected(int connected);
+void lossd_fake_cuda_set_rank(int one, int other, int rank);
+void lossd_fake_cuda_enter_device(int device);
+void lossd_fake_cuda_leave_device();
 void lossd_fake_cuda_fail(const char* function, int64_t count);
 int lossd_fake_cuda_held(const char* kind);
-int lossd_fake_cuda_context_depth();
-void lossd_fake_cuda_set_connected(int connected);
+int64_t lossd_fake_cuda_calls(const char* function);
+int64_t lossd_fake_cuda_take_copied(const char* way);
 int64_t lossd_fake_cuda_take_copied_between(const char* way);
+void* lossd_fake_cuda_new_stream();
+void lossd_fake_cuda_end_stream(void* stream);
+void lossd_fake_cuda_give(void* stream, uint64_t to, const void* from, uint64_t bytes);
+int64_t lossd_fake_cuda_pending(void* stream);
 }
 
 }  // namespace lossd::test::fake_cuda

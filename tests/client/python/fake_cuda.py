@@ -1,108 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with GPUs for tests: CUDA's driver as lossd._cuda has it, and arrays on its devices.
+"""A machine with GPUs for tests: the library that LOSSD_FAKE_CUDA names (tests/client/cpp/fake_cuda.h) in the place of CUDA's
+driver, and arrays on its devices.
 
-Addresses of devices are those of memory of the host plus a distance, so that who follows one of them ends with SIGSEGV.
+This module loads the library, so that the client finds it under the driver's name. Addresses of devices are those of memory of
+the host plus a distance, so that who follows one of them ends with SIGSEGV.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 _FAR = 1 << 60  # no address of the host; device n begins at (n + 1) times it
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+_library = ctypes.CDLL(os.environ["LOSSD_FAKE_CUDA"], mode=ctypes.RTLD_GLOBAL)
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(_library, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_allocate = _function("cuMemAlloc_v2", _I, ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
+_free = _function("cuMemFree_v2", _I, ctypes.c_uint64)
+_set_devices = _function("lossd_fake_cuda_set_devices", None, _I)
+_set_connected = _function("lossd_fake_cuda_set_connected", None, _I)
+_set_rank = _function("lossd_fake_cuda_set_rank", None, _I, _I, _I)
+_enter = _function("lossd_fake_cuda_enter_device", None, _I)
+_leave = _function("lossd_fake_cuda_leave_device", None)
+_fail = _function("lossd_fake_cuda_fail", None, ctypes.c_char_p, _L)
+_held = _function("lossd_fake_cuda_held", _I, ctypes.c_char_p)
+_calls = _function("lossd_fake_cuda_calls", _L, ctypes.c_char_p)
+_take_copied = _function("lossd_fake_cuda_take_copied", _L, ctypes.c_char_p)
+_take_copied_between = _function("lossd_fake_cuda_take_copied_between", _L, ctypes.c_char_p)
+_new_stream = _function("lossd_fake_cuda_new_stream", _P)
+_end_stream = _function("lossd_fake_cuda_end_stream", None, _P)
+_give = _function("lossd_fake_cuda_give", None, _P, ctypes.c_uint64, _P, ctypes.c_uint64)
+_pending = _function("lossd_fake_cuda_pending", _L, _P)
 
 
 def uuid_of(device: int) -> str:
     return f"GPU-00000000-0000-0000-0000-{device + 1:012}"
 
 
-class FakeDriver:
-    def __init__(self, devices: int = 1) -> None:
-        self.devices = devices
-        self.mapped: dict[int, Any] = {}  # by address
-        self.copies: list[tuple[bool, bool]] = []  # whether the target, and the source, is of a device
-        self.between: set[tuple[int, int, int]] = set()  # of copies between two: which has it, which gets it, whose work it is
-        self.connected = True  # whether GPUs reach each other's memory
-        self.ranks: dict[tuple[int, int], int] = {}  # of what connects two of them, 0 being the fastest
-        self.entered: int | None = None  # the GPU that threads work on
-        self.reached: set[tuple[int, int]] = set()  # address of what was imported, and the other GPU that reaches it
-        self.waited: list[int] = []
-        self.pinned: dict[int, int] = {}  # address to size, of memory of the host
-        self.pins = 0  # attempts
+class FakeGpus:
+    """What tests ask the machine for; its state is that of the process. Functions are as in fake_cuda.h."""
 
-    def find(self, name: str) -> int | None:
-        return next((device for device in range(self.devices) if uuid_of(device) == name), None)
+    WAYS = ("host to device", "device to host", "device to device", "pinned to device", "device to pinned")
 
-    def uuid(self, device: int) -> str:
-        return uuid_of(device)
+    def __init__(self, devices: int = 2) -> None:
+        """As at the beginning, with so many GPUs."""
+        _set_devices(devices)
+        self.set_connected(True)
+        for other in range(1, devices):
+            for one in range(other):
+                _set_rank(one, other, 0)
+        self.copied()
 
-    def current(self) -> int | None:
-        return self.entered
+    def set_devices(self, devices: int) -> None:
+        _set_devices(devices)
 
-    def distance(self, source: int, to: int) -> int | None:
-        if source == to:
-            return 0
-        return 1 + self.ranks.get((source, to), 0) if self.connected else None
+    def set_connected(self, connected: bool) -> None:
+        _set_connected(int(connected))
 
-    def device_of(self, address: int) -> int:
-        assert address >= _FAR
-        return address // _FAR - 1
+    def set_rank(self, one: int, other: int, rank: int) -> None:
+        _set_rank(one, other, rank)
 
-    def import_memory(self, descriptor: int, size: int, device: int) -> int:
-        memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-        address = int(memory.ctypes.data) + (device + 1) * _FAR
-        self.mapped[address] = memory
-        return address
+    @contextmanager
+    def entered(self, device: int | None) -> Iterator[None]:
+        """The calling thread works on this GPU meanwhile; None: on none."""
+        if device is not None:
+            _enter(device)
+        try:
+            yield
+        finally:
+            if device is not None:
+                _leave()
 
-    def let_reach(self, address: int, size: int, owner: int, other: int) -> bool:
-        assert self.mapped[address].nbytes == size and self.device_of(address) == owner != other
-        if self.connected:
-            self.reached.add((address, other))
-        return self.connected
+    def fail(self, function: str, count: int = 1) -> None:
+        _fail(function.encode(), count)
 
-    def unmap(self, address: int, size: int, device: int) -> None:
-        self.reached -= {(address, other) for other in range(self.devices)}
-        assert self.mapped.pop(address).nbytes == size
+    def held(self, kind: str) -> int:
+        return int(_held(kind.encode()))
 
-    def pin(self, address: int, size: int, device: int) -> None:
-        assert address < _FAR and device < self.devices
-        assert all(address + size <= begin or begin + length <= address for begin, length in self.pinned.items())
-        self.pins += 1
-        self.pinned[address] = size
+    def calls(self, function: str) -> int:
+        return int(_calls(function.encode()))
 
-    def unpin(self, address: int, device: int) -> None:
-        size = self.pinned.pop(address)
-        libc = ctypes.CDLL(None)
-        assert libc.msync(ctypes.c_void_p(address), ctypes.c_size_t(size), 1) == 0, "it was unmapped before"
+    def copied(self) -> dict[str, int]:
+        """Bytes that were copied since the last call, by way."""
+        taken = {way: int(_take_copied(way.encode())) for way in self.WAYS}
+        return {way: size for way, size in taken.items() if size}
 
-    def is_pinned(self, address: int) -> bool:
-        return any(begin <= address < begin + size for begin, size in self.pinned.items())
+    def copied_between(self, way: str) -> int:
+        """Bytes that were copied "0 to 1 by 0" since the last call: which GPU had them, which got them, and whose work it was."""
+        return int(_take_copied_between(way.encode()))
 
-    def copy(self, to: int, source: int, size: int, device: int) -> None:
-        self.copies.append((to >= _FAR, source >= _FAR))
-        for address in (to, source):
-            begin = next((each for each, memory in list(self.mapped.items()) if each <= address < each + memory.nbytes), None)
-            assert begin is None or device == self.device_of(begin) or (begin, device) in self.reached, "it has no access"
-        if to >= _FAR and source >= _FAR and self.device_of(to) != self.device_of(source):
-            self.between.add((self.device_of(source), self.device_of(to), device))
-        ctypes.memmove(to % _FAR, source % _FAR, size)
 
-    def fill_zeros(self, to: int, size: int, device: int) -> None:
-        assert to >= _FAR
-        ctypes.memset(to % _FAR, 0, size)
+class FakeStream:
+    """A stream of a program's own, whose work is done when something waits for it."""
 
-    def wait(self, stream: int, device: int) -> None:
-        self.waited.append(stream)
+    def __init__(self) -> None:
+        self.pointer = int(_new_stream())
+
+    def end(self) -> None:
+        """What it was given is done now."""
+        _end_stream(self.pointer)
+
+    def give(self, array: FakeArray, values: Any = None) -> None:
+        """Work that fills an array, with zeros if there are no values; these stay as they are until it is done."""
+        address, _ = array.__cuda_array_interface__["data"]
+        _give(self.pointer, address, None if values is None else values.ctypes.data, array.values.nbytes)
+
+    @property
+    def pending(self) -> int:
+        """How much that it was given is not done yet."""
+        return int(_pending(self.pointer))
+
+
+class _Memory:
+    """Of a device, until the object goes; NumPy takes it as bytes of the host."""
+
+    def __init__(self, size: int, device: int) -> None:
+        address = ctypes.c_uint64()
+        self._device = device
+        _enter(device)
+        result = _allocate(ctypes.byref(address), size)
+        _leave()
+        assert result == 0, "the GPU has no memory left"
+        self.address = address.value
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (self.address % _FAR, False), "version": 3}
+
+    def __del__(self) -> None:
+        if hasattr(self, "address"):
+            _enter(self._device)
+            _free(self.address)
+            _leave()
 
 
 class FakeArray:
-    """An array on a device, as a library of GPU arrays has it."""
+    """An array on a device, as a library of GPU arrays has it. `values` is its memory, as the host sees it."""
 
     def __init__(self, values: Any, device: int = 0, **interface: Any) -> None:
-        self.values = np.array(values)
+        """A copy of values. `interface`: entries that are to be others."""
+        self.values = np.array(values, order="C")
+        address = 0  # that of an empty array
+        if self.values.nbytes:
+            memory = _Memory(self.values.nbytes, device)
+            address = memory.address
+            on_device = np.asarray(memory).view(self.values.dtype).reshape(self.values.shape)
+            on_device[...] = self.values
+            self.values = on_device
         self.__cuda_array_interface__ = {
             "shape": self.values.shape, "typestr": self.values.dtype.str, "version": 3, "strides": None,
-            "data": (int(self.values.ctypes.data) + (device + 1) * _FAR, False), **interface}
+            "data": (address, False), **interface}

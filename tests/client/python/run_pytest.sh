@@ -15,14 +15,18 @@ if [ ! -x "$venv/bin/python" ]; then
   echo "skipped: no Python environment with the client"
   exit 77
 fi
-# An interpreter cannot load a library with sanitizers: then the client is that of the plain build, and the server has them.
+# An interpreter cannot load a library with sanitizers: then the client, and the driver of GPUs that are played, are those of
+# the plain build, and the server has them.
 build=$(dirname "$(dirname "$lossd")")
 if grep -qs '^LOSSD_SANITIZE:[A-Z]*=.' "$build/CMakeCache.txt"; then
   export LOSSD_LIBRARY=$PWD/../../../build/cpu-only/bin/liblossd.so
-  if [ ! -e "$LOSSD_LIBRARY" ]; then
-    echo "skipped: the Python client needs the library of the plain build; make build PRESET=cpu-only"
-    exit 77
-  fi
+  [ -z "${LOSSD_FAKE_CUDA:-}" ] || export LOSSD_FAKE_CUDA=$PWD/../../../build/cpu-only/tests/client/fake_cuda/libcuda.so.1
+  for library in "$LOSSD_LIBRARY" "${LOSSD_FAKE_CUDA:-$LOSSD_LIBRARY}"; do
+    if [ ! -e "$library" ]; then
+      echo "skipped: the Python client needs $library of the plain build; make build PRESET=cpu-only"
+      exit 77
+    fi
+  done
 fi
 status=0
 LOSSD_BINARY=$lossd LOSSD_FAKE_SERVER=$fake_server "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider \

@@ -84,7 +84,7 @@ def cuda_array(name: str, array: Any) -> CudaArray:
     nbytes = int(np.prod(shape)) * dtype.itemsize
     if interface.get("strides") not in (None, _contiguous_strides(shape, dtype.itemsize)):
         raise errors.InvalidArgument(f"{name} is a CUDA array that is not C-contiguous")
-    device = _native.gpu_of(address) if nbytes else ""
+    device = _native.gpu_of(name, address) if nbytes else ""
     return CudaArray(shape, dtype, read_only, RowMemory(address, nbytes, array, device, interface.get("stream")))
 
 
@@ -182,8 +182,9 @@ def gradients_of_depths(wanted: Any, kind: DType, width: int, hidden: Sequence[R
     return [array for array, _ in found], [rows for _, rows in found if rows is not None]
 
 
-def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int) -> tuple[RowMemory | None, int]:
-    """Hidden states of a teacher and the size of one; `kind`, `rows`: of the hidden states beside them."""
+def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int,
+                 hidden: Sequence[RowMemory]) -> tuple[RowMemory | None, int]:
+    """Hidden states of a teacher and the size of one; `kind`, `rows`, `hidden`: of the hidden states beside them."""
     if values is None:
         return None, 0
     found, shape, memory = as_rows("teacher_hidden", values, dtype)
@@ -193,6 +194,10 @@ def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int) -> tu
         raise errors.InvalidArgument(f"teacher_hidden has {shape[0]} rows; hidden has {rows}")
     if shape[1] < 1:
         raise errors.InvalidArgument("teacher_hidden: a row has no elements")
+    beside = next((part for part in hidden if part.nbytes), memory)
+    if memory.nbytes and memory.device != beside.device:
+        raise errors.InvalidArgument(
+            f"teacher_hidden is on {memory.device or 'the host'}; hidden is on {beside.device or 'the host'}")
     return memory, shape[1]
 
 
@@ -249,7 +254,7 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, int], hidden: RowM
     """
     element = types.NUMPY_DTYPES[kind]
     if isinstance(wanted, bool):
-        if wanted and hidden is not None and hidden.device:
+        if wanted and hidden is not None and is_cuda_array(hidden.owner):  # an empty one has no device
             raise errors.InvalidArgument("grad_hidden is True; for a CUDA array it must be one, to be written into, or False")
         array = np.empty(shape, element) if wanted else None
         return array, None if array is None else host_rows(array)
@@ -259,7 +264,8 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, int], hidden: RowM
         if found.read_only:
             raise errors.InvalidArgument(f"{name} is a CUDA array that is not writeable")
         if hidden is not None and hidden.device != found.rows.device:
-            raise errors.InvalidArgument(f"{name} is on {found.rows.device}; hidden is on {hidden.device or 'the host'}")
+            raise errors.InvalidArgument(
+                f"{name} is on {found.rows.device or 'the host'}; hidden is on {hidden.device or 'the host'}")
         return wanted, found.rows
     _check_gradient(name, wanted.shape, wanted.dtype, shape, element)
     if not wanted.flags.c_contiguous or not wanted.flags.writeable:

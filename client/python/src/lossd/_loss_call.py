@@ -36,6 +36,7 @@ class Arguments:
     memory: tuple[Any, ...]
     head: str
     rows: str = "hidden"  # the caller's name of the rows, for errors
+    streams: Sequence[tuple[int, int]] = ()  # to wait for before it begins, each with an address of its GPU
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,20 @@ def _pointer(array: NDArray[Any] | None) -> int | None:
     return None if array is None or array.size == 0 else int(array.ctypes.data)
 
 
-def _of_rows(arguments: LossArguments | BackwardArguments, memory: Sequence[RowMemory]) -> None:
-    """Says where rows are: those that are read before those that are written."""
-    first = next((each for each in memory if each.nbytes), None)
-    if first is None or not first.device:
-        return
-    arguments.on_device = 1
-    if first.stream is not None:
-        arguments.has_stream, arguments.stream = 1, first.stream
+def _of_rows(arguments: LossArguments | BackwardArguments, memory: Sequence[RowMemory | None]) -> list[tuple[int, int]]:
+    """Says where rows are, and which stream comes before them. The library waits for one; returns those beside it
+    (Arguments.streams)."""
+    streams: dict[int, int] = {}
+    for each in memory:
+        if each is not None and each.nbytes and each.device:
+            arguments.on_device = 1
+            if each.stream is not None:
+                streams.setdefault(each.stream, each.address)
+    if not streams:
+        return []
+    (stream, _), *others = streams.items()
+    arguments.has_stream, arguments.stream = 1, stream
+    return others
 
 
 def forward(call: Call, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.DType, targets: NDArray[np.int32],
@@ -176,9 +183,9 @@ def forward(call: Call, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.
         row_logprob=_pointer(rows.get("logprob")), row_argmax=_pointer(rows.get("argmax")),
         class_logprobs=_pointer(of_classes.get("class_logprobs")), top_logprobs=_pointer(of_classes.get("top_logprobs")),
         top_classes=_pointer(of_classes.get("top_classes")), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
-    _of_rows(arguments, [*hidden, *grads])
+    streams = _of_rows(arguments, [*hidden, teacher, *grads])
     memory = (packed, parts, hidden, teacher, targets, row_weights, dict(numbers), classes, soft, outputs)
-    return Arguments(arguments, memory, call.head)
+    return Arguments(arguments, memory, call.head, streams=streams)
 
 
 def _check_depths(call: Call, scale: Scale, options: LossOptions, depths: Sequence[Depth]) -> None:
@@ -226,8 +233,8 @@ def backward(call: Call, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np
         open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size, hidden_dtype=hidden_dtype,
         grad_loss=_pointer(grad_loss), grad_lse=_pointer(grad_lse), grad_entropy=_pointer(grad_entropy),
         grad_hidden=grad_hidden[0].pointer if grad_hidden else None, streams=call.streams or 0)
-    _of_rows(arguments, grad_hidden)
-    return Arguments(arguments, (packed, grad_loss, grad_lse, grad_entropy, grad_hidden), call.head)
+    streams = _of_rows(arguments, grad_hidden)
+    return Arguments(arguments, (packed, grad_loss, grad_lse, grad_entropy, grad_hidden), call.head, streams=streams)
 
 
 def embedding(call: Call, *, ids: NDArray[np.int32], padding_idx: int | None, dtype: types_pb2.DType,
@@ -252,8 +259,9 @@ def embedding(call: Call, *, ids: NDArray[np.int32], padding_idx: int | None, dt
         open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size,
         hidden=None if gradients is None else gradients.pointer, grad_hidden=None if place is None else place.pointer,
         targets=_pointer(ids), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
-    _of_rows(arguments, [each for each in (gradients, place) if each is not None])
-    return Arguments(arguments, (packed, ids, gradients, place), call.head, "out" if gradients is None else "gradients")
+    streams = _of_rows(arguments, [gradients, place])
+    return Arguments(arguments, (packed, ids, gradients, place), call.head, "out" if gradients is None else "gradients",
+                     streams)
 
 
 # ---- Computations under way ----
@@ -285,15 +293,17 @@ class LossCall:
         arguments.for_library.timeout = timeout
 
         def begin() -> None:
-            if ready is not None:
-                try:
+            try:
+                if ready is not None:
                     ready()
-                except BaseException:
-                    self._call.cancel()
-                    raise
+                for stream, address in arguments.streams:
+                    _native.await_stream(stream, address)
+            except BaseException:
+                self._call.cancel()
+                raise
             self._connections.compute(arguments.for_library, self._call)
 
-        if ready is None:
+        if ready is None and not arguments.streams:
             return begin()
         begun: Outcome[None] = Outcome()
         self._begun = begun

@@ -46,7 +46,7 @@ class _ClientOptions(ctypes.Structure):
         ("shared_memory_bytes", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout",
                                                "dead_peer_timeout", "initial_backoff", "max_backoff")),
-        ("max_attempts", ctypes.c_int32), ("channels", ctypes.c_int32), ("wait_for_server", ctypes.c_int32)]
+        *((name, ctypes.c_int32) for name in ("max_attempts", "channels", "wait_for_server", "gpu"))]
 
 
 class DepthArguments(ctypes.Structure):
@@ -121,6 +121,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
     ("lossd_current_gpu", ctypes.c_int, (_TEXT,)),
     ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
+    ("lossd_await_stream", None, (_P, _P, _P)),
     ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
     ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
     ("lossd_client_backward", None, (_P, ctypes.POINTER(BackwardArguments), _P)),
@@ -166,12 +167,23 @@ def current_gpu() -> tuple[int, str] | None:
     return None if number < 0 else (number, name.value.decode())
 
 
-def gpu_of(address: int) -> str:
-    """The UUID of the GPU whose memory is at this address. Unavailable, saying why, if there is no driver."""
-    name, call = ctypes.create_string_buffer(64), Call()
-    if library().lossd_gpu_of(address, name, call.pointer) < 0:
-        raise call.error()
-    return name.value.decode()
+def gpu_of(name: str, address: int) -> str:
+    """The UUID of the GPU whose memory is at this address. InvalidArgument, naming the argument `name`, if it is none's;
+    Unavailable, saying why, if there is no driver."""
+    uuid, call = ctypes.create_string_buffer(64), Call()
+    if library().lossd_gpu_of(address, uuid, call.pointer) < 0:
+        error = call.error()
+        assert error is not None
+        raise errors.InvalidArgument(f"{name} is {error}") if isinstance(error, errors.InvalidArgument) else error
+    return uuid.value.decode()
+
+
+def await_stream(stream: int, address: int) -> None:
+    """Waits for what a stream has been given; `address`: memory of its GPU. Unavailable if that is lost."""
+    call = Call()
+    library().lossd_await_stream(stream, address, call.pointer)
+    if (error := call.error()) is not None:
+        raise error
 
 
 class Call:
@@ -263,8 +275,11 @@ class ConnectionOptions:
         same = {name: getattr(self, name) for name in (
             "expected_incarnation", "connect_timeout", "wait_for_server", "max_message_bytes", "call_timeout", "transfer_timeout",
             "loss_timeout", "dead_peer_timeout")}
+        # Of the thread that connects, as the library does that on another one.
+        current = current_gpu() if self.transport == "cuda_ipc" else None
         return _ClientOptions(
             **texts, **same, channels=self.channels or 0, shared_memory_bytes=self.shared_memory_bytes or 0,
+            gpu=-1 if current is None else current[0],
             max_attempts=self.retry.max_attempts, initial_backoff=self.retry.initial_backoff, max_backoff=self.retry.max_backoff)
 
 

@@ -274,7 +274,7 @@ class Client(EmbeddingCalls):
         else:
             gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data[0])
             places = [] if place is None else [place]
-        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0])
+        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0], data)
         outputs = Outputs(places, _arrays.row_arrays(rows, len(labels)), {})
         named = _arrays.as_classes(classes, len(labels))
         outputs = replace(outputs, classes=_arrays.class_arrays(named, top_k, len(labels)))
