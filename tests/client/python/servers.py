@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,73 @@ class ScriptedServer:
     def stop(self) -> None:
         self._process.communicate(timeout=60)
         assert self._process.returncode == 0
+
+
+# A server of gRPC before another one.
+
+
+class ForwardingServer:
+    """Passes calls on. Derived classes say what becomes of them on the way."""
+
+    def __init__(self, target: str) -> None:
+        import grpc  # some who start servers do without
+
+        self._grpc = grpc
+        unlimited = [("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.insecure_channel(target, options=unlimited)
+        self._server = grpc.server(futures.ThreadPoolExecutor(32), handlers=[self], options=unlimited)
+        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+        self._channel.close()
+
+    def knows(self, method: str) -> bool:
+        """Of "/lossd.v1.HeadService/CreateHead" and the like."""
+        return True
+
+    def request(self, method: str, data: bytes) -> bytes:
+        """What the server gets of a message. ConnectionError: the call ends as if the connection had broken."""
+        return data
+
+    def answer(self, method: str, data: bytes) -> bytes:
+        """What the client gets of a message. ConnectionError: as above."""
+        return data
+
+    def service(self, call: Any) -> Any:
+        """What grpc.server asks for a method's handler."""
+        if not self.knows(call.method):
+            return None  # UNIMPLEMENTED
+
+        def serve(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            broken: list[ConnectionError] = []
+
+            def passed_on() -> Iterator[bytes]:
+                try:
+                    for each in requests:
+                        yield self.request(call.method, each)
+                except ConnectionError as error:
+                    broken.append(error)
+                    forward.cancel()
+
+            forward = self._channel.stream_stream(call.method)(
+                passed_on(), timeout=context.time_remaining(),
+                metadata=[pair for pair in context.invocation_metadata() if not pair[0].startswith(("user-agent", "grpc-", "te"))])
+            context.add_callback(forward.cancel)
+            try:
+                for each in forward:
+                    yield self.answer(call.method, each)
+            except ConnectionError as error:
+                context.abort(self._grpc.StatusCode.UNAVAILABLE, str(error))
+            except self._grpc.RpcError as error:
+                if broken:
+                    context.abort(self._grpc.StatusCode.UNAVAILABLE, str(broken[0]))
+                context.set_trailing_metadata(tuple(error.trailing_metadata() or ()))
+                context.abort(error.code(), error.details())
+
+        # On the wire a call with one message is a stream of one.
+        return self._grpc.stream_stream_rpc_method_handler(serve)
 
 
 # Servers of a test's own on plain sockets.

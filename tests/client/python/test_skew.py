@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from servers import ForwardingServer
 
 import lossd
 from lossd.v1 import head_pb2, loss_pb2, server_pb2, types_pb2
@@ -170,45 +170,25 @@ def stub(channel: grpc.Channel, method: str) -> Callable[..., Any]:
                                    response_deserializer=answer.FromString)
 
 
-class PreviousServer(grpc.GenericRpcHandler):
+class PreviousServer(ForwardingServer):
     """Stands before a server of today and makes it one of the version before: what that did not know is removed from requests and
     answers, and a method that it did not have is unknown. `removed` counts messages that lost something, by method."""
 
     def __init__(self, target: str) -> None:
         self.removed: dict[str, int] = {}
-        self._channel = grpc.insecure_channel(target, options=[("grpc.max_receive_message_length", -1)])
-        self._server = grpc.server(futures.ThreadPoolExecutor(32), handlers=[self],
-                                   options=[("grpc.max_receive_message_length", -1)])
-        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
+        super().__init__(target)
 
-    def stop(self) -> None:
-        self._server.stop(None).wait()
-        self._channel.close()
+    def knows(self, method: str) -> bool:
+        return method in METHODS
 
-    def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        if call.method not in METHODS:
-            return None  # UNIMPLEMENTED
-        described = METHODS[call.method]
-        request, answer = (message(name.rsplit(".", 1)[1]) for name in (described.input_type, described.output_type))
+    def request(self, method: str, data: bytes) -> bytes:
+        return self._known(method, METHODS[method].input_type, data)
 
-        def serve(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            forward = self._channel.stream_stream(call.method)(
-                (self._known(call.method, request, each) for each in requests), timeout=context.time_remaining(),
-                metadata=[pair for pair in context.invocation_metadata() if not pair[0].startswith(("user-agent", "grpc-", "te"))])
-            context.add_callback(forward.cancel)
-            try:
-                for each in forward:
-                    yield self._known(call.method, answer, each)
-            except grpc.RpcError as error:
-                context.set_trailing_metadata(tuple(error.trailing_metadata() or ()))
-                context.abort(error.code(), error.details())
+    def answer(self, method: str, data: bytes) -> bytes:
+        return self._known(method, METHODS[method].output_type, data)
 
-        # On the wire a call with one message is a stream of one.
-        return grpc.stream_stream_rpc_method_handler(serve)
-
-    def _known(self, method: str, kind: Any, data: bytes) -> bytes:
-        parsed = kind.FromString(data)
+    def _known(self, method: str, kind: str, data: bytes) -> bytes:
+        parsed = message(kind.rsplit(".", 1)[1]).FromString(data)
         parsed.DiscardUnknownFields()
         known: bytes = parsed.SerializeToString()
         if len(known) < len(data):
