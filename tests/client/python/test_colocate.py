@@ -18,7 +18,7 @@ import pytest
 from servers import ServerProcess
 
 import lossd
-from lossd import _embedded
+from lossd import _native
 
 torch = pytest.importorskip("torch")
 dist = torch.distributed
@@ -127,7 +127,7 @@ def opened(rank: int, folder: Path) -> tuple[tuple[str, str], tuple[str, str]]:
     with member(folder) as client:
         on_cpu = client.transport
         dist.barrier()
-    with mock.patch.object(_embedded, "_own_gpu", return_value="GPU-of-nobody"), member(folder) as client:
+    with mock.patch.object(_native, "current_gpu", return_value=(0, "GPU-of-nobody")), member(folder) as client:
         on_gpu = client.transport
         dist.barrier()
     return on_cpu, on_gpu

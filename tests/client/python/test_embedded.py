@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ import pytest
 from servers import ServerProcess
 
 import lossd
-from lossd import _embedded
+from lossd import _embedded, _native
 
 D, V, N = 16, 60, 24
 
@@ -282,11 +282,11 @@ def test_an_interrupt_at_the_end_of_the_process_leaves_nothing(folder: Path) -> 
 import atexit, os, signal, threading, time, lossd
 client = lossd.embedded(threads=1)
 stop = client._server.stop
-drain = lossd._embedded._library().lossd_drain
 class Slow:  # so that the interrupt comes while the server stops
     def __init__(self, library): self.library = library
     def __getattr__(self, name): return getattr(self.library, name)
     def lossd_drain(self, *arguments):
+        print("drains", flush=True)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         return self.library.lossd_drain(*arguments)
@@ -294,7 +294,8 @@ import weakref
 _, end, (library, *others), _ = stop.detach()
 weakref.finalize(client._server, end, Slow(library), *others)
 """
-    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "drains\n", done
     assert list(folder.iterdir()) == []
 
 
@@ -343,32 +344,36 @@ def test_truth_values_and_numbers_are_texts_of_flags() -> None:
     assert [_embedded._text_of(value) for value in (True, False, 3, 0.5, "64MiB")] == ["true", "false", "3", "0.5", "64MiB"]
 
 
-def test_the_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _embedded._library.cache_clear()
+@pytest.fixture
+def loaded_anew() -> Iterator[None]:
+    """The library is looked for again."""
+    _native.library.cache_clear()
+    yield
+    _native.library.cache_clear()
+
+
+@pytest.mark.parametrize("make", [lossd.embedded, lossd.Client])
+def test_the_library_that_is_not_there(loaded_anew: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                       make: Callable[[], lossd.Client]) -> None:
     monkeypatch.setenv("LOSSD_LIBRARY", str(tmp_path / "liblossd.so"))
-    with pytest.raises(lossd.Unavailable, match="LOSSD_LIBRARY is .*, and there is no such file"):
-        lossd.embedded()
+    with pytest.raises(lossd.Unavailable, match="^LOSSD_LIBRARY is .*, and there is no such file$"):
+        make()
     (tmp_path / "liblossd.so").write_text("no library")
-    with pytest.raises(lossd.Unavailable, match="an embedded server needs the library liblossd.so"):
-        lossd.embedded()
+    with pytest.raises(lossd.Unavailable, match="^lossd needs the library liblossd.so: .*LOSSD_LIBRARY names it .*/liblossd.so: "
+                                                "file too short"):
+        make()
 
 
-def test_a_library_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    _embedded._library.cache_clear()
-    monkeypatch.setattr(_embedded, "VERSION", "0.0.7")
+@pytest.mark.parametrize("make", [lossd.embedded, lossd.Client])
+def test_a_library_of_another_version(loaded_anew: None, monkeypatch: pytest.MonkeyPatch,
+                                      make: Callable[[], lossd.Client]) -> None:
+    monkeypatch.setattr(_native, "VERSION", "0.0.7")
     with pytest.raises(lossd.Unavailable, match="is of lossd .*, and this client of lossd 0.0.7: install both of one release"):
-        lossd.embedded()
-    _embedded._library.cache_clear()
+        make()
 
 
 def test_the_gpu_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Driver:
-        def current(self) -> int:
-            return 1
-
-        def uuid(self, device: int) -> str:
-            return f"GPU-{device}"
-    monkeypatch.setattr(_embedded._cuda, "driver", Driver)
+    monkeypatch.setattr(_native, "current_gpu", lambda: (1, "GPU-1"))
     given: list[dict[str, object]] = []
 
     class NoServer:
