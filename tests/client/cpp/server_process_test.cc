@@ -526,5 +526,38 @@ TEST_F(SlicePlacesTest, WaitersOfARegion) {
   EXPECT_FALSE(region_->Await(kRegionBytes, &first, [] {}));
 }
 
+TEST_F(SlicePlacesTest, RangesOfARegion) {
+  constexpr uint64_t kUnit = SharedRegion::kAlignment;
+  EXPECT_EQ(region_->Take(kUnit), uint64_t{0});
+  EXPECT_EQ(region_->Take(1), kUnit);
+  EXPECT_EQ(region_->Take(kUnit + 1), 2 * kUnit);
+  region_->Give(kUnit);
+  EXPECT_EQ(region_->Take(kUnit + 1), 4 * kUnit) << "what is free in between is too small";
+  EXPECT_EQ(region_->Take(kUnit), kUnit);
+  EXPECT_EQ(region_->Take(kRegionBytes), std::nullopt);
+}
+
+// The server may still write to what the call has taken, or may have lost the region.
+TEST_F(SlicePlacesTest, ACallThatFailsRetiresItsRegion) {
+  struct {
+    absl::Status status;
+    bool put, retired;
+  } const cases[] = {{absl::OkStatus(), false, false},
+                     {absl::InvalidArgumentError("x"), false, false},
+                     {absl::InvalidArgumentError("x"), true, true},
+                     {absl::UnavailableError("x"), false, true}};
+  const std::vector<uint8_t> small(100);
+  for (const auto& one : cases) {
+    const auto region = core_->connections().regions().Get();
+    ASSERT_NE(region, nullptr);
+    SlicePlaces places(region, /*may_wait=*/true, std::nullopt);
+    if (one.put) {
+      ASSERT_EQ(places.Put(0, small.size(), small)->kind, Kind::kRegion);
+    }
+    places.End(one.status);
+    EXPECT_EQ(region->usable(), !one.retired) << one.status;
+  }
+}
+
 }  // namespace
 }  // namespace lossd::client::internal::server_process_test
