@@ -15,15 +15,18 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "client/cpp/client.h"
+#include "client/cpp/connections.h"
 #include "kernels/clocks/clock.h"
 #include "tests/client/fake_server.h"
 
@@ -772,6 +775,78 @@ TEST_F(ResetsTest, ARunHasAName) {
     EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_EQ(ErrorDetailOf(refused)->field(), "options.run");
   }
+}
+
+// ---- Calls that another thread ends ----
+
+TEST_F(FaultsTest, ACancelledThreadsCallsEndAtOnce) {
+  internal::Cancellation cancellation;
+  cancellation.Cancel();
+  {
+    const internal::CancellableCalls cancellable(&cancellation);
+    EXPECT_TRUE(absl::IsCancelled(client_->DescribeHead("head").status()));
+    EXPECT_TRUE(absl::IsCancelled(client_->ReadTensor("head", v1::PARAM_WEIGHT).status()));
+  }
+  EXPECT_TRUE(client_->DescribeHead("head").ok());
+}
+
+TEST_F(FaultsTest, ACancelledCallDoesNotWaitForItsRepeat) {
+  const auto patient =
+      Client::Connect({.target = server_.target(),
+                       .channels = 1,
+                       .retry = {.initial_backoff = absl::Minutes(5), .max_backoff = absl::Minutes(5)}});
+  ASSERT_TRUE(patient.ok()) << patient.status();
+  absl::Notification asked;
+  server_.SetFaults({.on_describe = [&] {
+    if (!asked.HasBeenNotified()) asked.Notify();
+    return Fault{.code = grpc::StatusCode::UNAVAILABLE};
+  }});
+  internal::Cancellation cancellation;
+  std::thread other([&] {
+    asked.WaitForNotification();
+    absl::SleepFor(absl::Milliseconds(50));  // so that most of the time it waits for the repeat
+    cancellation.Cancel();
+  });
+  const internal::CancellableCalls cancellable(&cancellation);
+  EXPECT_TRUE(absl::IsCancelled((*patient)->DescribeHead("head", absl::Hours(1)).status()));
+  other.join();
+}
+
+TEST_F(FaultsTest, ACallThatIsUnderWayIsCancelled) {
+  absl::Notification asked, go_on;
+  server_.SetFaults({.on_describe = [&] {
+    if (!asked.HasBeenNotified()) asked.Notify();
+    go_on.WaitForNotification();
+    return Fault();
+  }});
+  internal::Cancellation cancellation;
+  std::thread other([&] {
+    asked.WaitForNotification();
+    cancellation.Cancel();
+  });
+  {
+    const internal::CancellableCalls cancellable(&cancellation);
+    EXPECT_TRUE(absl::IsCancelled(client_->DescribeHead("head", absl::Hours(1)).status()));
+  }
+  other.join();
+  go_on.Notify();
+}
+
+// Each computation has a stream, and few have more.
+TEST_F(FaultsTest, StreamsBeyondTheFirstAreLent) {
+  std::vector<PendingLoss> pending;
+  for (uint64_t id = 1; id <= 40; ++id) {
+    pending.push_back(client_->ComputeLossAsync(AsMicrobatch(id), {}, {.streams = 6}));
+  }
+  for (PendingLoss& each : pending) {
+    const auto result = each.Wait();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_GE(result->streams, 1);
+    EXPECT_LE(result->streams, 6);
+  }
+  const auto alone = client_->ComputeLoss(AsMicrobatch(), {}, {.streams = 6});
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  EXPECT_GT(alone->streams, 1) << "they were given back";
 }
 
 }  // namespace
