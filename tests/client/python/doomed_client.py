@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that die or misbehave at a moment that a test names (test_client_deaths.py).
+"""Clients that die or misbehave during a call (test_client_deaths.py).
 
 A program that forks one client for each line of its input, "TARGET MEMORY MOMENT DEED", and says "pid N" when that has begun,
-"ready" when it has computed once, "child N" of a child of its own, and "ended STATUS" (as os.waitpid has it). MEMORY is host,
-gpu or second_gpu, which are played. MOMENT counts places where a call or a region begins, ends, or gives and takes a slice, from the second
-computation on; DEED is what the client does there:
+"ready" when it has computed a few times, "child N" of a child of its own, and "ended STATUS" (as os.waitpid has it). MEMORY is
+host, gpu or second_gpu, which are played. MOMENT says when in the next computation something happens: which part of the time
+that one takes has gone by, in percent. DEED is what the client does then:
   kill   nothing more: SIGKILL
   fork   makes a child, which stays, and goes on; then SIGKILL
   close  closes the session of its region, so that the server takes the memory back when the call ends, and goes on to its end;
@@ -16,18 +16,21 @@ computation on; DEED is what the client does there:
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
+import socket
+import stat
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from fake_cuda import FakeArray, FakeDriver
+from fake_cuda import FakeArray
 
 import lossd
-from lossd import _cuda, _regions, _wire
 
 N, D, V = 300, 24, 97
 
@@ -37,89 +40,95 @@ def rows() -> tuple[Any, Any]:
     return rng.standard_normal((N, D)).astype(np.float32), rng.integers(0, V, N).astype(np.int32)
 
 
+class Computation:
+    """Of the gradients of rows(), which are on the host (None) or on a GPU; under way once it is made."""
+
+    def __init__(self, client: lossd.Client, gpu: int | None = None) -> None:
+        hidden, targets = rows()
+        self._gradient: Any = np.full_like(hidden, np.nan)
+        if gpu is not None:
+            hidden, self._gradient = FakeArray(hidden, gpu), FakeArray(self._gradient, gpu)
+        self._pending = client.compute_loss_async("lm", hidden, targets, grad_hidden=self._gradient, slice_bytes=40 * D * 4)
+
+    def wait(self) -> Any:
+        self._pending.wait()
+        return self._gradient if isinstance(self._gradient, np.ndarray) else self._gradient.values
+
+
 def compute(client: lossd.Client, gpu: int | None = None) -> Any:
-    """The gradients of rows(), which are on the host (None) or on a GPU."""
-    hidden, targets = rows()
-    gradient = np.full_like(hidden, np.nan)
-    if gpu is None:
-        client.compute_loss("lm", hidden, targets, grad_hidden=gradient, slice_bytes=40 * D * 4)
-        return gradient
-    array = FakeArray(gradient, gpu)
-    client.compute_loss("lm", FakeArray(hidden, gpu), targets, grad_hidden=array, slice_bytes=40 * D * 4)
-    return array.values
+    return Computation(client, gpu).wait()
 
 
 def _say(*words: Any) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())  # one write, as several processes say things
 
 
-class _Moments:
-    def __init__(self, number: int, deed: Callable[[], None]) -> None:
-        self.counting = False
-        self._left = number
-        self._deed = deed
+def _sessions() -> Iterator[socket.socket]:
+    """Those of regions: nothing else here has sockets of packets."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found = socket.socket(fileno=os.dup(descriptor))
+                if found.type == socket.SOCK_SEQPACKET:
+                    yield found
+        except OSError:  # that of the listing itself
+            continue
 
-    def wrap(self, owner: Any, name: str) -> None:
-        method = getattr(owner, name)
 
-        def wrapped(*arguments: Any, **options: Any) -> Any:
-            self._pass()
-            try:
-                return method(*arguments, **options)
-            finally:
-                self._pass()
+def _unmap_regions() -> None:
+    """Whoever touches a place of one of them ends: nothing else comes there."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    with open("/proc/self/maps") as maps:
+        regions = [line.split()[0].split("-") for line in maps if "/memfd:" in line]
+    assert regions
+    for begin, end in regions:
+        address = int(begin, 16)
+        libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(int(end, 16) - address), 0,
+                  mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10, -1, ctypes.c_long(0))  # MAP_FIXED
 
-        setattr(owner, name, wrapped)
 
-    def _pass(self) -> None:
-        if self.counting:
-            self._left -= 1
-            if self._left == -1:
-                self._deed()
+def _act(deed: str) -> None:
+    if deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif deed == "fork":
+        child = os.fork()
+        if child == 0:
+            signal.alarm(300)
+            while True:
+                signal.pause()
+        _say("child", child)
+    elif deed == "close":
+        sessions = list(_sessions())
+        assert sessions
+        for session in sessions:
+            session.shutdown(socket.SHUT_RDWR)
+            session.close()
+    elif deed == "unmap":
+        _unmap_regions()
 
 
 def _live(target: str, memory: str, moment: int, deed: str) -> None:
     gpu = {"host": None, "gpu": 0, "second_gpu": 1}[memory]
-    opened: list[_regions.SharedRegion] = []
-
-    def act() -> None:
-        if deed == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif deed == "fork":
-            child = os.fork()
-            if child == 0:
-                signal.alarm(300)
-                while True:
-                    signal.pause()
-            _say("child", child)
-        elif deed == "close":
-            opened[-1]._socket.close()
-        elif deed == "unmap":
-            address = opened[-1].address % (1 << 60)  # without the distance of memory of a GPU (fake_cuda.py)
-            ctypes.CDLL(None).munmap(ctypes.c_void_p(address), ctypes.c_size_t(opened[-1].size))
-
     _say("pid", os.getpid())
-    if gpu is not None:
-        driver = FakeDriver(devices=2)
-        _cuda.driver = lambda: driver  # type: ignore[assignment]
-    moments = _Moments(moment, act)
-    for name in ("put", "find", "free", "close"):
-        moments.wrap(_wire.SlicePlaces, name)
-    open_region = _regions.SharedRegion.__init__
-
-    def remember(self: Any, *arguments: Any, **options: Any) -> None:
-        open_region(self, *arguments, **options)
-        opened.append(self)
-
-    _regions.SharedRegion.__init__ = remember  # type: ignore[method-assign]
     with lossd.Client(target, transport="shared_memory" if gpu is None else "cuda_ipc", channels=1) as client:
         wanted = compute(client, gpu)
-        moments.counting = True
+        seconds = []
+        for _ in range(5):
+            begin = time.monotonic()
+            compute(client, gpu)
+            seconds.append(time.monotonic() - begin)
         _say("ready")
-        for number in range(3 if deed != "none" else 1 << 30):
-            got = compute(client, gpu)
-            if number > 0 or deed != "close":
-                np.testing.assert_allclose(got, wanted, atol=1e-6)
+        while deed == "none":
+            np.testing.assert_allclose(compute(client, gpu), wanted, atol=1e-6)
+        end = time.monotonic() + min(seconds) * moment / 100
+        computation = Computation(client, gpu)
+        while time.monotonic() < end:
+            pass
+        _act(deed)
+        got = [computation.wait(), compute(client, gpu), compute(client, gpu)]
+        for each in got[1:] if deed == "close" else got:
+            np.testing.assert_allclose(each, wanted, atol=1e-6)
         if deed == "fork":
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -158,21 +158,15 @@ def test_killed_at_any_moment(watched: Watched, doomed: Doomed, seed: int) -> No
             watched.assert_nothing_is_left()
 
 
-def test_killed_wherever_a_slice_is_given_or_taken(watched: Watched, doomed: Doomed) -> None:
-    deaths = 0
+def test_killed_in_any_part_of_a_call(watched: Watched, doomed: Doomed) -> None:
     with watched.others_compute():
-        for moment in range(0, 400, max(1, 3 // SCALE)):
+        for moment in range(0, 100, max(1, 2 // SCALE)):
             doomed.start(watched.server.target, watched.memory, moment, "kill")
-            end = doomed.end()
+            assert doomed.end() == -signal.SIGKILL
             watched.assert_nothing_is_left()
-            if end == 0:  # the client had so many moments
-                break
-            assert end == -signal.SIGKILL
-            deaths += 1
-    assert deaths > 5
 
 
-@pytest.mark.parametrize("moment", [1, 6])
+@pytest.mark.parametrize("moment", [10, 60])
 def test_forks_during_a_call(watched: Watched, doomed: Doomed, moment: int) -> None:
     """The child has the connection, the session and the memory as well."""
     with watched.others_compute():
@@ -184,7 +178,7 @@ def test_forks_during_a_call(watched: Watched, doomed: Doomed, moment: int) -> N
         watched.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("moment", [1, 4, 9])
+@pytest.mark.parametrize("moment", [10, 40, 80])
 def test_closes_its_session_during_a_call(watched: Watched, doomed: Doomed, moment: int) -> None:
     with watched.others_compute():
         doomed.start(watched.server.target, watched.memory, moment, "close")
@@ -192,7 +186,7 @@ def test_closes_its_session_during_a_call(watched: Watched, doomed: Doomed, mome
         watched.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("moment", [1, 6])
+@pytest.mark.parametrize("moment", [10, 60])
 def test_unmaps_its_memory_during_a_call(watched: Watched, doomed: Doomed, moment: int) -> None:
     with watched.others_compute():
         doomed.start(watched.server.target, watched.memory, moment, "unmap")
