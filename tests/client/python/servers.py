@@ -176,9 +176,8 @@ class ForwardingServer:
                     broken.append(error)
                     forward.cancel()
 
-            forward = self._channel.stream_stream(call.method)(
-                passed_on(), timeout=context.time_remaining(),
-                metadata=[pair for pair in context.invocation_metadata() if not pair[0].startswith(("user-agent", "grpc-", "te"))])
+            metadata = [pair for pair in context.invocation_metadata() if not pair[0].startswith(("user-agent", "grpc-", "te"))]
+            forward = self._channel.stream_stream(call.method)(passed_on(), timeout=context.time_remaining(), metadata=metadata)
             context.add_callback(forward.cancel)
             try:
                 for each in forward:

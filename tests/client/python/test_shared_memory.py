@@ -245,8 +245,8 @@ def test_an_interrupt_while_a_region_is_opened_leaves_it_to_others(server: Serve
     try:
         for i in range(40):
             with lossd.Client(server.target, transport="auto") as client:
-                signal.setitimer(signal.ITIMER_REAL, 0.0001 * (i + 1))
                 try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0001 * (i + 1))
                     client.compute_loss(head, hidden, targets)
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
