@@ -11,11 +11,14 @@ from typing import Any
 
 import grpc
 import numpy as np
-from fake_cuda import FakeArray
 from history import EMBEDDED, GRID, Event, Recorder, Values
 
 import lossd
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
+
+_ON_GPU = os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc"  # trainers' rows are on a GPU, which is played
+if _ON_GPU:
+    from fake_cuda import FakeArray
 
 
 # Calls of lossd's protocol, one gRPC call each, recorded: with pauses between messages, slow reading, cancellations.
@@ -321,7 +324,7 @@ class TrainerClient:
         self._hidden_size = hidden_size
         self._cut_times = cut_times  # of the proxy that it connects through
         self._accept_times = accept_times
-        self._on_gpu = transport != "grpc" and os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc"
+        self._on_gpu = _ON_GPU and transport != "grpc"
         self._gpu = int(os.environ.get("LOSSD_TEST_GPU", "0"))
         self._client = _connected(target, transport, retry)
 

@@ -20,12 +20,10 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 from clients import RawClient, TrainerClient  # noqa: E402
-from fake_cuda import FakeDriver  # noqa: E402
 from history import Event, History, Recorder  # noqa: E402
 from servers import CutProxy, ServerProcess  # noqa: E402
 
 import lossd  # noqa: E402
-from lossd import _cuda  # noqa: E402
 
 
 # A server of several processes (docs/scaling.md), as one: whatever rank dies, all end and start again.
@@ -83,10 +81,6 @@ def server_of(ranks: int, seed: str = "") -> ServerProcess:
 
 
 _numbers = itertools.count()
-
-if os.environ.get("LOSSD_TRANSPORT") == "cuda_ipc":  # trainers' rows are on a GPU, which is played
-    _gpus = FakeDriver(devices=2)
-    _cuda.driver = lambda: _gpus
 
 
 class Stage:
