@@ -113,6 +113,8 @@ absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, a
                                                                             : Health::kNotServing;
 }
 
+const std::string& MonitoringCalls::server_version() const { return core_->connections().peer().version; }
+
 // ---- Client ----
 
 namespace {
@@ -192,11 +194,7 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
 
 TransportChoice Client::transport() const { return core_->connections().transport(); }
 
-bool Client::SharesGpu(std::optional<int> gpu) { return core_->connections().SharesGpu(gpu); }
-
-void Client::OpenMemory(std::optional<int> gpu) { (void)core_->connections().RegionFor(gpu, 0); }
-
-const std::string& Client::server_version() const { return core_->connections().peer().version; }
+bool Client::OpenMemory(std::optional<int> gpu) { return core_->connections().OpenMemory(gpu); }
 
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {

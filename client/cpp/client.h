@@ -109,6 +109,8 @@ class MonitoringCalls {
   // grpc.health.v1; "" is the whole server. Not repeated.
   absl::StatusOr<Health> CheckHealth(absl::string_view service = "",
                                      absl::Duration timeout = absl::ZeroDuration()) const;
+  // The version of lossd that the server said it is when the client connected; "": it said none.
+  const std::string& server_version() const;
 
  private:
   friend class Client;
@@ -171,13 +173,10 @@ class Client : public CheckpointCalls {
   // How the rows of loss computations travel, which is decided with the first of them; and over how many
   // connections, which changes while the client works unless options().channels says how many.
   TransportChoice transport() const;
-  // Whether rows on this GPU of the process (nullopt: on the first one that is the server's) go through
-  // memory of a GPU of the server. May open that memory, which takes some milliseconds.
-  bool SharesGpu(std::optional<int> gpu);
-  // Opens the memory for rows on this GPU (nullopt: of the host), which the first loss computation does else.
-  void OpenMemory(std::optional<int> gpu);
-  // The version of lossd that the server said it is when the client connected; "": it said none.
-  const std::string& server_version() const;
+  // Opens the memory that rows on this GPU of the process go through (nullopt: on the first one that is the
+  // server's), which the first loss computation does else and takes some milliseconds. True if it is memory of
+  // a GPU of the server; false: memory of the host, or none.
+  bool OpenMemory(std::optional<int> gpu);
 
   // ---- Loss ----
 

@@ -315,8 +315,10 @@ std::shared_ptr<SharedRegion> Connections::RegionFor(std::optional<int> gpu, uin
   return region;
 }
 
-bool Connections::SharesGpu(std::optional<int> gpu) const {
-  return (gpu.has_value() ? device_regions_->Get(*gpu, 0) : device_regions_->GetAny()) != nullptr;
+bool Connections::OpenMemory(std::optional<int> gpu) const {
+  if (!gpu.has_value()) return device_regions_->GetAny() != nullptr;
+  const std::shared_ptr<SharedRegion> region = RegionFor(gpu, 0);
+  return region != nullptr && region->gpu().has_value();
 }
 
 void Connections::DropUnusableRegions() const {

@@ -195,9 +195,8 @@ class Connections {
   // The region for a call that begins, whose rows have so many bytes and are in memory of the host (nullopt)
   // or of a GPU; null: they are to go in messages. May open a region.
   std::shared_ptr<SharedRegion> RegionFor(std::optional<int> gpu, uint64_t call_bytes) const;
-  // Whether rows on this GPU (nullopt: on the first one that is the server's) go through memory of a GPU of
-  // the server. May open a region.
-  bool SharesGpu(std::optional<int> gpu) const;
+  // As Client::OpenMemory.
+  bool OpenMemory(std::optional<int> gpu) const;
   void DropUnusableRegions() const;
   TransportChoice transport() const ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -563,7 +563,8 @@ lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_ca
   auto connected = client::Client::Connect(wanted);
   absl::Status status = connected.status();
   // A server that tells this client nothing about itself, not even its version, says here why.
-  if (status.ok() && (*connected)->server_version().empty()) status = (*connected)->GetServer().status();
+  if (status.ok() && (*connected)->monitoring().server_version().empty())
+    status = (*connected)->GetServer().status();
   call->state->End(status);
   return status.ok() ? new lossd_client(*std::move(connected)) : nullptr;
 }
@@ -602,9 +603,8 @@ void lossd_client_describe(lossd_client* client, lossd_call* call) {
   if (open == nullptr) return;
   const client::TransportChoice made = open->transport();
   std::string answer;
-  for (const std::string& text :
-       {made.transport, made.reason, absl::StrCat(made.connections.connections), made.connections.reason,
-        made.device.transport, made.device.reason, open->server_version()}) {
+  for (const std::string& text : {made.transport, made.reason, absl::StrCat(made.connections.connections),
+                                  made.connections.reason, made.device.transport, made.device.reason}) {
     answer.append(text.c_str(), text.size() + 1);
   }
   call->state->End(absl::OkStatus(), std::move(answer));
@@ -623,20 +623,14 @@ void WithClient(lossd_client* client, Body body) {
   client->Leave(call);
 }
 
-std::optional<int> GpuOf(int32_t device) {
-  return device < 0 ? std::nullopt : std::make_optional<int>(device);
-}
-
 }  // namespace
 
-int lossd_client_shares_gpu(lossd_client* client, int32_t device) {
-  bool shares = false;
-  WithClient(client, [&](client::Client& open) { shares = open.SharesGpu(GpuOf(device)); });
-  return shares ? 1 : 0;
-}
-
-void lossd_client_open_memory(lossd_client* client, int32_t device) {
-  WithClient(client, [&](client::Client& open) { open.OpenMemory(GpuOf(device)); });
+int lossd_client_open_memory(lossd_client* client, int32_t device) {
+  bool of_gpu = false;
+  WithClient(client, [&](client::Client& open) {
+    of_gpu = open.OpenMemory(device < 0 ? std::nullopt : std::make_optional<int>(device));
+  });
+  return of_gpu ? 1 : 0;
 }
 
 void lossd_client_acknowledge_restart(lossd_client* client, const char* head) {

@@ -98,14 +98,11 @@ void lossd_client_request(lossd_client* client, const char* method, const void* 
                           void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
                           lossd_call* call);
 
-/* How rows travel: seven texts, each with its NUL, as the answer: transport and reason, connections and
- * reason, transport of rows on GPUs and reason, the version of the server. */
+/* How rows travel: six texts, each with its NUL, as the answer: transport and reason, connections and reason,
+ * transport of rows on GPUs and reason. */
 void lossd_client_describe(lossd_client* client, lossd_call* call);
-/* 1 if rows on this GPU of the process (negative: on the first one that is the server's) go through memory of
- * a GPU of the server. May open that memory. */
-int lossd_client_shares_gpu(lossd_client* client, int32_t device);
-/* Opens the memory for rows on this GPU, or of the host (negative). */
-void lossd_client_open_memory(lossd_client* client, int32_t device);
+/* As Client::OpenMemory; a negative number is the first GPU that is the server's. */
+int lossd_client_open_memory(lossd_client* client, int32_t device);
 /* As Client::AcknowledgeRestart. */
 void lossd_client_acknowledge_restart(lossd_client* client, const char* head);
 

@@ -116,8 +116,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_client_free", None, (_P,)),
     ("lossd_client_request", None, (_P, _TEXT, _TEXT, ctypes.c_size_t, _P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double, _P)),
     ("lossd_client_describe", None, (_P, _P)),
-    ("lossd_client_shares_gpu", ctypes.c_int, (_P, ctypes.c_int32)),
-    ("lossd_client_open_memory", None, (_P, ctypes.c_int32)),
+    ("lossd_client_open_memory", ctypes.c_int, (_P, ctypes.c_int32)),
     ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
     ("lossd_current_gpu", ctypes.c_int, (_TEXT,)),
     ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
@@ -408,12 +407,10 @@ class Connections:
         texts = call.answer().decode(errors="replace").split("\0")
         return Transport(texts[0], texts[1], int(texts[2]), *texts[3:6])
 
-    def shares_gpu(self, device: int | None) -> bool:
+    def open_memory(self, device: int | None) -> bool:
+        """Whether rows on this GPU (None: on the first one that is the server's) go through memory of a GPU of the server."""
         return bool(run_apart(
-            lambda: self._library.lossd_client_shares_gpu(self.pointer, -1 if device is None else device)))
-
-    def open_memory(self, device: int) -> None:
-        run_apart(lambda: self._library.lossd_client_open_memory(self.pointer, device))
+            lambda: self._library.lossd_client_open_memory(self.pointer, -1 if device is None else device)))
 
     def acknowledge_restart(self, head: str) -> None:
         self.check_usable()

@@ -161,7 +161,7 @@ class Client(EmbeddingCalls):
     def shares_gpu(self, device: int | None = None) -> bool:
         """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
         memory of a GPU of the server. Opens that memory when asked first, which takes some milliseconds."""
-        return self._connections.shares_gpu(device)
+        return self._connections.open_memory(device)
 
     @property
     def connections(self) -> tuple[int, str]:
