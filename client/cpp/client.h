@@ -174,8 +174,8 @@ class Client : public CheckpointCalls {
   // connections, which changes while the client works unless options().channels says how many.
   TransportChoice transport() const;
   // Opens the memory that rows on this GPU of the process go through (nullopt: on the first one that is the
-  // server's), which the first loss computation does else and takes some milliseconds. True if it is memory of
-  // a GPU of the server; false: memory of the host, or none.
+  // server's), which the first loss computation does else and takes some milliseconds. True if it is memory
+  // of a GPU of the server; false: memory of the host, or none.
   bool OpenMemory(std::optional<int> gpu);
 
   // ---- Loss ----
