@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -13,13 +15,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from servers import ServerProcess
 
 import lossd
-from lossd import _embedded, _native
+from lossd import _embedded, _interrupts, _native
 
 D, V, N = 16, 60, 24
 
@@ -263,8 +267,8 @@ def test_an_interrupted_start_leaves_nothing(folder: Path) -> None:
 import signal, threading, time, os, lossd
 lossd.embedded(threads=1).close()
 delay = float(os.environ["DELAY"])
-threading.Thread(target=lambda: (time.sleep(delay), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
 try:
+    threading.Thread(target=lambda: (time.sleep(delay), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
     while True:
         lossd.embedded(threads=1).close()
 except KeyboardInterrupt:
@@ -275,6 +279,23 @@ except KeyboardInterrupt:
                               env={**os.environ, "DELAY": str(delay)})
         assert done.stdout == "interrupted\n", delay
         assert list(folder.iterdir()) == [], delay
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_interrupt_of_close_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Just before the client is closed, and just before the server is stopped."""
+    client = lossd.embedded(threads=1)
+    start, starts = _thread.start_new_thread, itertools.count()
+
+    def interrupted(*arguments: Any) -> int:
+        if next(starts) == place:
+            raise KeyboardInterrupt
+        return start(*arguments)
+
+    monkeypatch.setattr(_interrupts, "_thread", SimpleNamespace(start_new_thread=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        client.close()
+    assert list(folder.iterdir()) == []
 
 
 def test_an_interrupt_at_the_end_of_the_process_leaves_nothing(folder: Path) -> None:

@@ -37,22 +37,32 @@ def _own_gpu() -> str | None:
 
 
 def to_its_end(body: Callable[[], T]) -> T:
-    """What `body` returns or raises. An interrupt is raised when `body` has ended: half a start or half a stop leaves a folder."""
+    """What `body` returns or raises. An interrupt is raised when `body` has ended, or before it has begun: half a start or half
+    a stop leaves a folder."""
     return run_apart(body, cancel=lambda: None)
 
 
 def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list[threading.Thread]) -> None:
     caller = threading.current_thread()
+    begun = False
 
     def stop() -> None:
+        nonlocal begun
+        begun = True
         library.lossd_drain(server, drain)
         for each in watch:  # which uses the server
             if each is not caller:
                 each.join()
         library.lossd_stop(server)
 
-    if pid == os.getpid():  # a fork has no server
-        to_its_end(stop)
+    interrupt: BaseException | None = None
+    while pid == os.getpid() and not begun:  # a fork has no server
+        try:
+            to_its_end(stop)
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 class Member:
@@ -134,8 +144,10 @@ class EmbeddedClient(Client):
 
     def close(self) -> None:
         """Closes the client as Client.close does, and then stops the server, whose heads are gone. May be repeated."""
-        super().close()
-        self._server.stop()
+        try:
+            super().close()
+        finally:  # also after an interrupt
+            self._server.stop()
 
 
 def check_client(options: Mapping[str, Any] | None) -> None:
