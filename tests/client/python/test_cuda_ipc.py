@@ -396,8 +396,27 @@ def test_a_server_without_a_gpu(server: ServerProcess) -> None:
         connect(server)
 
 
+def test_the_driver_is_loaded_for_cuda_arrays_alone(gpu_server: ServerProcess) -> None:
+    """A process that has loaded it cannot fork children that use GPUs."""
+    code = f"""
+import numpy as np, lossd
+def say(): print("libcuda" in open("/proc/self/maps").read())
+with lossd.Client({gpu_server.target!r}) as client:
+    client.create_head("host", hidden_size={D}, vocab_size={V})
+    client.compute_loss("host", np.ones((5, {D}), np.float32), np.zeros(5, int), grad_hidden=True)
+    client.delete_head("host")
+    client.transport, client.cuda_transport, client.connections
+    say()
+    client.shares_gpu()
+    say()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, "LD_LIBRARY_PATH": str(Path(os.environ["LOSSD_FAKE_CUDA"]).parent)})
+    assert done.stdout.split() == ["False", "True"], done
+
+
 def test_a_machine_without_a_driver(gpu_server: ServerProcess, tmp_path: Path) -> None:
-    """Rows of the host need none, and nothing loads one for them; all that needs one says what is missing."""
+    """Rows of the host need none; all that needs one says what is missing."""
     (tmp_path / "libcuda.so.1").touch()
     code = f"""
 import numpy as np, lossd
@@ -412,7 +431,6 @@ def say(body):
 with lossd.Client({gpu_server.target!r}) as client:
     client.create_head("host", hidden_size={D}, vocab_size={V})
     client.compute_loss("host", hidden, targets)
-    say(lambda: "libcuda" in open("/proc/self/maps").read())
     say(lambda: client.shares_gpu())
     say(lambda: client.transport[0])
     say(lambda: client.compute_loss("host", Array(), targets))
@@ -422,7 +440,7 @@ say(lambda: lossd.Client({gpu_server.target!r}, transport="cuda_ipc"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
                           env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
     none = f"no CUDA driver: {tmp_path / 'libcuda.so.1'}: file too short"
-    assert done.stdout.splitlines() == ["False", "False", "grpc", f"Unavailable {none}",
+    assert done.stdout.splitlines() == ["False", "grpc", f"Unavailable {none}",
                                         f"Unavailable no shared memory: {none}"], done
 
 
