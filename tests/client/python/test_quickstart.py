@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lossd
-from lossd import _embedded
+from lossd import _native
 from lossd.quickstart.__main__ import main
 from lossd.quickstart.chart import draw
 from lossd.quickstart.model import CONTEXT, Trunk
@@ -36,7 +36,7 @@ def test_too_few_steps_have_learnt_nothing(capsys: pytest.CaptureFixture[str]) -
 
 def test_no_library_of_the_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOSSD_LIBRARY", "/no/such")
-    _embedded._library.cache_clear()
+    _native.library.cache_clear()
     assert main([]) == 2
     told = capsys.readouterr().err
     assert "LOSSD_LIBRARY is /no/such" in told and "pip install" not in told  # on an index the name is anyone's

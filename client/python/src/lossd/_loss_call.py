@@ -288,8 +288,8 @@ class LossCall:
 
     def start(self, timeout: float, ready: Callable[[], None] | None) -> None:
         """`ready` runs on a thread of its own before the computation begins."""
-        arguments = self._arguments
-        assert arguments is not None
+        assert self._arguments is not None
+        arguments: Arguments = self._arguments
         arguments.for_library.timeout = timeout
 
         def begin() -> None:

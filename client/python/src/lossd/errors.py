@@ -150,4 +150,5 @@ def from_native(code: int, message: str, detail: types_pb2.ErrorDetail | None, k
         name = _PLACES.sub("", detail.field)
         message = name + message[len(detail.field):]
         detail.field = name
-    return (kind or _CLASSES.get(code, Internal))(message, detail)
+    made = kind if kind is not None else _CLASSES.get(code, Internal)
+    return made(message, detail)
