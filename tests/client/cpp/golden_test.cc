@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every golden case of tests/client/golden, which the Python client runs too
-// (tests/client/python/test_golden.py): one function for each kind of file, and what they share. A case that
-// is not as it should be fails the current test.
+// Every golden case of tests/client/golden: one function for each kind of file, and what they share. A case
+// that is not as it should be fails the current test.
 #include <gmock/gmock.h>
 #include <google/protobuf/message.h>
 #include <google/protobuf/util/json_util.h>
