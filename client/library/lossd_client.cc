@@ -121,6 +121,35 @@ class CallState {
   lossd_cost cost_ ABSL_GUARDED_BY(mu_) = {};
 };
 
+// A client's places for loss computations. Calls that have one outlive the client.
+class Places {
+ public:
+  // False if all of `most` are taken for so long. True also once the client is closed.
+  bool Take(size_t most, absl::Duration limit) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    const auto free = [&] {
+      mu_.AssertReaderHeld();
+      return taken_ < most || closed_;
+    };
+    if (!clocks::AwaitFor(mu_, absl::Condition(&free), limit)) return false;
+    ++taken_;
+    return true;
+  }
+  void GiveBack() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    --taken_;
+  }
+  void Close() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    closed_ = true;
+  }
+
+ private:
+  absl::Mutex mu_;
+  size_t taken_ ABSL_GUARDED_BY(mu_) = 0;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+};
+
 }  // namespace
 }  // namespace lossd::client
 
@@ -132,6 +161,8 @@ struct lossd_call {
 // A client, and the calls under way on it.
 struct lossd_client {
  public:
+  using Places = lossd::client::Places;
+
   explicit lossd_client(std::unique_ptr<lossd::client::Client> client) : client_(std::move(client)) {}
 
   // The client for the function of a call, which is under way until Leave. Null, and the call has ended, if
@@ -154,21 +185,7 @@ struct lossd_client {
     if (found != under_way_.end()) under_way_.erase(found);
   }
 
-  // Places for loss computations, of which there are `most`. True also once the client is closed.
-  bool TakePlace(size_t most, absl::Duration limit) {
-    absl::MutexLock lock(&mu_);
-    const auto free = [&] {
-      mu_.AssertReaderHeld();
-      return places_taken_ < most || client_ == nullptr;
-    };
-    if (!lossd::clocks::AwaitFor(mu_, absl::Condition(&free), limit)) return false;
-    ++places_taken_;
-    return true;
-  }
-  void GivePlace() {
-    absl::MutexLock lock(&mu_);
-    --places_taken_;
-  }
+  const std::shared_ptr<Places>& places() const { return places_; }
 
   void Close() {
     std::shared_ptr<lossd::client::Client> client;
@@ -178,6 +195,7 @@ struct lossd_client {
       client = std::exchange(client_, nullptr);
       calls = under_way_;
     }
+    places_->Close();
     for (const auto& call : calls) call->Cancel();
     const auto none = [this] {
       mu_.AssertReaderHeld();
@@ -191,7 +209,7 @@ struct lossd_client {
   absl::Mutex mu_;
   std::shared_ptr<lossd::client::Client> client_ ABSL_GUARDED_BY(mu_);
   std::list<std::shared_ptr<lossd::client::CallState>> under_way_ ABSL_GUARDED_BY(mu_);
-  size_t places_taken_ ABSL_GUARDED_BY(mu_) = 0;
+  const std::shared_ptr<Places> places_ = std::make_shared<Places>();
 };
 
 namespace lossd::client {
@@ -673,8 +691,8 @@ void lossd_await_stream(void* stream, const void* address, lossd_call* call) {
 // ---- Loss computations ----
 
 int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, double seconds) {
-  if (!client->TakePlace(most, client::Seconds(seconds))) return 0;
-  call->state->OnEnd([client] { client->GivePlace(); });
+  if (!client->places()->Take(most, client::Seconds(seconds))) return 0;
+  call->state->OnEnd([places = client->places()] { places->GiveBack(); });
   return 1;
 }
 

@@ -309,17 +309,13 @@ class Transport:
 
 def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
     if pid == os.getpid():  # a fork has no client
+        loaded.lossd_client_close(pointer)
+
+
+def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: weakref.finalize[Any, Any]) -> None:
+    closing.detach()
+    if pid == os.getpid():
         loaded.lossd_client_free(pointer)
-
-
-def _with_hint(error: errors.LossdError, options: ConnectionOptions) -> errors.LossdError:
-    """What to do if there is no server."""
-    if isinstance(error, errors.Unavailable) and error.field == "options.target":
-        error.field = "target"
-        error.add("; start lossd, or give the address that its --listen names (LOSSD_SERVER)")
-        if not options.wait_for_server:
-            error.add("; if it is being started, wait_for_server=True waits for it")
-    return error
 
 
 class Connections:
@@ -339,7 +335,9 @@ class Connections:
             assert error is not None
             raise _with_hint(error, options)
         self.pointer: int = pointer
-        self._free = weakref.finalize(self, _close, self._library, pointer, self._pid)
+        # At the end of the process the client is closed and not freed: daemon threads may still call it.
+        closing = weakref.finalize(self, _close, self._library, pointer, self._pid)
+        weakref.finalize(self, _free, self._library, pointer, self._pid, closing).atexit = False
 
     # ---- Whether it can be used ----
 
