@@ -8,6 +8,7 @@ import json
 import math
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def test_bad_input(arguments: dict[str, object], named: str) -> None:
         lossd.torch.balance(**arguments)  # type: ignore[arg-type]
 
 
+def loads(times: list[float], embedding: float, layers: Sequence[int]) -> list[float]:
+    """Of the stages, without the head."""
+    ends = list(itertools.accumulate(layers))
+    return [math.fsum(times[end - count:end]) + (0.0 if index else embedding)
+            for index, (end, count) in enumerate(zip(ends, layers))]
+
+
 def planned(lossctl: Path, arguments: list[str]) -> list[dict[str, Any]]:
     done = subprocess.run([str(lossctl), "--json", "plan", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -79,7 +87,8 @@ def planned(lossctl: Path, arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def test_lossctl_plan_divides_in_the_same_way(rng: np.random.Generator) -> None:
-    """Not about the same: the same layers and the same shares, of times with all their digits."""
+    """Not about the same: the same layers and the same shares, of times with all their digits. Where several divisions are
+    equally even, either may come first by a rounding."""
     lossctl = Path(os.environ["LOSSD_BINARY"]).with_name("lossctl")
     for case in range(40):
         stages = int(rng.integers(1, 9))
@@ -97,4 +106,9 @@ def test_lossctl_plan_divides_in_the_same_way(rng: np.random.Generator) -> None:
         for each in colocated:
             got = lossd.torch.balance(times, each["head_seconds"], stages, stage_seconds=[embedding] + [0.0] * (stages - 1),
                                       least_share=each["least_share"])
-            assert (list(got.layers), list(got.shares)) == (each["layers"], each["shares"]), (case, times, each)
+            if list(got.layers) == each["layers"]:
+                assert list(got.shares) == each["shares"], (case, times, each)
+            else:
+                ours, theirs = (sorted(loads(times, embedding, layers)) for layers in (got.layers, each["layers"]))
+                assert ours == pytest.approx(theirs, rel=1e-12), (case, times, each)
+                assert sorted(got.shares) == sorted(each["shares"]), (case, times, each)
