@@ -313,7 +313,7 @@ def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
 
 
 def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: weakref.finalize[Any, Any]) -> None:
-    closing.detach()
+    closing()  # once: it does not come later
     if pid == os.getpid():
         loaded.lossd_client_free(pointer)
 
