@@ -318,6 +318,16 @@ def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: weakref.finalize
         loaded.lossd_client_free(pointer)
 
 
+def _with_hint(error: errors.LossdError, options: ConnectionOptions) -> errors.LossdError:
+    """What to do if there is no server."""
+    if isinstance(error, errors.Unavailable) and error.field == "options.target":
+        error.field = "target"
+        error.add("; start lossd, or give the address that its --listen names (LOSSD_SERVER)")
+        if not options.wait_for_server:
+            error.add("; if it is being started, wait_for_server=True waits for it")
+    return error
+
+
 class Connections:
     """A client of the library (lossd_client). Thread-safe."""
 
