@@ -7,6 +7,8 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -397,3 +399,52 @@ def test_a_forgotten_rank_is_named(client, make_head, sequences):
     heads[0](hidden.clone().requires_grad_(), targets)
     with pytest.raises(lossd.FailedPrecondition, match="Several trainers|several trainers.*rank= and world_size="):
         heads[1](hidden.flip(0).clone().requires_grad_(), targets.flip(0))
+
+
+# Two stacks of gRPC, protobuf and Abseil in one process: those of liblossd.so, and those of the others.
+_TWO_STACKS = """
+import sys, threading
+import numpy as np
+target, name, order = sys.argv[1:4]
+
+def ours():
+    import lossd
+    client = lossd.Client(target)
+    client.describe_head(name)
+    return client
+
+def theirs():
+    import grpc
+    from lossd.v1 import server_pb2
+    try:
+        import pyarrow  # with all three in its wheel
+    except ImportError:
+        pass
+    call = grpc.insecure_channel(target).unary_unary(
+        "/lossd.v1.ServerService/GetServer", server_pb2.GetServerRequest.SerializeToString, server_pb2.ServerDescription.FromString)
+    assert call(server_pb2.GetServerRequest(), timeout=60).incarnation
+    return call, server_pb2.GetServerRequest()
+
+if order == "ours first":
+    client = ours()
+    call, request = theirs()
+else:
+    call, request = theirs()
+    client = ours()
+hidden, targets = np.ones((400, 16), np.float32), np.zeros(400, int)
+thread = threading.Thread(target=lambda: [call(request, timeout=60) for _ in range(200)])
+thread.start()
+for _ in range(50):
+    assert client.compute_loss(name, hidden, targets, grad_hidden=True).valid_rows == 400
+thread.join()
+client.close()
+print("both work")
+"""
+
+
+@pytest.mark.parametrize("order", ["ours first", "theirs first"])
+def test_beside_other_libraries_with_grpc_of_their_own(client, make_head, order):
+    name = make_head(hidden_size=16, vocab_size=40)
+    done = subprocess.run([sys.executable, "-c", _TWO_STACKS, client.target, name, order], capture_output=True, text=True,
+                          timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout == "both work\n", done.stderr
