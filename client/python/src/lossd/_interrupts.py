@@ -2,8 +2,9 @@
 """Waits that a signal handler may end with an exception, as Ctrl-C does with KeyboardInterrupt.
 
 Python runs handlers on the main thread, after any call of a function there. Code in Python that takes a lock, such as that
-of gRPC, Condition, Semaphore and Future, loses it if the exception comes just after: other threads wait for it for ever. So
-the main thread takes only locks of `with threading.Lock()`, and runs such code on another thread (run_apart).
+of Condition, Semaphore and Future, loses it if the exception comes just after: other threads wait for it for ever. So the main
+thread takes only locks of `with threading.Lock()`, and runs such code on another thread (run_apart). So it does with functions
+of the library that take long: no handler runs while the main thread is in one.
 """
 
 from __future__ import annotations
@@ -53,10 +54,6 @@ class Outcome(Generic[T]):
             if self._gate.acquire(timeout=min(left, SIGNAL_SECONDS)):
                 self._gate.release()
         return True
-
-    def failed(self) -> bool:
-        """Whether `body` raised; only when it is done."""
-        return self._error is not None
 
     def result(self) -> T:
         """What `body` returned, or raises what it raised; only when it is done."""
