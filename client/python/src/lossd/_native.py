@@ -312,7 +312,7 @@ def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
         loaded.lossd_client_close(pointer)
 
 
-def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: weakref.finalize[Any, Any]) -> None:
+def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: Callable[[], Any]) -> None:
     closing()  # once: it does not come later
     if pid == os.getpid():
         loaded.lossd_client_free(pointer)

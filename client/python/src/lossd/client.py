@@ -403,12 +403,13 @@ class Client(EmbeddingCalls):
         if not call.enter(self._max_pending, seconds):
             raise errors.DeadlineExceeded(
                 f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
-        with self._lock:
-            self._pending.add(call)
         try:
+            with self._lock:
+                self._pending.add(call)
             call.start(max(clock.left() or 0.0, 1e-3), ready)
         except BaseException:  # an interrupt
             call.cancel()
+            call.await_end()  # the memory is free then
             raise
         return call
 
