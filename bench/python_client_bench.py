@@ -6,7 +6,7 @@
 Every microbatch asks for dL/dx and accumulates dL/dW, which is discarded at the end. The head is made for the purpose
 and deleted afterwards. With --cuda hidden states and gradients are CUDA tensors that lossd.Client is given as they are; with
 --torch they pass through lossd.torch.LossHead: copies to and from the device are in the time. --data=real needs a GPU; its
-weight and rows are those of peers.py.
+weight and rows are those of peers.py. The client's library is the one beside lossctl, unless LOSSD_LIBRARY says otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,8 @@ def through_lossctl(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.lossctl and (beside := Path(arguments.lossctl).resolve().with_name("liblossd.so")).is_file():
+        os.environ.setdefault("LOSSD_LIBRARY", str(beside))
     with lossd.Client(arguments.server, channels=arguments.channels, transport=arguments.transport,
                       shared_memory_bytes=arguments.shared_memory_bytes) as client:
         client.create_head(HEAD, hidden_size=arguments.hidden_size, vocab_size=arguments.vocab_size,
