@@ -178,21 +178,23 @@ class TimedClient(lossd.Client):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.seconds: list[float] = []
         self.calls_of_gpu = self.calls_of_host = 0  # computations whose rows the client got in memory of a GPU, of the host
-        self.rows_are_there: Callable[[], None] = lambda: None  # of the next computation: blocks until they are
+        self.rows_are_there: Callable[[], None] | None = None  # of the next computation: blocks until they are; None: they are
         self._watchers = ThreadPoolExecutor(_UNDER_WAY)
         super().__init__(*arguments, **options)
 
     def compute_loss_async(self, head: str, hidden: Any, *arguments: Any, **options: Any) -> lossd.PendingLoss:
         on_gpu = hasattr(hidden, "is_cuda") and hidden.is_cuda
         self.calls_of_gpu, self.calls_of_host = self.calls_of_gpu + on_gpu, self.calls_of_host + (not on_gpu)
-        rows_are_there, self.rows_are_there = self.rows_are_there, lambda: None
+        rows_are_there, self.rows_are_there = self.rows_are_there, None
+        begin = time.perf_counter()
         pending = super().compute_loss_async(head, hidden, *arguments, **options)
-        self._watchers.submit(self._watch, rows_are_there, pending)
+        self._watchers.submit(self._watch, begin, rows_are_there, pending)
         return pending
 
-    def _watch(self, rows_are_there: Callable[[], None], pending: lossd.PendingLoss) -> None:
-        rows_are_there()
-        begin = time.perf_counter()
+    def _watch(self, begin: float, rows_are_there: Callable[[], None] | None, pending: lossd.PendingLoss) -> None:
+        if rows_are_there is not None:
+            rows_are_there()
+            begin = time.perf_counter()
         pending.wait()
         self.seconds.append(time.perf_counter() - begin)
 
