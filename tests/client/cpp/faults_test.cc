@@ -796,14 +796,15 @@ TEST_F(FaultsTest, ACancelledCallDoesNotWaitForItsRepeat) {
                        .channels = 1,
                        .retry = {.initial_backoff = absl::Minutes(5), .max_backoff = absl::Minutes(5)}});
   ASSERT_TRUE(patient.ok()) << patient.status();
-  absl::Notification asked;
-  server_.SetFaults({.on_describe = [&] {
-    if (!asked.HasBeenNotified()) asked.Notify();
+  const auto asked =
+      std::make_shared<absl::Notification>();  // the server's threads go on behind the test's end
+  server_.SetFaults({.on_describe = [asked] {
+    if (!asked->HasBeenNotified()) asked->Notify();
     return Fault{.code = grpc::StatusCode::UNAVAILABLE};
   }});
   internal::Cancellation cancellation;
   std::thread other([&] {
-    asked.WaitForNotification();
+    asked->WaitForNotification();
     absl::SleepFor(absl::Milliseconds(50));  // so that most of the time it waits for the repeat
     cancellation.Cancel();
   });
@@ -813,15 +814,15 @@ TEST_F(FaultsTest, ACancelledCallDoesNotWaitForItsRepeat) {
 }
 
 TEST_F(FaultsTest, ACallThatIsUnderWayIsCancelled) {
-  absl::Notification asked, go_on;
-  server_.SetFaults({.on_describe = [&] {
-    if (!asked.HasBeenNotified()) asked.Notify();
-    go_on.WaitForNotification();
+  const auto asked = std::make_shared<absl::Notification>(), go_on = std::make_shared<absl::Notification>();
+  server_.SetFaults({.on_describe = [asked, go_on] {
+    if (!asked->HasBeenNotified()) asked->Notify();
+    go_on->WaitForNotification();
     return Fault();
   }});
   internal::Cancellation cancellation;
   std::thread other([&] {
-    asked.WaitForNotification();
+    asked->WaitForNotification();
     cancellation.Cancel();
   });
   {
@@ -829,7 +830,7 @@ TEST_F(FaultsTest, ACallThatIsUnderWayIsCancelled) {
     EXPECT_TRUE(absl::IsCancelled(client_->DescribeHead("head", absl::Hours(1)).status()));
   }
   other.join();
-  go_on.Notify();
+  go_on->Notify();
 }
 
 // Each computation has a stream, and few have more.

@@ -22,6 +22,7 @@
 namespace lossd::admin::head_operations_test {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -126,20 +127,20 @@ TEST_F(HeadHistoryTest, ACallForAnotherStepIsToldWhoTrainsOrWhatWasLoaded) {
   };
   EXPECT_THAT(message(9, "host:18", server_), HasSubstr("step is not the open step, which is 2, got 9; "));
   EXPECT_THAT(message(9, "host:18", server_),
-              HasSubstr("a program that names no run applied step 1 0 seconds ago"));
+              ContainsRegex("a program that names no run applied step 1 [0-9]+ seconds? ago"));
   request.set_step(2);
   ASSERT_TRUE(server_.Accumulate("head", 2).ok());
   ASSERT_TRUE(server_.operations().ApplyStep(request).ok());
-  EXPECT_THAT(message(1, "host:18", server_),
-              HasSubstr("another program trains this head: run host:17 applied step 2 0 seconds ago"));
+  EXPECT_THAT(
+      message(1, "host:18", server_),
+      ContainsRegex("another program trains this head: run host:17 applied step 2 [0-9]+ seconds? ago"));
   EXPECT_THAT(message(1, "host:17", server_), HasSubstr("this run, host:17, applied step 2"));
   Instance restored(directory_, 8, &disk_, 1 << 20);
   ASSERT_TRUE(restored.Load("head/one", "").ok());
-  EXPECT_THAT(
-      message(3, "host:17", restored),
-      HasSubstr(
-          "this head came back from a checkpoint: the server loaded head/one of step 1, saved 0 seconds "
-          "ago, trained by run host:17"));
+  EXPECT_THAT(message(3, "host:17", restored),
+              ContainsRegex("this head came back from a checkpoint: the server loaded head/one of step 1, "
+                            "saved [0-9]+ seconds? "
+                            "ago, trained by run host:17"));
   EXPECT_THAT(message(3, "host:17", restored), Not(HasSubstr("another program")));
 }
 
@@ -345,7 +346,8 @@ TEST_F(ResetsTest, AResetHeadIsAHeadThatWasJustCreated) {
   // Nothing is known of a step before.
   const auto repeat = server_.Apply("head", 2);
   EXPECT_TRUE(absl::IsFailedPrecondition(repeat.status())) << repeat.status();
-  EXPECT_THAT(std::string(repeat.status().message()), HasSubstr("the head was reset 0 seconds ago"));
+  EXPECT_THAT(std::string(repeat.status().message()),
+              ContainsRegex("the head was reset [0-9]+ seconds? ago"));
   server_.Train("head", 0, 1);
   EXPECT_EQ(server_.Read("head"), once);
 }
