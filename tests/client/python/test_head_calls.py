@@ -555,6 +555,25 @@ def test_rows_that_meet_another_head_which_has_gone_when_it_is_asked_for(server,
             client.add_gradient(name, param, values, step=0, id=1)
 
 
+@pytest.mark.parametrize("call", ["read_tensor", "write_tensor", "add_gradient"])
+def test_a_timeout_that_is_used_up_is_not_the_default_one(client, make_head, monkeypatch, call):
+    """The description of the head has taken all of it."""
+    name = make_head(hidden_size=D, vocab_size=V)
+    describe = client._describe
+
+    def slow(head: str, timeout: float | None = None) -> Any:
+        found = describe(head)
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(client, "_describe", slow)
+    values = np.ones((V, D), np.float32)
+    arguments = {"read_tensor": ({}, ()), "write_tensor": ({}, ("weight", values)),
+                 "add_gradient": ({"step": 0, "id": 1}, ("weight", values))}[call]
+    with pytest.raises(lossd.DeadlineExceeded):
+        getattr(client, call)(name, *arguments[1], **arguments[0], timeout=0.1)
+
+
 def test_a_head_has_a_number_of_its_own(client, make_head):
     """It stays with steps, resets and writes; a head that is made again has another one."""
     name, other = make_head(hidden_size=D, vocab_size=V), make_head(hidden_size=D, vocab_size=V)

@@ -278,7 +278,7 @@ class HeadCalls:
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
         with self._of_one_head(before, param, clock):
-            self._transfer("ReadTensor", request, head_pb2.ReadTensorRequest, clock.left(), _arrays.bytes_of(out), shape[0])
+            self._transfer("ReadTensor", request, head_pb2.ReadTensorRequest, clock.rest(), _arrays.bytes_of(out), shape[0])
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
@@ -292,7 +292,7 @@ class HeadCalls:
         open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
                                     dtype=types.DTYPES[kind], rows=range_)
         with self._of_one_head(before, param, clock):
-            written = self._transfer("WriteTensor", open_, head_pb2.WriteTensorResponse, clock.left(), _arrays.bytes_of(data))
+            written = self._transfer("WriteTensor", open_, head_pb2.WriteTensorResponse, clock.rest(), _arrays.bytes_of(data))
         return read(HeadState, written.state)
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
@@ -310,7 +310,7 @@ class HeadCalls:
         open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number, dtype=types.DTYPES[kind],
                                       scale=scale, contribution_rows=range_)
         with self._of_one_head(before, param, clock):
-            answer = self._transfer("AddGradient", open_, head_pb2.AddGradientResponse, clock.left(), _arrays.bytes_of(data))
+            answer = self._transfer("AddGradient", open_, head_pb2.AddGradientResponse, clock.rest(), _arrays.bytes_of(data))
         return read(AddedGradient, answer)
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
@@ -417,7 +417,7 @@ class HeadCalls:
     def _range_of(self, head: str, param: Param, rows: tuple[int, int] | None,
                   clock: Clock) -> tuple[head_pb2.HeadDescription, int, int, tuple[int, ...]]:
         """The head, first row, end, and the tensor's shape; `rows` None: all. InvalidArgument if the tensor has no such rows."""
-        description = self._describe(head, clock.left())
+        description = self._describe(head, clock.rest())
         shape = _tensor_shape(description.spec, types.PARAMS[param])
         begin, end = rows or (0, shape[0])
         if not 0 <= begin <= end <= shape[0]:
@@ -442,7 +442,7 @@ class HeadCalls:
             if isinstance(error, (errors.Restarted, errors.StepDiscarded)):
                 raise
             head, number = before.spec.name, types.PARAMS[param]
-            description = self._describe(head, clock.left())
+            description = self._describe(head, clock.rest())
             has, had = (_tensor_shape(each.spec, number) for each in (description, before))
             again = f'head "{head}" was made again during the call'
             if has != had:

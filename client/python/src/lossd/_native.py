@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from google.protobuf.message import Message
 
 from lossd import errors
@@ -450,6 +451,13 @@ class Clock:
     def left(self) -> float | None:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
+    def rest(self) -> float | None:
+        """The timeout of a further call. DeadlineExceeded if there is no time left: 0 would mean that call's default."""
+        left = self.left()
+        if left == 0.0:
+            raise errors.DeadlineExceeded("the timeout passed between the requests of this call")
+        return left
+
 
 def _slice() -> float:
     """How long a wait of this thread in the library may be: signals are noticed between two."""
@@ -491,6 +499,5 @@ def address_of(memory: memoryview | None) -> tuple[int | None, int]:
     """Where the bytes are, and how many."""
     if memory is None or memory.nbytes == 0:
         return None, 0
-    import numpy as np  # which takes the address of memory that is not writeable, too
-
+    # NumPy takes the address of memory that is not writeable, too.
     return int(np.frombuffer(memory, np.uint8).ctypes.data), memory.nbytes
