@@ -270,7 +270,8 @@ struct ComputeOptions {
   bool retain = false;
 
   // How rows travel.
-  // Concurrent streams; fewer if rows are few. 0: one per connection; in shared memory one for each 8 MiB of
+  // Concurrent streams; fewer if rows are few, or if other computations of the client have the 64 that there
+  // are beyond one for each. 0: one per connection; in shared memory one for each 8 MiB of
   // rows, up to four and to half of the machine's cores, unless the server is deterministic.
   int streams = 0;
   // Bytes of hidden states that are sent at once, at most; the server's limits bound it too. Nullopt: 1 MiB

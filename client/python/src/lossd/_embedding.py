@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from lossd import _arrays, _loss_call, errors, types
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import Arguments, Call, LossCall, PendingLoss, PendingRows
+from lossd._loss_call import Arguments, Common, LossCall, PendingLoss, PendingRows
 from lossd.types import DType, EmbedResult, LossResult
 from lossd.v1 import types_pb2
 
@@ -57,7 +57,7 @@ class EmbeddingCalls(HeadCalls):
         array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
         assert place is not None
         call = self._launch(_loss_call.embedding(
-            Call(head, step, 0, False, len(numbers), hidden_size, streams), ids=numbers, padding_idx=None,
+            Common(head, step, 0, False, len(numbers), hidden_size, streams), ids=numbers, padding_idx=None,
             dtype=types.DTYPES[dtype], gradients=None, scale=1.0, place=place), timeout, ready)
         return PendingRows(call, lambda result: EmbedResult(
             array, result.step, result.incarnation, result.weights_version, result.wall_seconds, result.received_bytes,
@@ -102,7 +102,7 @@ class EmbeddingCalls(HeadCalls):
         if len(numbers) != shape[0]:
             raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {shape[0]} rows of gradients")
         call = self._launch(_loss_call.embedding(
-            Call(head, step, id, True, len(numbers), shape[1], streams), ids=numbers, padding_idx=_padding(padding_idx),
+            Common(head, step, id, True, len(numbers), shape[1], streams), ids=numbers, padding_idx=_padding(padding_idx),
             dtype=types.DTYPES[kind], gradients=data, scale=scale, place=None), timeout, ready)
         return PendingLoss(call, lambda result: result)
 

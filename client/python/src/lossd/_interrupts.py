@@ -3,8 +3,8 @@
 
 Python runs handlers on the main thread, after any call of a function there. Code in Python that takes a lock, such as that
 of Condition, Semaphore and Future, loses it if the exception comes just after: other threads wait for it for ever. So the main
-thread takes only locks of `with threading.Lock()`, and runs such code on another thread (run_apart). So it does with functions
-of the library that take long: no handler runs while the main thread is in one.
+thread takes only locks of `with threading.Lock()`, and runs such code on another thread (run_apart). It also runs functions of
+the library there that take long, because no handler runs while the main thread is in one.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import _thread
-import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -76,8 +75,8 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Call:
-    """What loss, backward and embedding have in common."""
+class Common:
+    """What the arguments of loss, backward and embedding have in common."""
 
     head: str
     step: int | None
@@ -126,7 +125,7 @@ def _of_rows(arguments: LossArguments | BackwardArguments, memory: Sequence[RowM
     return others
 
 
-def forward(call: Call, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.DType, targets: NDArray[np.int32],
+def forward(call: Common, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.DType, targets: NDArray[np.int32],
             row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale, reduction: loss_pb2.Reduction,
             retain: bool, outputs: Outputs, numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
             teacher: RowMemory | None = None, teacher_hidden_size: int = 0, classes: NDArray[np.int32] | None = None,
@@ -188,7 +187,7 @@ def forward(call: Call, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.
     return Arguments(arguments, memory, call.head, streams=streams)
 
 
-def _check_depths(call: Call, scale: Scale, options: LossOptions, depths: Sequence[Depth]) -> None:
+def _check_depths(call: Common, scale: Scale, options: LossOptions, depths: Sequence[Depth]) -> None:
     if not depths:
         return
     if len(depths) > MOST_DEPTHS:
@@ -197,7 +196,7 @@ def _check_depths(call: Call, scale: Scale, options: LossOptions, depths: Sequen
         raise errors.InvalidArgument("reduction is 'none'; with depths it must be 'sum' or 'mean'")
     if scale.normalizer is not None:
         raise errors.InvalidArgument(f"normalizer is {scale.normalizer}; depths have normalizers of their own")
-    rows = list(itertools.accumulate(depth.rows for depth in depths))[-1]
+    rows = sum(depth.rows for depth in depths)
     if rows != call.rows:
         raise errors.InvalidArgument(f"depths have {rows} rows; targets has {call.rows}")
     for index, depth in enumerate(depths):
@@ -219,7 +218,7 @@ def _check_objective(options: LossOptions, scale: Scale, numbers: Mapping[str, A
         raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
 
 
-def backward(call: Call, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
+def backward(call: Common, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
              grad_entropy: NDArray[np.float32] | None, grad_hidden: Sequence[RowMemory]) -> Arguments:
     """Of gradients of rows that the server retained."""
     if call.rows == 0:
@@ -237,7 +236,7 @@ def backward(call: Call, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np
     return Arguments(arguments, (packed, grad_loss, grad_lse, grad_entropy, grad_hidden), call.head, streams=streams)
 
 
-def embedding(call: Call, *, ids: NDArray[np.int32], padding_idx: int | None, dtype: types_pb2.DType,
+def embedding(call: Common, *, ids: NDArray[np.int32], padding_idx: int | None, dtype: types_pb2.DType,
               gradients: RowMemory | None, scale: float, place: RowMemory | None) -> Arguments:
     """Of rows of the weight, one for each id, which go to `place`; or of their `gradients`, which join that of the weight, times
     `scale`: those of ids that are `padding_idx` are left out."""

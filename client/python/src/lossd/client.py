@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from lossd import _arrays, _contexts, _loss_call, _native, _run, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._interrupts import run_apart
-from lossd._loss_call import Arguments, Call, LossCall, Outputs, PendingLoss, Scale
+from lossd._loss_call import Arguments, Common, LossCall, Outputs, PendingLoss, Scale
 from lossd._native import Connections
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
@@ -69,8 +69,8 @@ class Client(EmbeddingCalls):
           cert, key: paths of the client's own certificate and of its key. None: LOSSD_CERT and LOSSD_KEY; "": none.
           token: for servers that know clients by tokens. None: LOSSD_TOKEN; "": none. Sent only over TLS, or to a
             loopback address.
-          channels: connections to the server, in [1, 64]; a loss computation spreads its rows over those that no other
-            one uses. None: one, and as many as 8 while each further one makes rows that travel in messages go faster.
+          channels: connections to the server, in [1, 64]; a loss computation spreads its rows over them.
+            None: one, and as many as 8 while each further one makes rows that travel in messages go faster.
           connect_timeout: for a server that is there, to answer on all connections.
           wait_for_server: wait for one that is not there yet, too: for all of `connect_timeout`.
           max_message_bytes: of one message, sent or received.
@@ -248,8 +248,9 @@ class Client(EmbeddingCalls):
             [N, K]. K is at most 256; a class may come more than once.
           top_k: how many of the most probable classes are wanted (LossResult.top_classes, top_logprobs): at most 128, and
             at most V. Of equal logits the smaller class comes first.
-          streams: concurrent streams. None: one for each connection that is idle, at least one.
-          slice_bytes: of hidden states that are sent at once, at most. None: 2 MiB in messages, 4 MiB in shared memory, and
+          streams: concurrent streams, fewer if rows are few; beyond one for each computation a client has 64 together. None: one
+            for each connection, and in shared memory one for each 8 MiB of rows, up to four and to half of the machine's cores.
+          slice_bytes: of hidden states that are sent at once, at most. None: 1 MiB in messages, 4 MiB in shared memory, and
             in memory of the GPU as much as a quarter of it holds.
           ready: blocks until `hidden` may be read and `grad_hidden` be written; runs on a thread of the client.
           teacher_hidden: [N, D of the teacher], with options.distillation: the rows' hidden states of the teacher, of the
@@ -275,13 +276,13 @@ class Client(EmbeddingCalls):
             gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data[0])
             places = [] if place is None else [place]
         teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0], data)
-        outputs = Outputs(places, _arrays.row_arrays(rows, len(labels)), {})
+        wanted = _arrays.row_arrays(rows, len(labels))
         named = _arrays.as_classes(classes, len(labels))
-        outputs = replace(outputs, classes=_arrays.class_arrays(named, top_k, len(labels)))
+        outputs = Outputs(places, wanted, _arrays.class_arrays(named, top_k, len(labels)))
         given = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         floats = {name: _arrays.as_floats(name, values) for name, values in given.items()}
         arguments = _loss_call.forward(
-            Call(head, step, id, accumulate, len(labels), shape[1], streams, slice_bytes), hidden=data,
+            Common(head, step, id, accumulate, len(labels), shape[1], streams, slice_bytes), hidden=data,
             hidden_dtype=types.DTYPES[kind], targets=labels, row_weights=_arrays.as_floats("row_weights", row_weights),
             options=options, scale=Scale(reduction, normalizer, grad_output),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain, outputs=outputs,
@@ -352,7 +353,7 @@ class Client(EmbeddingCalls):
         types.enum_value("dtype", types.DTYPES, dtype)
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
         arguments = _loss_call.backward(
-            Call(head, step, id, accumulate, len(upstream), hidden_size, streams), hidden_dtype=types.DTYPES[dtype],
+            Common(head, step, id, accumulate, len(upstream), hidden_size, streams), hidden_dtype=types.DTYPES[dtype],
             grad_loss=upstream, grad_lse=_arrays.as_floats("grad_lse", grad_lse),
             grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy), grad_hidden=[] if place is None else [place])
         return self._start(arguments, Outputs(), (gradient, []), timeout, None)
