@@ -569,11 +569,14 @@ double SecondsToDeclare(int64_t rows) {
   return ThreadSeconds() - start;
 }
 
-// Single rows, each a declaration of its own: eight times as many take about eight times the time, not 64.
+// Single rows, each a declaration of its own: eight times as many take about eight times the time, not 64. The least of several times is
+// compared, as a busy machine makes some of them longer.
 TEST(LedgerCostTest, DoesNotGrowWithTheRowsThatAreThere) {
-  SecondsToDeclare(1000);  // warm
-  const double few = SecondsToDeclare(5'000);
-  const double many = SecondsToDeclare(40'000);
+  double few = std::numeric_limits<double>::infinity(), many = few;
+  for (int round = 0; round < 8 && (round < 2 || many >= 30.0 * few); ++round) {
+    few = std::min(few, SecondsToDeclare(5'000));
+    many = std::min(many, SecondsToDeclare(40'000));
+  }
   EXPECT_LT(many / few, 30.0) << few << " s, " << many << " s";
 }
 
