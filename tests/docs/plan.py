@@ -213,8 +213,6 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/operations\.md", r"kubectl create secret .*",
      Known("needs a cluster; manifests_test compares the files with those that the pods and the ServiceMonitor ask for")),
     (r"docs/mps\.md", r"lossctl server", Run()),
-    (r"docs/mps\.md", r"bench/gpu_timeline\.py .*",
-     Known("needs traces of a GPU; bench_gpu_timeline_test runs the parts")),
     (r"docs/mps\.md", r"(?s)(export|mkdir|echo|nvidia-cuda-mps-control) ?.*", GPU),
     (r"docs/plan\.md", r"(?s).*", RunBy("docs_plan_test")),
     (r"docs/training/colocated\.md", r"lossctl plan .*", Run(says=r"colocated, exact .* --shares [0-9,]+\n")),
