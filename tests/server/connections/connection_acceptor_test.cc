@@ -318,7 +318,7 @@ TEST(CloserTest, ClosesWhatOthersWouldWaitFor) {
   const int descriptor = socket.near.get();
   const absl::Time begin = absl::Now();
   CloseElsewhere(std::move(socket.near));
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(2));
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
   EXPECT_TRUE(BecomesClosed(descriptor));
 }
 

@@ -127,7 +127,7 @@ TEST_F(HttpServerTest, GarbageDoesNoHarm) {
 TEST_F(HttpServerTest, StopsAtOnce) {
   const absl::Time begin = absl::Now();
   server_.reset();
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(1));
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(10));
 }
 
 TEST_F(HttpServerTest, AddressesItCannotUse) {
