@@ -2,7 +2,9 @@
 #include "client/library/lossd_client.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <list>
 #include <memory>
 #include <optional>
@@ -18,6 +20,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/contexts/contexts.h"
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/cuda_driver.h"
@@ -217,6 +220,43 @@ namespace {
 
 absl::Duration Seconds(double seconds) {
   return seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
+}
+
+// ---- Options ----
+
+// What is no number is refused as a timeout that has passed.
+absl::Duration Timeout(double seconds) {
+  return std::isnan(seconds) ? -absl::InfiniteDuration() : absl::Seconds(seconds);
+}
+
+// Texts one behind the other, each with its NUL.
+std::string Joined(std::initializer_list<std::string> texts) {
+  std::string joined;
+  for (const std::string& text : texts) joined.append(text.c_str(), text.size() + 1);
+  return joined;
+}
+
+std::optional<std::string> IfSaid(const char* text) {
+  return text == nullptr ? std::nullopt : std::make_optional<std::string>(text);
+}
+
+absl::StatusOr<std::string> Completed(const lossd_client_options& options, const char* context) {
+  LOSSD_TRY(const contexts::ChosenServer chosen,
+            contexts::ChooseServer({.server = IfSaid(options.target),
+                                    .context = IfSaid(context),
+                                    .ca = IfSaid(options.ca),
+                                    .cert = IfSaid(options.cert),
+                                    .key = IfSaid(options.key),
+                                    .token = IfSaid(options.token)},
+                                   contexts::CurrentContext::kIsIgnored));
+  std::optional<std::string> run = IfSaid(options.run);
+  if (!run.has_value()) {
+    run = RunFromEnvironment();
+    LOSSD_RETURN_IF_ERROR(internal::CheckRunName(*run, "LOSSD_RUN"));
+  }
+  const CredentialOptions& credentials = chosen.credentials;
+  return Joined({chosen.server, credentials.ca, credentials.cert, credentials.key, credentials.token,
+                 IfSaid(options.transport).value_or(TransportFromEnvironment()), *run});
 }
 
 // ---- Requests ----
@@ -553,6 +593,15 @@ void lossd_call_free(lossd_call* call) {
 
 // ---- Clients ----
 
+void lossd_client_complete(const lossd_client_options* options, const char* context, lossd_call* call) {
+  absl::StatusOr<std::string> completed = client::Completed(*options, context);
+  if (completed.ok()) {
+    call->state->End(absl::OkStatus(), *std::move(completed));
+  } else {
+    call->state->End(completed.status());
+  }
+}
+
 lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call) {
   if (!call->state->Begin()) return nullptr;
   const client::internal::CancellableCalls cancellable(&call->state->cancellation());
@@ -562,19 +611,19 @@ lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_ca
   client::ClientOptions wanted;
   wanted.target = options->target;
   wanted.credentials = *credentials;
-  if (options->channels != 0) wanted.channels = options->channels;
-  wanted.connect_timeout = absl::Seconds(options->connect_timeout);
+  if (options->has_channels != 0) wanted.channels = options->channels;
+  wanted.connect_timeout = client::Timeout(options->connect_timeout);
   wanted.wait_for_server = options->wait_for_server != 0;
   wanted.max_message_bytes = options->max_message_bytes;
-  wanted.call_timeout = absl::Seconds(options->call_timeout);
-  wanted.transfer_timeout = absl::Seconds(options->transfer_timeout);
-  wanted.loss_timeout = absl::Seconds(options->loss_timeout);
-  wanted.dead_peer_timeout = absl::Seconds(options->dead_peer_timeout);
+  wanted.call_timeout = client::Timeout(options->call_timeout);
+  wanted.transfer_timeout = client::Timeout(options->transfer_timeout);
+  wanted.loss_timeout = client::Timeout(options->loss_timeout);
+  wanted.dead_peer_timeout = client::Timeout(options->dead_peer_timeout);
   wanted.retry = {.max_attempts = options->max_attempts,
-                  .initial_backoff = absl::Seconds(options->initial_backoff),
-                  .max_backoff = absl::Seconds(options->max_backoff)};
+                  .initial_backoff = client::Timeout(options->initial_backoff),
+                  .max_backoff = client::Timeout(options->max_backoff)};
   wanted.transport = options->transport;
-  if (options->shared_memory_bytes != 0) wanted.shared_memory_bytes = options->shared_memory_bytes;
+  if (options->has_shared_memory_bytes != 0) wanted.shared_memory_bytes = options->shared_memory_bytes;
   wanted.run = options->run;
   wanted.expected_incarnation = options->expected_incarnation;
   if (options->gpu >= 0) wanted.gpu = options->gpu;
@@ -620,12 +669,9 @@ void lossd_client_describe(lossd_client* client, lossd_call* call) {
   const std::shared_ptr<client::Client> open = client->Enter(call->state);
   if (open == nullptr) return;
   const client::TransportChoice made = open->transport();
-  std::string answer;
-  for (const std::string& text : {made.transport, made.reason, absl::StrCat(made.connections.connections),
-                                  made.connections.reason, made.device.transport, made.device.reason}) {
-    answer.append(text.c_str(), text.size() + 1);
-  }
-  call->state->End(absl::OkStatus(), std::move(answer));
+  call->state->End(absl::OkStatus(),
+                   client::Joined({made.transport, made.reason, absl::StrCat(made.connections.connections),
+                                   made.connections.reason, made.device.transport, made.device.reason}));
   client->Leave(call->state);
 }
 

@@ -66,7 +66,7 @@ typedef struct lossd_client_options {
   const char* run;
   uint64_t expected_incarnation;
   int64_t max_message_bytes;
-  int64_t shared_memory_bytes; /* 0: as calls need it */
+  int64_t shared_memory_bytes; /* only if has_shared_memory_bytes */
   double connect_timeout;
   double call_timeout;
   double transfer_timeout;
@@ -75,10 +75,18 @@ typedef struct lossd_client_options {
   double initial_backoff;
   double max_backoff;
   int32_t max_attempts;
-  int32_t channels; /* 0: as many as help */
+  int32_t channels; /* only if has_channels */
+  int32_t has_channels;
+  int32_t has_shared_memory_bytes;
   int32_t wait_for_server;
   int32_t gpu; /* negative: none is named */
 } lossd_client_options;
+
+/* What the environment and named servers (client/contexts/contexts.h) say of the texts of `options` that are
+ * NULL; the rest of `options` does not matter. `context`: the name of a server; NULL: LOSSD_CONTEXT may name
+ * one, where `options` and LOSSD_SERVER name no target. The answer has the seven texts in the order of the
+ * struct, each with its NUL. */
+void lossd_client_complete(const lossd_client_options* options, const char* context, lossd_call* call);
 
 /* Connects, or returns NULL, and the call says why: also where the server does not know this client, or gives
  * it no role. */

@@ -333,7 +333,7 @@ def test_a_run_is_what_is_given_or_the_environment_or_a_name_of_its_own(server, 
     monkeypatch.setenv("LOSSD_RUN", "a\nb")
     with pytest.raises(lossd.InvalidArgument, match=r"LOSSD_RUN is 'a\\nb'"):
         lossd.Client(server.target)
-    for run in ("x" * 129, "tab\t", 17):
+    for run in ("x" * 129, "tab\t", "no\0end", 17):
         with pytest.raises(lossd.InvalidArgument, match="^run is "):
             lossd.Client(server.target, run=run)
 

@@ -149,9 +149,9 @@ class HeadCalls:
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._run = connections.options.run
-        self._call_timeout = connections.options.call_timeout
-        self._transfer_timeout = connections.options.transfer_timeout
+        self._run = connections.run
+        self._call_timeout = connections.call_timeout
+        self._transfer_timeout = connections.transfer_timeout
 
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,

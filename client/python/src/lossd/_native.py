@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from lossd.types import RetryOptions
 from lossd.v1 import types_pb2
 
 M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound=ctypes.Structure)
 
 _NAME = "liblossd.so"
 _PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
@@ -47,7 +49,8 @@ class _ClientOptions(ctypes.Structure):
         ("shared_memory_bytes", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout",
                                                "dead_peer_timeout", "initial_backoff", "max_backoff")),
-        *((name, ctypes.c_int32) for name in ("max_attempts", "channels", "wait_for_server", "gpu"))]
+        *((name, ctypes.c_int32) for name in ("max_attempts", "channels", "has_channels", "has_shared_memory_bytes",
+                                              "wait_for_server", "gpu"))]
 
 
 class DepthArguments(ctypes.Structure):
@@ -112,6 +115,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_call_progress", _P, (_P, _SIZE)),
     ("lossd_call_cost", None, (_P, ctypes.POINTER(Cost))),
     ("lossd_call_free", None, (_P,)),
+    ("lossd_client_complete", None, (ctypes.POINTER(_ClientOptions), _TEXT, _P)),
     ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
     ("lossd_client_close", None, (_P,)),
     ("lossd_client_free", None, (_P,)),
@@ -182,8 +186,7 @@ def await_stream(stream: int, address: int) -> None:
     """Waits for what a stream has been given; `address`: memory of its GPU. Unavailable if that is lost."""
     call = Call()
     library().lossd_await_stream(stream, address, call.pointer)
-    if (error := call.error()) is not None:
-        raise error
+    call.check()
 
 
 class Call:
@@ -223,6 +226,11 @@ class Call:
         message = self._library.lossd_call_message(self.pointer).decode(errors="replace")
         return errors.from_native(code, message, detail, _REASONS.get(self._library.lossd_call_reason(self.pointer)))
 
+    def check(self) -> None:
+        """Raises its error."""
+        if (error := self.error()) is not None:
+            raise error
+
     def answer(self) -> bytes:
         return self._bytes(self._library.lossd_call_answer) or b""
 
@@ -236,56 +244,41 @@ class Call:
         return self._bytes(self._library.lossd_call_progress)
 
 
-@dataclass(frozen=True)
-class ConnectionOptions:
-    """Those of lossd.Client, decided: nothing is left to the environment."""
-
-    target: str
-    ca: str = ""
-    cert: str = ""
-    key: str = ""
-    token: str = field(default="", repr=False)
-    transport: str = "auto"
-    run: str = ""
-    expected_incarnation: int = 0
-    channels: int | None = None
-    connect_timeout: float = 10.0
-    wait_for_server: bool = False
-    max_message_bytes: int = 64 << 20
-    call_timeout: float = 60.0
-    transfer_timeout: float = 1800.0
-    loss_timeout: float = 600.0
-    dead_peer_timeout: float = 30.0
-    retry: RetryOptions = RetryOptions()
-    shared_memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        _require("channels", self.channels, self.channels is None or 1 <= self.channels <= 64, "in [1, 64]")
-        size = self.max_message_bytes
-        _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
-        shared = self.shared_memory_bytes
-        _require("shared_memory_bytes", shared, shared is None or shared >= 1, "at least 1")
-        for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout"):
-            _require(name, getattr(self, name), getattr(self, name) > 0, "positive")
-        _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
-        _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
-
-    def for_library(self) -> _ClientOptions:
-        texts = {name: getattr(self, name).encode() for name in ("ca", "cert", "key", "token", "transport", "run", "target")}
-        same = {name: getattr(self, name) for name in (
-            "expected_incarnation", "connect_timeout", "wait_for_server", "max_message_bytes", "call_timeout", "transfer_timeout",
-            "loss_timeout", "dead_peer_timeout")}
-        # Of the thread that connects, as the library does that on another one.
-        current = current_gpu() if self.transport == "cuda_ipc" else None
-        return _ClientOptions(
-            **texts, **same, channels=self.channels or 0, shared_memory_bytes=self.shared_memory_bytes or 0,
-            gpu=-1 if current is None else current[0],
-            max_attempts=self.retry.max_attempts, initial_backoff=self.retry.initial_backoff, max_backoff=self.retry.max_backoff)
+_TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of _ClientOptions
 
 
-def _require(name: str, value: object, holds: bool, rule: str) -> None:
-    if not holds:
-        raise errors.InvalidArgument(f"{name} is {value!r}; it must be {rule}")
+def completed(context: str | None, texts: Mapping[str, str | None]) -> dict[str, str]:
+    """Texts of the options of a client; the environment and the server that `context` names say what is None
+    (lossd_client_complete)."""
+    call = Call()
+    given = _ClientOptions(**{name: _encoded(name, text) for name, text in texts.items()})
+    library().lossd_client_complete(ctypes.byref(given), _encoded("context", context), call.pointer)
+    call.check()
+    return dict(zip(_TEXTS, map(os.fsdecode, call.answer().split(b"\0"))))
+
+
+def _encoded(name: str, text: Any) -> bytes | None:
+    """InvalidArgument, naming it, if it is no text, and for a certificate no path either."""
+    if text is None:
+        return None
+    if not isinstance(text, (str, os.PathLike) if name in ("ca", "cert", "key") else str) or "\0" in os.fspath(text):
+        raise errors.InvalidArgument(f"{name} is {text!r}; it must be a string", types_pb2.ErrorDetail(field=name, value=str(text)))
+    return os.fsencode(text)
+
+
+def _filled(kind: type[S], values: Mapping[str, Any]) -> S:
+    """A structure with those of the values that are not None; fields has_NAME say which are. InvalidArgument, naming it, if a
+    number does not fit its field."""
+    made = kind()
+    for name, value in values.items():
+        if value is None:
+            continue
+        setattr(made, name, value)
+        if hasattr(made, f"has_{name}"):
+            setattr(made, f"has_{name}", 1)
+        if isinstance(value, int) and getattr(made, name) != value:  # the field has some of its bits
+            raise errors.InvalidArgument(f"{name} is {value}; it must fit in {8 * getattr(kind, name).size} bits")
+    return made
 
 
 def check_timeout(timeout: float | None, default: float) -> float:
@@ -319,12 +312,12 @@ def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: Callable[[], Any
         loaded.lossd_client_free(pointer)
 
 
-def _with_hint(error: errors.LossdError, options: ConnectionOptions) -> errors.LossdError:
+def _with_hint(error: errors.LossdError, wait_for_server: bool) -> errors.LossdError:
     """What to do if there is no server."""
     if isinstance(error, errors.Unavailable) and error.field == "options.target":
         error.field = "target"
         error.add("; start lossd, or give the address that its --listen names (LOSSD_SERVER)")
-        if not options.wait_for_server:
+        if not wait_for_server:
             error.add("; if it is being started, wait_for_server=True waits for it")
     return error
 
@@ -332,19 +325,30 @@ def _with_hint(error: errors.LossdError, options: ConnectionOptions) -> errors.L
 class Connections:
     """A client of the library (lossd_client). Thread-safe."""
 
-    def __init__(self, options: ConnectionOptions) -> None:
-        self.options = options
+    def __init__(self, context: str | None, texts: Mapping[str, str | None], numbers: Mapping[str, Any],
+                 retry: RetryOptions) -> None:
+        """`texts` and `numbers` are options of lossd_client_options, which are those of lossd.Client. A text that is None is
+        left to the environment and to the server that `context` names, a number that is None to the library."""
+        found = completed(context, texts)
+        # Of the thread that connects, as the library does that on another one.
+        gpu = current_gpu() if found["transport"] == "cuda_ipc" else None
+        given = _filled(_ClientOptions, {
+            **{name: os.fsencode(text) for name, text in found.items()}, **numbers, **dataclasses.asdict(retry),
+            "gpu": -1 if gpu is None else gpu[0]})
+        self.target, self.run = found["target"], found["run"]
+        self.call_timeout, self.transfer_timeout = given.call_timeout, given.transfer_timeout
+        self.loss_timeout = given.loss_timeout
         self._library = library()
         self._pid = os.getpid()
         self._closed = False
         self.sizes: dict[str, int] = {}  # D, by head, as it was found last
         self._ended = ""  # why the server has ended, if something other than a call has told
-        call, given = Call(), options.for_library()
+        call = Call()
         pointer = run_apart(lambda: self._library.lossd_client_connect(ctypes.byref(given), call.pointer), call.cancel)
         if pointer is None:
             error = call.error()
             assert error is not None
-            raise _with_hint(error, options)
+            raise _with_hint(error, given.wait_for_server)
         self.pointer: int = pointer
         # At the end of the process the client is closed and not freed: daemon threads may still call it.
         closing = weakref.finalize(self, _close, self._library, pointer, self._pid)

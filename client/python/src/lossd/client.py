@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _contexts, _loss_call, _native, _run, errors, types
+from lossd import _arrays, _loss_call, _native, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._interrupts import run_apart
 from lossd._loss_call import Arguments, Common, LossCall, Outputs, PendingLoss, Scale
@@ -98,12 +97,14 @@ class Client(EmbeddingCalls):
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
-        address, credentials = _contexts.resolve(target, context, ca, cert, key, token)
-        super().__init__(Connections(_native.ConnectionOptions(
-            address, credentials.ca, credentials.cert, credentials.key, credentials.token,
-            os.environ.get("LOSSD_TRANSPORT") or "auto" if transport is None else transport, _run.given_or_default(run),
-            expected_incarnation, channels, connect_timeout, wait_for_server, max_message_bytes, call_timeout,
-            transfer_timeout, loss_timeout, dead_peer_timeout, retry, shared_memory_bytes)))
+        super().__init__(Connections(
+            context,
+            {"target": target, "ca": ca, "cert": cert, "key": key, "token": token, "transport": transport, "run": run},
+            {"channels": channels, "connect_timeout": connect_timeout, "wait_for_server": wait_for_server,
+             "max_message_bytes": max_message_bytes, "call_timeout": call_timeout, "transfer_timeout": transfer_timeout,
+             "loss_timeout": loss_timeout, "dead_peer_timeout": dead_peer_timeout, "expected_incarnation": expected_incarnation,
+             "shared_memory_bytes": shared_memory_bytes},
+            retry))
         self._max_pending = max_pending
         self._lock = threading.Lock()
         self._pending: set[LossCall] = set()  # those under way, which keep their arrays; guarded by _lock
@@ -137,7 +138,7 @@ class Client(EmbeddingCalls):
     @property
     def target(self) -> str:
         """The address of the server, as it was given."""
-        return self._connections.options.target
+        return self._connections.target
 
     @property
     def run(self) -> str:
@@ -395,7 +396,7 @@ class Client(EmbeddingCalls):
         return PendingLoss(self._launch(arguments, timeout, ready), finish)
 
     def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
-        seconds = self._connections.options.loss_timeout if timeout is None else timeout
+        seconds = self._connections.loss_timeout if timeout is None else timeout
         if not seconds > 0:
             raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
         clock = _native.Clock(seconds)
