@@ -261,20 +261,28 @@ absl::StatusOr<std::string> Completed(const lossd_client_options& options, const
 
 // ---- Requests ----
 
-// One method of the services: what it is asked and what it does with it.
-struct Request {
-  absl::string_view bytes;
-  absl::Span<char> payload;
-  uint64_t tensor_rows = 0;
-  absl::Duration timeout;
+// What a method is asked.
+struct Request : lossd_request {
+  Request(const lossd_request& given, CallState* of)
+      : lossd_request(given), limit(Timeout(given.timeout)), call(of) {}
+
+  absl::Span<char> Rows() const { return absl::MakeSpan(static_cast<char*>(payload), payload_size); }
+  absl::Span<const uint64_t> Shape() const { return absl::MakeConstSpan(shape, dimensions); }
+
+  absl::Duration limit;
   CallState* call;
 };
 
 template <typename Message>
-absl::StatusOr<Message> Parsed(const Request& request) {
+absl::StatusOr<Message> Parse(const void* bytes, uint64_t size) {
   Message message;
-  if (message.ParseFromArray(request.bytes.data(), static_cast<int>(request.bytes.size()))) return message;
+  if (message.ParseFromArray(bytes, static_cast<int>(size))) return message;
   return absl::InvalidArgumentError(absl::StrCat("the request is no ", message.GetTypeName()));
+}
+
+template <typename Message>
+absl::StatusOr<Message> Parsed(const Request& request) {
+  return Parse<Message>(request.message, request.message_size);
 }
 
 template <typename Message>
@@ -287,92 +295,95 @@ using Carry = absl::StatusOr<std::string> (*)(Client& client, const Request& req
 
 absl::StatusOr<std::string> Create(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::CreateHeadRequest>(request));
-  return Serialized(client.CreateHead(message, request.timeout));
+  return Serialized(client.CreateHead(message, request.limit, static_cast<IfExists>(request.if_exists)));
 }
 absl::StatusOr<std::string> Plan(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::CreateHeadRequest>(request));
-  return Serialized(client.PlanHead(message, request.timeout));
+  return Serialized(client.PlanHead(message, request.limit));
 }
 absl::StatusOr<std::string> Reset(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ResetHeadRequest>(request));
-  return Serialized(client.ResetHead(message, request.timeout));
+  return Serialized(client.ResetHead(message, request.limit));
 }
 absl::StatusOr<std::string> Share(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::SetSharesRequest>(request));
-  return Serialized(client.SetShares(message, request.timeout));
+  return Serialized(client.SetShares(message, request.limit));
 }
 absl::StatusOr<std::string> DescribeOne(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::DescribeHeadRequest>(request));
-  return Serialized(client.DescribeHead(message.head(), request.timeout));
+  return Serialized(client.DescribeHead(message.head(), request.limit));
 }
 absl::StatusOr<std::string> List(Client& client, const Request& request) {
-  LOSSD_TRY(const auto heads, client.ListHeads(request.timeout));
+  LOSSD_TRY(const auto heads, client.ListHeads(request.limit));
   v1::ListHeadsResponse answer;
   for (const v1::HeadDescription& head : heads) *answer.add_heads() = head;
   return answer.SerializeAsString();
 }
 absl::StatusOr<std::string> Delete(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::DeleteHeadRequest>(request));
-  LOSSD_RETURN_IF_ERROR(client.DeleteHead(message.head(), request.timeout));
+  LOSSD_RETURN_IF_ERROR(client.DeleteHead(message.head(), request.limit));
   return "";
 }
 absl::StatusOr<std::string> Norm(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::GradNormRequest>(request));
   const auto step = message.has_step() ? std::make_optional(message.step()) : std::nullopt;
-  return Serialized(client.GradNorm(message.head(), step, request.timeout));
+  return Serialized(client.GradNorm(message.head(), step, request.limit));
 }
 absl::StatusOr<std::string> Apply(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ApplyStepRequest>(request));
-  return Serialized(client.ApplyStep(message, request.timeout));
+  return Serialized(client.ApplyStep(message, request.limit));
 }
 absl::StatusOr<std::string> Zero(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ZeroGradientsRequest>(request));
-  return Serialized(client.ZeroGradients(message.head(), message.step(), request.timeout));
+  return Serialized(client.ZeroGradients(message.head(), message.step(), request.limit));
 }
 absl::StatusOr<std::string> Save(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::SaveCheckpointRequest>(request));
   const auto tell = [&](const v1::SaveProgress& progress) { request.call->Tell(progress); };
-  return Serialized(client.SaveCheckpoint(message, tell, request.timeout));
+  return Serialized(client.SaveCheckpoint(message, tell, request.limit));
 }
 absl::StatusOr<std::string> ListSaved(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ListCheckpointsRequest>(request));
-  return Serialized(client.ListCheckpoints(message.head(), request.timeout));
+  return Serialized(client.ListCheckpoints(message.head(), request.limit));
 }
 absl::StatusOr<std::string> Load(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::LoadCheckpointRequest>(request));
-  return Serialized(client.LoadCheckpoint(message.checkpoint(), message.head(), request.timeout));
+  return Serialized(client.LoadCheckpoint(message.checkpoint(), message.head(), request.limit));
 }
 absl::StatusOr<std::string> DeleteSaved(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::DeleteCheckpointRequest>(request));
-  return Serialized(client.DeleteCheckpoint(message.checkpoint(), request.timeout));
+  return Serialized(client.DeleteCheckpoint(message.checkpoint(), request.limit));
 }
 absl::StatusOr<std::string> Read(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ReadTensorRequest>(request));
-  const auto shape = client.ReadTensor(message, request.payload, request.timeout, request.tensor_rows);
-  return shape.ok() ? absl::StatusOr<std::string>("") : shape.status();
+  LOSSD_TRY(const auto before, Parse<v1::HeadDescription>(request.head, request.head_size));
+  LOSSD_RETURN_IF_ERROR(
+      client.ReadTensor(message, request.Rows(), request.limit, request.head == nullptr ? nullptr : &before)
+          .status());
+  return "";
 }
 absl::StatusOr<std::string> Write(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::OpenTensor>(request));
-  return Serialized(client.WriteTensor(message, request.payload, request.timeout));
+  return Serialized(client.WriteTensor(message, request.Rows(), request.limit, request.Shape()));
 }
 absl::StatusOr<std::string> Add(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::OpenGradient>(request));
-  return Serialized(client.AddGradient(message, request.payload, request.timeout));
+  return Serialized(client.AddGradient(message, request.Rows(), request.limit, request.Shape()));
 }
 absl::StatusOr<std::string> Release(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ReleaseMicrobatchRequest>(request));
   LOSSD_TRY(const bool released,
-            client.ReleaseMicrobatch(message.head(), message.microbatch_id(), request.timeout));
+            client.ReleaseMicrobatch(message.head(), message.microbatch_id(), request.limit));
   v1::ReleaseMicrobatchResponse answer;
   answer.set_released(released);
   return answer.SerializeAsString();
 }
 absl::StatusOr<std::string> Server(Client& client, const Request& request) {
-  return Serialized(client.GetServer(request.timeout));
+  return Serialized(client.GetServer(request.limit));
 }
 absl::StatusOr<std::string> Streams(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ListStreamsRequest>(request));
-  return Serialized(client.monitoring().ListStreams(message.max_streams(), request.timeout));
+  return Serialized(client.monitoring().ListStreams(message.max_streams(), request.limit));
 }
 
 constexpr std::pair<absl::string_view, Carry> kMethods[] = {
@@ -388,11 +399,15 @@ constexpr std::pair<absl::string_view, Carry> kMethods[] = {
     {"GetServer", Server},         {"ListStreams", Streams},
 };
 
-absl::StatusOr<std::string> Carried(Client& client, absl::string_view method, const Request& request) {
-  for (const auto& [name, carry] : kMethods) {
-    if (name == method) return carry(client, request);
+absl::StatusOr<std::string> Carried(Client& client, const Request& request) {
+  if (!(request.limit >= absl::ZeroDuration())) {
+    return internal::ArgumentError("timeout", request.timeout,
+                                   absl::StrCat("is ", request.timeout, "; it must be positive"));
   }
-  return absl::InvalidArgumentError(absl::StrCat("there is no method \"", method, "\""));
+  for (const auto& [name, carry] : kMethods) {
+    if (name == request.method) return carry(client, request);
+  }
+  return absl::InvalidArgumentError(absl::StrCat("there is no method \"", request.method, "\""));
 }
 
 // ---- Loss computations ----
@@ -643,20 +658,12 @@ void lossd_client_free(lossd_client* client) {
   delete client;
 }
 
-void lossd_client_request(lossd_client* client, const char* method, const void* request, size_t request_size,
-                          void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
-                          lossd_call* call) {
+void lossd_client_request(lossd_client* client, const lossd_request* request, lossd_call* call) {
   const std::shared_ptr<client::CallState> state = call->state;
   const std::shared_ptr<client::Client> open = client->Enter(state);
   if (open == nullptr) return;
   const client::internal::CancellableCalls cancellable(&state->cancellation());
-  const client::Request asked{
-      .bytes = absl::string_view(static_cast<const char*>(request), request_size),
-      .payload = absl::MakeSpan(static_cast<char*>(payload), static_cast<size_t>(payload_size)),
-      .tensor_rows = tensor_rows,
-      .timeout = absl::Seconds(timeout),
-      .call = state.get()};
-  absl::StatusOr<std::string> answer = client::Carried(*open, method, asked);
+  absl::StatusOr<std::string> answer = client::Carried(*open, client::Request(*request, state.get()));
   if (answer.ok()) {
     state->End(absl::OkStatus(), *std::move(answer));
   } else {

@@ -97,14 +97,24 @@ void lossd_client_close(lossd_client* client);
 /* Closes the client and frees it. */
 void lossd_client_free(lossd_client* client);
 
-/* One method of the services, by its name: "CreateHead", "DescribeHead", "ApplyStep", ... Blocks until the
- * call has ended. `payload`: of ReadTensor, where the rows go; of WriteTensor and AddGradient, whose requests
- * are OpenTensor and OpenGradient, the rows. Else NULL. `tensor_rows`, of ReadTensor: how many rows the
- * tensor had when it was described; ABORTED if it has another number by now. `timeout` 0: the client's own.
- */
-void lossd_client_request(lossd_client* client, const char* method, const void* request, size_t request_size,
-                          void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
-                          lossd_call* call);
+/* One method of the services. Members that a method does not need are 0. */
+typedef struct lossd_request {
+  const char* method;  /* "CreateHead", "DescribeHead", "ApplyStep", ... */
+  const void* message; /* serialized; of WriteTensor and AddGradient an OpenTensor and an OpenGradient */
+  uint64_t message_size;
+  void* payload; /* of ReadTensor: where the rows go; of WriteTensor and AddGradient: the rows */
+  uint64_t payload_size;
+  const uint64_t* shape; /* of WriteTensor and AddGradient: of the array that the payload is */
+  uint64_t dimensions;   /* of `shape`; 0: there is none */
+  const void* head; /* of ReadTensor: the lossd.v1.HeadDescription that `payload` was made for, or NULL */
+  uint64_t head_size;
+  double timeout;    /* 0: the client's own */
+  int32_t if_exists; /* of CreateHead, what becomes of a head of that name: 0: ALREADY_EXISTS, 1: it stays, 2:
+                      * it is reset (IfExists in client.h) */
+} lossd_request;
+
+/* Blocks until the call has ended. */
+void lossd_client_request(lossd_client* client, const lossd_request* request, lossd_call* call);
 
 /* How rows travel: six texts, each with its NUL, as the answer: transport and reason, connections and reason,
  * transport of rows on GPUs and reason. */

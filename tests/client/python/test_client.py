@@ -361,7 +361,7 @@ def test_a_head_may_exist_already(client, make_head):
         client.create_head(name, hidden_size=8, vocab_size=30)
     assert client.create_head(name, hidden_size=8, vocab_size=30, if_exists="keep").spec.name == name
     np.testing.assert_array_equal(client.read_tensor(name), weight)
-    for changes, what in (({"vocab_size": 31}, "vocab_size 30 instead of 31"), ({"bias": True}, "bias False instead of True"),
+    for changes, what in (({"vocab_size": 31}, "vocab_size 30 instead of 31"), ({"bias": True}, "bias false instead of true"),
                           ({"norm": "rmsnorm"}, "norm")):
         with pytest.raises(lossd.AlreadyExists, match=what):
             client.create_head(name, **{"hidden_size": 8, "vocab_size": 30, **changes}, if_exists="keep")

@@ -107,11 +107,6 @@ def is_cuda_array(values: object) -> bool:
     return hasattr(values, "__cuda_array_interface__")
 
 
-def bytes_of(array: NDArray[Any]) -> memoryview:
-    """The memory of a C-contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
-
-
 def as_array(name: str, values: NDArray[Any], dtype: DType | None) -> tuple[DType, NDArray[Any]]:
     array = np.asarray(values)
     if array.dtype.name == "bfloat16":  # of ml_dtypes

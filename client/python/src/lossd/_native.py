@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from lossd import errors
 from lossd._interrupts import SIGNAL_SECONDS, Outcome, run_apart
@@ -92,6 +92,15 @@ class Cost(ctypes.Structure):
                 ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
 
 
+class RequestArguments(ctypes.Structure):
+    """lossd_request."""
+
+    _fields_ = [
+        ("method", _TEXT), ("message", _TEXT), ("message_size", ctypes.c_uint64), ("payload", _P), ("payload_size", ctypes.c_uint64),
+        ("shape", ctypes.POINTER(ctypes.c_uint64)), ("dimensions", ctypes.c_uint64), ("head", _TEXT), ("head_size", ctypes.c_uint64),
+        ("timeout", ctypes.c_double), ("if_exists", ctypes.c_int32)]
+
+
 _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     # Of the server.
     ("lossd_version", _TEXT, ()),
@@ -119,7 +128,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
     ("lossd_client_close", None, (_P,)),
     ("lossd_client_free", None, (_P,)),
-    ("lossd_client_request", None, (_P, _TEXT, _TEXT, ctypes.c_size_t, _P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double, _P)),
+    ("lossd_client_request", None, (_P, ctypes.POINTER(RequestArguments), _P)),
     ("lossd_client_describe", None, (_P, _P)),
     ("lossd_client_open_memory", ctypes.c_int, (_P, ctypes.c_int32)),
     ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
@@ -281,14 +290,6 @@ def _filled(kind: type[S], values: Mapping[str, Any]) -> S:
     return made
 
 
-def check_timeout(timeout: float | None, default: float) -> float:
-    """`timeout`, or the default for None or 0. InvalidArgument unless it is positive."""
-    seconds = timeout or default
-    if not seconds > 0:
-        raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
-    return seconds
-
-
 @dataclass(frozen=True)
 class Transport:
     """lossd_client_describe."""
@@ -336,8 +337,7 @@ class Connections:
             **{name: os.fsencode(text) for name, text in found.items()}, **numbers, **dataclasses.asdict(retry),
             "gpu": -1 if gpu is None else gpu[0]})
         self.target, self.run = found["target"], found["run"]
-        self.call_timeout, self.transfer_timeout = given.call_timeout, given.transfer_timeout
-        self.loss_timeout = given.loss_timeout
+        self.loss_timeout, self.transfer_timeout = given.loss_timeout, given.transfer_timeout
         self._library = library()
         self._pid = os.getpid()
         self._closed = False
@@ -393,16 +393,22 @@ class Connections:
 
     # ---- Calls ----
 
-    def request(self, method: str, request: Message, answer: type[M], timeout: float, *, payload: memoryview | None = None,
-                tensor_rows: int = 0, on_progress: Callable[[bytes], None] | None = None) -> M:
-        """One method of the services (lossd_client_request). `payload`: contiguous memory, which is read or written."""
+    def request(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
+                payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
+                on_progress: Callable[[bytes], None] | None = None) -> M:
+        """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
         self.check_usable()
         call, message = Call(), request.SerializeToString()
-        address, size = address_of(payload)
+        asked = RequestArguments(method=method.encode(), message=message, message_size=len(message), timeout=timeout or 0.0,
+                                 if_exists=if_exists)
+        if payload is not None:
+            asked.payload, asked.payload_size = payload.ctypes.data, payload.nbytes
+            asked.shape, asked.dimensions = (ctypes.c_uint64 * payload.ndim)(*payload.shape), payload.ndim
+        if head is not None:
+            asked.head, asked.head_size = head.SerializeToString(), head.ByteSize()
 
         def body() -> None:
-            self._library.lossd_client_request(self.pointer, method.encode(), message, len(message), address, size, tensor_rows,
-                                               timeout, call.pointer)
+            self._library.lossd_client_request(self.pointer, ctypes.byref(asked), call.pointer)
 
         if on_progress is None:
             run_apart(body, call.cancel)
@@ -497,11 +503,3 @@ def _run_watched(body: Callable[[], None], call: Call, on_progress: Callable[[by
 def _tell(call: Call, on_progress: Callable[[bytes], None]) -> None:
     if (told := call.progress()) is not None:
         on_progress(told)
-
-
-def address_of(memory: memoryview | None) -> tuple[int | None, int]:
-    """Where the bytes are, and how many."""
-    if memory is None or memory.nbytes == 0:
-        return None, 0
-    # NumPy takes the address of memory that is not writeable, too.
-    return int(np.frombuffer(memory, np.uint8).ctypes.data), memory.nbytes
