@@ -24,6 +24,7 @@
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/cuda_driver.h"
+#include "client/cpp/loss_plan.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 
@@ -484,6 +485,34 @@ ComputeOptions OptionsOf(const lossd_loss& loss, const v1::OpenMicrobatch& open)
   return options;
 }
 
+RetainedGradients GradientsOf(const lossd_backward& backward, const v1::OpenBackward& open) {
+  RetainedGradients gradients;
+  gradients.head = open.head();
+  if (open.has_step()) gradients.step = open.step();
+  gradients.id = open.microbatch_id();
+  gradients.hidden_size = backward.hidden_size;
+  gradients.hidden_dtype = static_cast<v1::DType>(backward.hidden_dtype);
+  gradients.memory = backward.on_device != 0 ? Memory::kDevice : Memory::kHost;
+  if (backward.has_stream != 0) gradients.stream = backward.stream;
+  gradients.grad_loss = Values(backward.grad_loss, backward.rows);
+  gradients.grad_lse = Values(backward.grad_lse, backward.rows);
+  gradients.grad_entropy = Values(backward.grad_entropy, backward.rows);
+  return gradients;
+}
+
+BackwardOptions OptionsOf(const lossd_backward& backward, const v1::OpenBackward& open) {
+  return {.accumulate_gradients = open.accumulate_gradients(),
+          .streams = backward.streams,
+          .timeout = absl::Seconds(backward.timeout)};
+}
+
+// Whether arguments are right; else the call ends.
+int IsRight(lossd_call* call, absl::Status status) {
+  if (status.ok()) return 1;
+  call->state->End(std::move(status));
+  return 0;
+}
+
 std::string SummaryOf(const LossResult& result) {
   v1::MicrobatchSummary summary;
   summary.mutable_state()->set_incarnation(result.incarnation);
@@ -749,37 +778,36 @@ int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, do
   return 1;
 }
 
+int lossd_check_loss(const lossd_loss* loss, lossd_call* call) {
+  return client::IsRight(call, [&]() -> absl::Status {
+    LOSSD_TRY(const auto open, client::Parse<v1::OpenMicrobatch>(loss->open, loss->open_size));
+    return client::internal::ValidateCall(client::MicrobatchOf(*loss, open), client::OutputsOf(*loss, open),
+                                          client::OptionsOf(*loss, open));
+  }());
+}
+
+int lossd_check_backward(const lossd_backward* backward, lossd_call* call) {
+  return client::IsRight(call, [&]() -> absl::Status {
+    LOSSD_TRY(const auto open, client::Parse<v1::OpenBackward>(backward->open, backward->open_size));
+    return client::internal::ValidateBackward(client::GradientsOf(*backward, open),
+                                              client::OptionsOf(*backward, open));
+  }());
+}
+
 void lossd_client_compute(lossd_client* client, const lossd_loss* loss, lossd_call* call) {
-  v1::OpenMicrobatch open;
-  if (!open.ParseFromArray(loss->open, static_cast<int>(loss->open_size))) {
-    return call->state->End(absl::InvalidArgumentError("open is no lossd.v1.OpenMicrobatch"));
-  }
+  const auto open = client::Parse<v1::OpenMicrobatch>(loss->open, loss->open_size);
+  if (!open.ok()) return call->state->End(open.status());
   client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
-    return on.ComputeLossAsync(client::MicrobatchOf(*loss, open), client::OutputsOf(*loss, open),
-                               client::OptionsOf(*loss, open), std::move(end));
+    return on.ComputeLossAsync(client::MicrobatchOf(*loss, *open), client::OutputsOf(*loss, *open),
+                               client::OptionsOf(*loss, *open), std::move(end));
   });
 }
 
 void lossd_client_backward(lossd_client* client, const lossd_backward* backward, lossd_call* call) {
-  v1::OpenBackward open;
-  if (!open.ParseFromArray(backward->open, static_cast<int>(backward->open_size))) {
-    return call->state->End(absl::InvalidArgumentError("open is no lossd.v1.OpenBackward"));
-  }
-  client::RetainedGradients gradients;
-  gradients.head = open.head();
-  if (open.has_step()) gradients.step = open.step();
-  gradients.id = open.microbatch_id();
-  gradients.hidden_size = backward->hidden_size;
-  gradients.hidden_dtype = static_cast<v1::DType>(backward->hidden_dtype);
-  gradients.memory = backward->on_device != 0 ? client::Memory::kDevice : client::Memory::kHost;
-  if (backward->has_stream != 0) gradients.stream = backward->stream;
-  gradients.grad_loss = client::Values(backward->grad_loss, backward->rows);
-  gradients.grad_lse = client::Values(backward->grad_lse, backward->rows);
-  gradients.grad_entropy = client::Values(backward->grad_entropy, backward->rows);
-  const client::BackwardOptions options{.accumulate_gradients = open.accumulate_gradients(),
-                                        .streams = backward->streams,
-                                        .timeout = absl::Seconds(backward->timeout)};
+  const auto open = client::Parse<v1::OpenBackward>(backward->open, backward->open_size);
+  if (!open.ok()) return call->state->End(open.status());
   client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
-    return on.BackwardAsync(gradients, backward->grad_hidden, options, std::move(end));
+    return on.BackwardAsync(client::GradientsOf(*backward, *open), backward->grad_hidden,
+                            client::OptionsOf(*backward, *open), std::move(end));
   });
 }

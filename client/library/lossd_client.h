@@ -217,6 +217,11 @@ typedef struct lossd_cost {
  * `seconds`. 1 if the call has one, which it gives back when it ends; 0 if there was none in time. 1 also for
  * a client that is closed: the call will say so. */
 int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, double seconds);
+/* What a loss computation or a backward is refused for without the server being asked: then 0, and the call
+ * has ended with INVALID_ARGUMENT; else 1, and nothing has become of the call. Reads the struct alone and
+ * what it says of targets and classes, no rows. */
+int lossd_check_loss(const lossd_loss* loss, lossd_call* call);
+int lossd_check_backward(const lossd_backward* backward, lossd_call* call);
 /* Starts a loss computation and returns at once; lossd_call_wait waits for its end. Memory that the struct
  * points to is the caller's: rows and results stay as they are until the call has ended; everything else is
  * copied. The answer is a lossd.v1.MicrobatchSummary of all rows. */

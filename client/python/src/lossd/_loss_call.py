@@ -18,10 +18,8 @@ from lossd import _native, errors
 from lossd._arrays import RowMemory, SoftTargets
 from lossd._interrupts import Outcome
 from lossd._native import BackwardArguments, Connections, DepthArguments, LossArguments
-from lossd.types import MOST_DEPTHS, ClassOutput, Depth, EmbedResult, LossOptions, LossResult, Reduction, RowOutput
+from lossd.types import ClassOutput, Depth, EmbedResult, LossOptions, LossResult, Reduction, RowOutput
 from lossd.v1 import loss_pb2, types_pb2
-
-_MAX_ROWS = 2**31 - 1
 
 
 # ---- Arguments ----
@@ -61,18 +59,6 @@ class Scale:
     normalizer: float | None  # mean only; None: the number of valid targets
     grad_output: float
 
-    def check(self, use_class_weights: bool) -> None:
-        if not math.isfinite(self.grad_output):
-            raise errors.InvalidArgument(f"grad_output is {self.grad_output}; it must be finite")
-        if self.normalizer is None:
-            if self.reduction == "mean" and use_class_weights:
-                raise errors.InvalidArgument(
-                    "normalizer is None; with class weights a mean needs the sum of the weights of the targets")
-        elif self.reduction != "mean":
-            raise errors.InvalidArgument("normalizer is for reduction='mean' only")
-        elif not math.isfinite(self.normalizer) or self.normalizer < 0:
-            raise errors.InvalidArgument(f"normalizer is {self.normalizer}; it must be finite and not negative")
-
 
 @dataclass(frozen=True)
 class Common:
@@ -88,21 +74,12 @@ class Common:
     slice_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.head:
-            raise errors.InvalidArgument("head is empty")
         for name, value in (("step", self.step), ("id", self.id)):
             if value is not None and not 0 <= value < 2**64:
                 raise errors.InvalidArgument(f"{name} is {value}; it must be in [0, 2^64)")
-        if self.rows > _MAX_ROWS:
-            raise errors.InvalidArgument(f"the microbatch has {self.rows} rows; the most is {_MAX_ROWS}")
-        if self.hidden_size < 1:
-            raise errors.InvalidArgument("hidden: a row has no elements")
-        if self.accumulate and self.step is None:
-            raise errors.InvalidArgument("step is None; accumulate=True needs the step that the gradients belong to")
-        if self.slice_bytes is not None and self.slice_bytes < 1:
-            raise errors.InvalidArgument(f"slice_bytes is {self.slice_bytes}; it must be positive")
-        if self.streams is not None and not 1 <= self.streams <= 1024:
-            raise errors.InvalidArgument(f"streams is {self.streams}; it must be in [1, 1024]")
+        for name, value in (("streams", self.streams), ("slice_bytes", self.slice_bytes)):
+            if value is not None and not 1 <= value < 2**31:
+                raise errors.InvalidArgument(f"{name} is {value}; it must be in [1, 2^31)")
 
 
 def _pointer(array: NDArray[Any] | None) -> int | None:
@@ -132,26 +109,13 @@ def forward(call: Common, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb
             soft: SoftTargets | None = None, depths: Sequence[Depth] = ()) -> Arguments:
     """Of a loss. `hidden`: one, or one for each depth. `numbers`: those of options.objective, by name. `classes`: [K] or [N, K],
     those that outputs.classes is for. `soft`: with options.rest."""
-    scale.check(options.use_class_weights and not depths)
-    _check_depths(call, scale, options, depths)
     weights = {} if row_weights is None else {"row_weights": row_weights}
     for name, values in {**weights, **numbers}.items():
         if len(values) != call.rows:
             raise errors.InvalidArgument(f"{name} has {len(values)} entries for {call.rows} rows")
     _check_objective(options, scale, numbers)
-    if (options.rest is None) != (soft is None):
-        raise errors.InvalidArgument("target_classes and target_weights come with options.rest, and only with it")
     if soft is not None and (outputs.class_count or outputs.top_k):
         raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
-    if (options.distillation is None) != (teacher is None):
-        raise errors.InvalidArgument("teacher_hidden comes with options.distillation, and only with it")
-    if options.distillation is not None and retain:
-        raise errors.InvalidArgument("retain is True; hidden states of a teacher are not retained")
-    deferred = scale.reduction == "none"
-    if retain and not deferred:
-        raise errors.InvalidArgument("retain=True goes with reduction='none' only")
-    if deferred and (call.accumulate or outputs.grad_hidden):
-        raise errors.InvalidArgument("with reduction='none' gradients come by backward(), after retain=True")
 
     open_ = loss_pb2.OpenMicrobatch(
         head=call.head, step=call.step, microbatch_id=call.id, hidden_dtype=hidden_dtype, options=options.to_proto(),
@@ -187,25 +151,6 @@ def forward(call: Common, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb
     return Arguments(arguments, memory, call.head, streams=streams)
 
 
-def _check_depths(call: Common, scale: Scale, options: LossOptions, depths: Sequence[Depth]) -> None:
-    if not depths:
-        return
-    if len(depths) > MOST_DEPTHS:
-        raise errors.InvalidArgument(f"depths has {len(depths)} entries; the most is {MOST_DEPTHS}")
-    if scale.reduction == "none":
-        raise errors.InvalidArgument("reduction is 'none'; with depths it must be 'sum' or 'mean'")
-    if scale.normalizer is not None:
-        raise errors.InvalidArgument(f"normalizer is {scale.normalizer}; depths have normalizers of their own")
-    rows = sum(depth.rows for depth in depths)
-    if rows != call.rows:
-        raise errors.InvalidArgument(f"depths have {rows} rows; targets has {call.rows}")
-    for index, depth in enumerate(depths):
-        try:
-            Scale(scale.reduction, depth.normalizer, 1.0).check(options.use_class_weights)
-        except errors.InvalidArgument as error:
-            raise errors.InvalidArgument(f"depths[{index}].{error}") from None
-
-
 def _check_objective(options: LossOptions, scale: Scale, numbers: Mapping[str, Any]) -> None:
     objective = options.objective
     needed = () if objective is None else objective.numbers
@@ -221,8 +166,6 @@ def _check_objective(options: LossOptions, scale: Scale, numbers: Mapping[str, A
 def backward(call: Common, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
              grad_entropy: NDArray[np.float32] | None, grad_hidden: Sequence[RowMemory]) -> Arguments:
     """Of gradients of rows that the server retained."""
-    if call.rows == 0:
-        raise errors.InvalidArgument("grad_loss is empty")
     for name, values in (("grad_lse", grad_lse), ("grad_entropy", grad_entropy)):
         if values is not None and len(values) != call.rows:
             raise errors.InvalidArgument(f"{name} has {len(values)} entries for {call.rows} rows")
@@ -276,6 +219,7 @@ class LossCall:
         self._arguments: Arguments | None = arguments
         self._head, self._rows = arguments.head, arguments.rows
         self._call = _native.Call()
+        connections.check(arguments.for_library, self._call)
         self._begun: Outcome[None] | None = None  # of what has to be there before it begins
         self._lock = threading.Lock()  # guards what follows
         self._result: LossResult | None = None

@@ -136,6 +136,8 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
     ("lossd_await_stream", None, (_P, _P, _P)),
     ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
+    ("lossd_check_loss", ctypes.c_int, (ctypes.POINTER(LossArguments), _P)),
+    ("lossd_check_backward", ctypes.c_int, (ctypes.POINTER(BackwardArguments), _P)),
     ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
     ("lossd_client_backward", None, (_P, ctypes.POINTER(BackwardArguments), _P)),
 )
@@ -444,6 +446,12 @@ class Connections:
                 return True
             if left == 0.0:
                 return False
+
+    def check(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
+        """InvalidArgument for what the server need not be asked about; then the call has ended."""
+        check = self._library.lossd_check_loss if isinstance(arguments, LossArguments) else self._library.lossd_check_backward
+        if not check(ctypes.byref(arguments), call.pointer):
+            call.check()
 
     def compute(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
         """Starts a loss computation; the arrays that the arguments point to stay until it has ended."""

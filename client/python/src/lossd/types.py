@@ -320,9 +320,6 @@ def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
         raise errors.InvalidArgument(f"{field_name} is {value}; it must be {rule}")
 
 
-MOST_DEPTHS = 64  # of a microbatch
-
-
 @dataclass(frozen=True)
 class Depth:
     """A run of rows of a microbatch with a part of its own in the loss, such as the rows that predict the token after the next.
