@@ -3,47 +3,15 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _native, errors, types
 from lossd.types import ClassOutput, Depth, DType, RowOutput
-
-
-# Errors of calls with arguments that do not exist.
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose TypeError for an unknown keyword argument names the one that was probably meant.
-
-    Its signature and documentation stay visible.
-    """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    called = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in names:
-                raise TypeError(f"{called}() has no argument {name!r}{_suggestion(name, names)}")
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _suggestion(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
 
 
 @dataclass(frozen=True)
@@ -94,13 +62,6 @@ def _contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...
         strides.append(itemsize)
         itemsize *= extent
     return tuple(reversed(strides))
-
-
-def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which targets are among the classes of a head, which are ascending."""
-    places = np.minimum(np.searchsorted(classes, targets), len(classes) - 1)
-    found: NDArray[np.bool_] = classes[places] == targets
-    return found
 
 
 def is_cuda_array(values: object) -> bool:

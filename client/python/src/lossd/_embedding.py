@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 from numpy.typing import ArrayLike
@@ -14,7 +13,6 @@ from lossd import _arrays, _loss_call, errors, types
 from lossd._head_calls import HeadCalls
 from lossd._loss_call import Arguments, Common, LossCall, PendingLoss, PendingRows
 from lossd.types import DType, EmbedResult, LossResult
-from lossd.v1 import types_pb2
 
 
 class EmbeddingCalls(HeadCalls):
@@ -102,7 +100,8 @@ class EmbeddingCalls(HeadCalls):
         if len(numbers) != shape[0]:
             raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {shape[0]} rows of gradients")
         call = self._launch(_loss_call.embedding(
-            Common(head, step, id, True, len(numbers), shape[1], streams), ids=numbers, padding_idx=_padding(padding_idx),
+            Common(head, step, id, True, len(numbers), shape[1], streams), ids=numbers,
+            padding_idx=None if padding_idx is None else types.whole_number("padding_idx", padding_idx, 0, 31),
             dtype=types.DTYPES[kind], gradients=data, scale=scale, place=None), timeout, ready)
         return PendingLoss(call, lambda result: result)
 
@@ -118,13 +117,3 @@ class EmbeddingCalls(HeadCalls):
     @abstractmethod
     def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
         """Begins a computation of the client."""
-
-
-def _padding(padding_idx: int | None) -> int | None:
-    """InvalidArgument if it cannot be an id."""
-    if padding_idx is None:
-        return None
-    if isinstance(padding_idx, bool) or not isinstance(padding_idx, Integral) or not 0 <= int(padding_idx) < 2**31:
-        raise errors.InvalidArgument(f"padding_idx is {padding_idx!r}; it must be a whole number in [0, 2^31), or None",
-                                     types_pb2.ErrorDetail(field="padding_idx", value=str(padding_idx)))
-    return int(padding_idx)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -82,21 +81,9 @@ def scope_number(scope: ResetScope, values: InitialValues) -> head_pb2.ResetScop
     return number
 
 
-def checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
+def checked_shares(shares: Sequence[int], field: str) -> list[int]:
     """InvalidArgument, naming the entry, if one is no share."""
-    for index, share in enumerate(shares):
-        if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
-            raise errors.InvalidArgument(f"{field}[{index}] must be a whole number in [0, 2^31), got {share!r}",
-                                         types_pb2.ErrorDetail(field=f"{field}[{index}]", value=str(share)))
-    return shares
-
-
-def checked_replicas(replicas: int) -> int:
-    """InvalidArgument if it is no number of replicas."""
-    if not isinstance(replicas, Integral) or not 0 <= int(replicas) <= 1 << 16:
-        raise errors.InvalidArgument(f"spec.replicas must be a whole number in [0, 65536], got {replicas!r}",
-                                     types_pb2.ErrorDetail(field="spec.replicas", value=str(replicas)))
-    return int(replicas)
+    return [types.whole_number(f"{field}[{index}]", share, 0, 31) for index, share in enumerate(shares)]
 
 
 def checked_classes(class_list: ArrayLike) -> list[int]:
@@ -167,7 +154,7 @@ class HeadCalls:
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
             split=types.enum_value("split", types.SPLITS, split), shares=checked_shares(shares, "spec.shares"),
-            replicas=checked_replicas(replicas), residency=types.enum_value("residency", types.RESIDENCIES, residency),
+            replicas=types.whole_number("spec.replicas", replicas, 0, 31), residency=types.enum_value("residency", types.RESIDENCIES, residency),
             class_list=checked_classes(class_list), full_vocab_size=full_vocab_size)
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)

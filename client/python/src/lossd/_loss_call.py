@@ -7,7 +7,7 @@ import _thread
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -18,7 +18,18 @@ from lossd import _native, errors
 from lossd._arrays import RowMemory, SoftTargets
 from lossd._interrupts import Outcome
 from lossd._native import BackwardArguments, Connections, DepthArguments, LossArguments
-from lossd.types import ClassOutput, Depth, EmbedResult, LossOptions, LossResult, Reduction, RowOutput
+from lossd.types import (
+    ClassOutput,
+    Depth,
+    DepthResult,
+    EmbedResult,
+    LossOptions,
+    LossResult,
+    ObjectiveSums,
+    Reduction,
+    RowOutput,
+    whole_number,
+)
 from lossd.v1 import loss_pb2, types_pb2
 
 
@@ -74,12 +85,9 @@ class Common:
     slice_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("step", self.step), ("id", self.id)):
-            if value is not None and not 0 <= value < 2**64:
-                raise errors.InvalidArgument(f"{name} is {value}; it must be in [0, 2^64)")
-        for name, value in (("streams", self.streams), ("slice_bytes", self.slice_bytes)):
-            if value is not None and not 1 <= value < 2**31:
-                raise errors.InvalidArgument(f"{name} is {value}; it must be in [1, 2^31)")
+        for name, least, bits in (("step", 0, 64), ("id", 0, 64), ("streams", 1, 31), ("slice_bytes", 1, 63)):
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, least, bits)
 
 
 def _pointer(array: NDArray[Any] | None) -> int | None:
@@ -297,13 +305,22 @@ class LossCall:
                 error.replace(f"hidden_size is {error.value}", f"{self._rows}: a row has {error.value} elements")
             self._error = self._connections.meant(error)
             return
-        summary = loss_pb2.MicrobatchSummary.FromString(self._call.answer())
-        cost = self._call.cost()
-        result = LossResult(loss=cost.loss, normalizer=summary.normalizer, wall_seconds=cost.wall_seconds,
-                            sent_bytes=cost.sent_bytes, received_bytes=cost.received_bytes, streams=cost.streams,
-                            repeats=cost.repeats)
-        result.add(summary)
-        self._result = result
+        self._result = _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.cost())
+
+
+def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Cost) -> LossResult:
+    """Fields have the names that they have in the messages."""
+    def same(message: Any, kind: type[Any]) -> dict[str, Any]:
+        return {each.name: getattr(message, each.name) for each in fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
+
+    depths = [DepthResult(**same(depth, DepthResult)) for depth in summary.depths]
+    for depth in depths:
+        depth.loss = depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0
+    values: dict[str, Any] = {
+        **same(summary, LossResult), **same(summary.state, LossResult), "depths": depths,
+        "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
+        **{name: getattr(cost, name) for name, *_ in cost._fields_}}
+    return LossResult(**values)
 
 
 R = TypeVar("R")

@@ -81,6 +81,14 @@ def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
     raise errors.InvalidArgument(f"{field_name} is {name!r}; it must be one of {', '.join(names)}")
 
 
+def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
+    """The value. InvalidArgument, naming the field, unless it is a whole number in [least, 2^bits)."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= int(value) < 1 << bits:
+        raise errors.InvalidArgument(f"{field_name} is {value!r}; it must be a whole number in [{least}, 2^{bits})",
+                                     types_pb2.ErrorDetail(field=field_name, value=str(value)))
+    return int(value)
+
+
 _RATIO_KINDS = ("importance_sampling", "ppo", "cispo")
 _CLIP_KINDS = ("ppo", "cispo")
 
@@ -420,18 +428,6 @@ class DepthResult:
     repeated_rows: int = 0
     grad_hidden: NDArray[Any] | None = field(default=None, repr=False)  # [rows of the depth, D], if wanted
 
-    def add(self, summary: loss_pb2.DepthSummary) -> None:
-        """Adds the sums of one call, whose normalizer it takes."""
-        self.normalizer = summary.normalizer
-        self.loss = summary.loss_sum / summary.normalizer if summary.valid_rows else 0.0
-        self.loss_sum += summary.loss_sum
-        self.z_loss_sum += summary.z_loss_sum
-        self.entropy_sum += summary.entropy_sum
-        self.valid_rows += summary.valid_rows
-        self.correct_rows += summary.correct_rows
-        self.accumulated_rows += summary.accumulated_rows
-        self.repeated_rows += summary.repeated_rows
-
 
 @dataclass(repr=False)
 class LossResult(Shown):
@@ -493,32 +489,6 @@ class LossResult(Shown):
         `squared_gradient`.
         """
         return math.sqrt(self.sampling_variance / self.squared_gradient) if self.squared_gradient > 0 else 0.0
-
-    def add(self, summary: loss_pb2.MicrobatchSummary) -> None:
-        """Adds the sums of one call."""
-        self.loss_sum += summary.loss_sum
-        self.z_loss_sum += summary.z_loss_sum
-        self.entropy_sum += summary.entropy_sum
-        self.dropped_mass += summary.dropped_mass
-        self.sampling_variance += summary.sampling_variance
-        self.squared_gradient += summary.squared_gradient
-        for sums in fields(ObjectiveSums):
-            setattr(self.objective, sums.name, getattr(self.objective, sums.name) + getattr(summary.objective, sums.name))
-        self.divergence_sum += summary.divergence_sum
-        self.target_loss_sum += summary.target_loss_sum
-        self.depths += [DepthResult() for _ in range(len(summary.depths) - len(self.depths))]
-        for depth, sums_of_depth in zip(self.depths, summary.depths):
-            depth.add(sums_of_depth)
-        self.valid_rows += summary.valid_rows
-        self.unlisted_rows += summary.unlisted_rows
-        self.correct_rows += summary.correct_rows
-        self.accumulated_rows += summary.accumulated_rows
-        self.repeated_rows += summary.repeated_rows
-        self.queue_seconds += summary.queue_seconds
-        self.compute_seconds += summary.compute_seconds
-        self.incarnation = summary.state.incarnation
-        self.step = summary.state.step
-        self.weights_version = summary.state.weights_version
 
 
 @dataclass(repr=False)
