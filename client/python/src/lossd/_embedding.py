@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from lossd import _arrays, _loss_call, errors, types
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import Arguments, Common, LossCall, PendingLoss, PendingRows
+from lossd._loss_call import Asked, LossCall, PendingLoss, PendingRows
 from lossd.types import DType, EmbedResult, LossResult
 
 
@@ -55,8 +55,8 @@ class EmbeddingCalls(HeadCalls):
         array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
         assert place is not None
         call = self._launch(_loss_call.embedding(
-            Common(head, step, 0, False, len(numbers), hidden_size, streams), ids=numbers, padding_idx=None,
-            dtype=types.DTYPES[dtype], gradients=None, scale=1.0, place=place), timeout, ready)
+            head, step=step, ids=numbers, hidden_size=hidden_size, dtype=types.DTYPES[dtype], streams=streams, place=place),
+            timeout, ready)
         return PendingRows(call, lambda result: EmbedResult(
             array, result.step, result.incarnation, result.weights_version, result.wall_seconds, result.received_bytes,
             result.streams, result.repeats))
@@ -100,9 +100,9 @@ class EmbeddingCalls(HeadCalls):
         if len(numbers) != shape[0]:
             raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {shape[0]} rows of gradients")
         call = self._launch(_loss_call.embedding(
-            Common(head, step, id, True, len(numbers), shape[1], streams), ids=numbers,
-            padding_idx=None if padding_idx is None else types.whole_number("padding_idx", padding_idx, 0, 31),
-            dtype=types.DTYPES[kind], gradients=data, scale=scale, place=None), timeout, ready)
+            head, step=step, id=id, ids=numbers, hidden_size=shape[1], dtype=types.DTYPES[kind], streams=streams, gradients=data,
+            scale=scale, padding_idx=None if padding_idx is None else types.whole_number("padding_idx", padding_idx, 0, 31)),
+            timeout, ready)
         return PendingLoss(call, lambda result: result)
 
     def _hidden_size(self, head: str, timeout: float | None) -> int:
@@ -115,5 +115,5 @@ class EmbeddingCalls(HeadCalls):
         return found
 
     @abstractmethod
-    def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
+    def _launch(self, asked: Asked, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
         """Begins a computation of the client."""

@@ -7,19 +7,18 @@ import _thread
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from dataclasses import fields
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lossd import _native, errors
-from lossd._arrays import RowMemory, SoftTargets
+from lossd._arrays import RowMemory, host_rows
 from lossd._interrupts import Outcome
 from lossd._native import BackwardArguments, Connections, DepthArguments, LossArguments
 from lossd.types import (
-    ClassOutput,
+    REDUCTIONS,
     Depth,
     DepthResult,
     EmbedResult,
@@ -27,7 +26,7 @@ from lossd.types import (
     LossResult,
     ObjectiveSums,
     Reduction,
-    RowOutput,
+    enum_value,
     whole_number,
 )
 from lossd.v1 import loss_pb2, types_pb2
@@ -36,182 +35,138 @@ from lossd.v1 import loss_pb2, types_pb2
 # ---- Arguments ----
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What one computation is asked, and what it refers to until it has ended."""
-
-    for_library: LossArguments | BackwardArguments
-    memory: tuple[Any, ...]
-    head: str
-    rows: str = "hidden"  # the caller's name of the rows, for errors
-    streams: Sequence[tuple[int, int]] = ()  # to wait for before it begins, each with an address of its GPU
+_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63)}  # the least, and bits
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go; written in place. Only what is there is computed and sent."""
+class Asked:
+    """What one computation is asked, in a structure of the library, and the memory that it points to."""
 
-    grad_hidden: Sequence[RowMemory] = ()  # one, or one for each depth; empty: not wanted
-    rows: Mapping[RowOutput, NDArray[Any]] = field(default_factory=dict)  # [N] each
-    classes: Mapping[ClassOutput, NDArray[Any]] = field(default_factory=dict)  # [N, K] or [N, k] each
+    def __init__(self, arguments: LossArguments | BackwardArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
+                 rows: str = "hidden") -> None:
+        """`rows`: the caller's name of the rows, for errors."""
+        arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
+        self.arguments = arguments
+        self.head: str = open_.head
+        self.rows = rows
+        self.streams: dict[int, int] = {}  # to wait for beside the one that the library waits for, each with an address of its GPU
+        self._kept: list[RowMemory] = []
 
-    @property
-    def class_count(self) -> int:
-        return self.classes["class_logprobs"].shape[1] if "class_logprobs" in self.classes else 0
+    def put(self, **arrays: NDArray[Any] | RowMemory | None) -> None:
+        """Has fields of the structure point to arrays; to none if they are None or empty."""
+        for name, array in arrays.items():
+            setattr(self.arguments, name, self.pointer_to(host_rows(array) if isinstance(array, np.ndarray) else array))
 
-    @property
-    def top_k(self) -> int:
-        return self.classes["top_classes"].shape[1] if "top_classes" in self.classes else 0
-
-
-@dataclass(frozen=True)
-class Scale:
-    reduction: Reduction
-    normalizer: float | None  # mean only; None: the number of valid targets
-    grad_output: float
-
-
-@dataclass(frozen=True)
-class Common:
-    """What the arguments of loss, backward and embedding have in common."""
-
-    head: str
-    step: int | None
-    id: int
-    accumulate: bool
-    rows: int
-    hidden_size: int
-    streams: int | None = None
-    slice_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, least, bits in (("step", 0, 64), ("id", 0, 64), ("streams", 1, 31), ("slice_bytes", 1, 63)):
-            if (value := getattr(self, name)) is not None:
-                whole_number(name, value, least, bits)
+    def pointer_to(self, memory: RowMemory | None) -> int | None:
+        """The address of memory that is kept."""
+        if memory is None or not memory.nbytes:
+            return None
+        self._kept.append(memory)
+        if memory.device:
+            self.arguments.on_device = 1
+        if memory.stream is not None and not self.arguments.has_stream:
+            self.arguments.has_stream, self.arguments.stream = 1, memory.stream
+        elif memory.stream is not None and memory.stream != (self.arguments.stream or 0):
+            self.streams.setdefault(memory.stream, memory.address)
+        return memory.address
 
 
-def _pointer(array: NDArray[Any] | None) -> int | None:
-    return None if array is None or array.size == 0 else int(array.ctypes.data)
+def _check_numbers(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None:
+            whole_number(name, value, *_LIMITS[name])
 
 
-def _of_rows(arguments: LossArguments | BackwardArguments, memory: Sequence[RowMemory | None]) -> list[tuple[int, int]]:
-    """Says where rows are, and which stream comes before them. The library waits for one; returns those beside it
-    (Arguments.streams)."""
-    streams: dict[int, int] = {}
-    for each in memory:
-        if each is not None and each.nbytes and each.device:
-            arguments.on_device = 1
-            if each.stream is not None:
-                streams.setdefault(each.stream, each.address)
-    if not streams:
-        return []
-    (stream, _), *others = streams.items()
-    arguments.has_stream, arguments.stream = 1, stream
-    return others
+def _check_lengths(rows: int, arrays: Mapping[str, NDArray[Any] | None]) -> None:
+    for name, values in arrays.items():
+        if values is not None and len(values) != rows:
+            raise errors.InvalidArgument(f"{name} has {len(values)} entries for {rows} rows")
 
 
-def forward(call: Common, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.DType, targets: NDArray[np.int32],
-            row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale, reduction: loss_pb2.Reduction,
-            retain: bool, outputs: Outputs, numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
-            teacher: RowMemory | None = None, teacher_hidden_size: int = 0, classes: NDArray[np.int32] | None = None,
-            soft: SoftTargets | None = None, depths: Sequence[Depth] = ()) -> Arguments:
-    """Of a loss. `hidden`: one, or one for each depth. `numbers`: those of options.objective, by name. `classes`: [K] or [N, K],
-    those that outputs.classes is for. `soft`: with options.rest."""
-    weights = {} if row_weights is None else {"row_weights": row_weights}
-    for name, values in {**weights, **numbers}.items():
-        if len(values) != call.rows:
-            raise errors.InvalidArgument(f"{name} has {len(values)} entries for {call.rows} rows")
-    _check_objective(options, scale, numbers)
-    if soft is not None and (outputs.class_count or outputs.top_k):
+def forward(head: str, *, step: int | None, id: int, accumulate: bool, hidden: Sequence[RowMemory], hidden_size: int,
+            hidden_dtype: types_pb2.DType, targets: NDArray[np.int32], per_row: Mapping[str, NDArray[np.float32] | None],
+            options: LossOptions, reduction: Reduction, normalizer: float | None, grad_output: float, retain: bool,
+            grad_hidden: Sequence[RowMemory], results: Mapping[str, NDArray[Any]], teacher: RowMemory | None,
+            teacher_hidden_size: int, classes: NDArray[np.int32] | None, soft: Mapping[str, NDArray[Any]],
+            depths: Sequence[Depth], streams: int | None, slice_bytes: int | None) -> Asked:
+    """A loss. `hidden`, `grad_hidden`: one, or one for each depth. `per_row`: [N] each. `classes`: [K] or [N, K], those of
+    class_logprobs. `soft`: soft targets, [N, K] each. `results`: where they go. Names are those of the structure."""
+    _check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes)
+    rows = len(targets)
+    _check_lengths(rows, per_row)
+    _check_objective(options, reduction, per_row)
+    class_count, top_k = (results[name].shape[1] if name in results else 0 for name in ("class_logprobs", "top_classes"))
+    if soft and (class_count or top_k):
         raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
-
-    open_ = loss_pb2.OpenMicrobatch(
-        head=call.head, step=call.step, microbatch_id=call.id, hidden_dtype=hidden_dtype, options=options.to_proto(),
-        reduction=reduction, normalizer=scale.normalizer, grad_output=scale.grad_output,
-        accumulate_gradients=call.accumulate, retain=retain, class_count=outputs.class_count, top_k=outputs.top_k,
-        target_count=0 if soft is None else soft.count)
-    packed = open_.SerializeToString()
-    apart = len(hidden) > 1 or (len(hidden) == len(depths) == 1)
-    grads = outputs.grad_hidden
-    parts = (DepthArguments * len(depths))(*(
-        DepthArguments(depth.rows, hidden[index].pointer if apart else None,
-                       grads[index].pointer if apart and grads else None, depth.normalizer or 0.0, depth.weight,
-                       depth.normalizer is not None)
+    asked = Asked(
+        LossArguments(rows=rows, hidden_size=hidden_size, teacher_hidden_size=teacher_hidden_size,
+                      classes_size=0 if classes is None else classes.size, depth_count=len(depths), streams=streams or 0,
+                      slice_bytes=slice_bytes or 0),
+        loss_pb2.OpenMicrobatch(
+            head=head, step=step, microbatch_id=id, hidden_dtype=hidden_dtype, options=options.to_proto(),
+            reduction=enum_value("reduction", REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,
+            accumulate_gradients=accumulate, retain=retain, class_count=class_count, top_k=top_k,
+            target_count=soft["target_classes"].shape[1] if soft else 0))
+    asked.put(targets=targets, classes=classes, **per_row, **soft, **results)
+    apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
+    if not apart:
+        asked.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
+    asked.arguments.depths = (DepthArguments * len(depths))(*(
+        DepthArguments(depth.rows, asked.pointer_to(hidden[index]) if apart else None,
+                       asked.pointer_to(grad_hidden[index]) if apart and grad_hidden else None, depth.normalizer or 0.0,
+                       depth.weight, depth.normalizer is not None)
         for index, depth in enumerate(depths)))
-    rows, of_classes = outputs.rows, outputs.classes
-    arguments = LossArguments(
-        open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size,
-        hidden=None if apart else hidden[0].pointer,
-        grad_hidden=grads[0].pointer if grads and not apart else None,
-        teacher_hidden=None if teacher is None else teacher.pointer, teacher_hidden_size=teacher_hidden_size,
-        targets=_pointer(targets), row_weights=_pointer(row_weights), advantages=_pointer(numbers.get("advantages")),
-        old_logprobs=_pointer(numbers.get("old_logprobs")), ref_logprobs=_pointer(numbers.get("ref_logprobs")),
-        classes=_pointer(classes), classes_size=0 if classes is None else classes.size,
-        target_classes=None if soft is None else _pointer(soft.classes),
-        target_weights=None if soft is None else _pointer(soft.weights),
-        depths=parts, depth_count=len(depths),
-        row_loss=_pointer(rows.get("loss")), row_lse=_pointer(rows.get("lse")), row_entropy=_pointer(rows.get("entropy")),
-        row_logprob=_pointer(rows.get("logprob")), row_argmax=_pointer(rows.get("argmax")),
-        class_logprobs=_pointer(of_classes.get("class_logprobs")), top_logprobs=_pointer(of_classes.get("top_logprobs")),
-        top_classes=_pointer(of_classes.get("top_classes")), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
-    streams = _of_rows(arguments, [*hidden, teacher, *grads])
-    memory = (packed, parts, hidden, teacher, targets, row_weights, dict(numbers), classes, soft, outputs)
-    return Arguments(arguments, memory, call.head, streams=streams)
+    asked.put(teacher_hidden=teacher)
+    return asked
 
 
-def _check_objective(options: LossOptions, scale: Scale, numbers: Mapping[str, Any]) -> None:
+def _check_objective(options: LossOptions, reduction: Reduction, per_row: Mapping[str, NDArray[Any] | None]) -> None:
     objective = options.objective
     needed = () if objective is None else objective.numbers
     for name in ("advantages", "old_logprobs", "ref_logprobs"):
-        if name in needed and name not in numbers:
+        given = per_row[name] is not None
+        if name in needed and not given:
             raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row")
-        if name in numbers and name not in needed:
+        if given and name not in needed:
             raise errors.InvalidArgument(f"{name} is given, but objective {objective} does not use it")
-    if objective is not None and scale.reduction == "none":
+    if objective is not None and reduction == "none":
         raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
 
 
-def backward(call: Common, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
-             grad_entropy: NDArray[np.float32] | None, grad_hidden: Sequence[RowMemory]) -> Arguments:
-    """Of gradients of rows that the server retained."""
-    for name, values in (("grad_lse", grad_lse), ("grad_entropy", grad_entropy)):
-        if values is not None and len(values) != call.rows:
-            raise errors.InvalidArgument(f"{name} has {len(values)} entries for {call.rows} rows")
-    packed = loss_pb2.OpenBackward(head=call.head, step=call.step, microbatch_id=call.id,
-                                   accumulate_gradients=call.accumulate).SerializeToString()
-    arguments = BackwardArguments(
-        open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size, hidden_dtype=hidden_dtype,
-        grad_loss=_pointer(grad_loss), grad_lse=_pointer(grad_lse), grad_entropy=_pointer(grad_entropy),
-        grad_hidden=grad_hidden[0].pointer if grad_hidden else None, streams=call.streams or 0)
-    streams = _of_rows(arguments, grad_hidden)
-    return Arguments(arguments, (packed, grad_loss, grad_lse, grad_entropy, grad_hidden), call.head, streams=streams)
+def backward(head: str, *, step: int | None, id: int, accumulate: bool, hidden_size: int, hidden_dtype: types_pb2.DType,
+             grad_loss: NDArray[np.float32], grad_hidden: RowMemory | None, streams: int | None,
+             **others: NDArray[np.float32] | None) -> Asked:
+    """Gradients of rows that the server retained. `others`: grad_lse and grad_entropy."""
+    _check_numbers(step=step, id=id, streams=streams)
+    _check_lengths(len(grad_loss), others)
+    asked = Asked(
+        BackwardArguments(rows=len(grad_loss), hidden_size=hidden_size, hidden_dtype=hidden_dtype, streams=streams or 0),
+        loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
+    asked.put(grad_loss=grad_loss, grad_hidden=grad_hidden, **others)
+    return asked
 
 
-def embedding(call: Common, *, ids: NDArray[np.int32], padding_idx: int | None, dtype: types_pb2.DType,
-              gradients: RowMemory | None, scale: float, place: RowMemory | None) -> Arguments:
-    """Of rows of the weight, one for each id, which go to `place`; or of their `gradients`, which join that of the weight, times
+def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_size: int, dtype: types_pb2.DType,
+              streams: int | None, place: RowMemory | None = None, id: int = 0, gradients: RowMemory | None = None,
+              scale: float | None = None, padding_idx: int | None = None) -> Asked:
+    """Rows of the weight, one for each id, which go to `place`; or their `gradients`, which join that of the weight, times
     `scale`: those of ids that are `padding_idx` are left out."""
+    _check_numbers(step=step, id=id, streams=streams)
     if (ids < 0).any():
         row = int((ids < 0).argmax())
         raise errors.InvalidArgument(f"ids[{row}] is {ids[row]}; an id is a row of the weight, so it must not be negative",
                                      types_pb2.ErrorDetail(field=f"ids[{row}]", value=str(ids[row])))
-    if not math.isfinite(scale):
+    if scale is not None and not math.isfinite(scale):
         raise errors.InvalidArgument(f"scale is {scale}; it must be finite")
-    open_ = loss_pb2.OpenMicrobatch(
-        head=call.head, step=call.step, microbatch_id=call.id, hidden_dtype=dtype,
-        options=loss_pb2.LossOptions(ignore_index=padding_idx), reduction=loss_pb2.REDUCTION_SUM,
-        accumulate_gradients=call.accumulate,
-        embedding=loss_pb2.EMBEDDING_ROWS if gradients is None else loss_pb2.EMBEDDING_GRADIENTS)
-    if gradients is not None:
-        open_.grad_output = scale
-    packed = open_.SerializeToString()
-    arguments = LossArguments(
-        open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size,
-        hidden=None if gradients is None else gradients.pointer, grad_hidden=None if place is None else place.pointer,
-        targets=_pointer(ids), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
-    streams = _of_rows(arguments, [gradients, place])
-    return Arguments(arguments, (packed, ids, gradients, place), call.head, "out" if gradients is None else "gradients",
-                     streams)
+    reads = place is not None
+    asked = Asked(
+        LossArguments(rows=len(ids), hidden_size=hidden_size, streams=streams or 0),
+        loss_pb2.OpenMicrobatch(
+            head=head, step=step, microbatch_id=id, hidden_dtype=dtype, options=loss_pb2.LossOptions(ignore_index=padding_idx),
+            reduction=loss_pb2.REDUCTION_SUM, grad_output=scale, accumulate_gradients=not reads,
+            embedding=loss_pb2.EMBEDDING_ROWS if reads else loss_pb2.EMBEDDING_GRADIENTS),
+        "out" if reads else "gradients")
+    asked.put(targets=ids, hidden=gradients, grad_hidden=place)
+    return asked
 
 
 # ---- Computations under way ----
@@ -220,14 +175,14 @@ def embedding(call: Common, *, ids: NDArray[np.int32], padding_idx: int | None, 
 class LossCall:
     """One that runs in the library, on no thread of Python. What it refers to is kept until it has ended. Thread-safe."""
 
-    def __init__(self, connections: Connections, arguments: Arguments, on_end: Callable[[LossCall], None]) -> None:
+    def __init__(self, connections: Connections, asked: Asked, on_end: Callable[[LossCall], None]) -> None:
         """`on_end` is called when its end has been noticed, maybe more than once."""
         self._connections = connections
         self._on_end = on_end
-        self._arguments: Arguments | None = arguments
-        self._head, self._rows = arguments.head, arguments.rows
+        self._asked: Asked | None = asked
+        self._head, self._rows = asked.head, asked.rows
         self._call = _native.Call()
-        connections.check(arguments.for_library, self._call)
+        connections.check(asked.arguments, self._call)
         self._begun: Outcome[None] | None = None  # of what has to be there before it begins
         self._lock = threading.Lock()  # guards what follows
         self._result: LossResult | None = None
@@ -239,22 +194,22 @@ class LossCall:
 
     def start(self, timeout: float, ready: Callable[[], None] | None) -> None:
         """`ready` runs on a thread of its own before the computation begins."""
-        assert self._arguments is not None
-        arguments: Arguments = self._arguments
-        arguments.for_library.timeout = timeout
+        assert self._asked is not None
+        asked: Asked = self._asked
+        asked.arguments.timeout = timeout
 
         def begin() -> None:
             try:
                 if ready is not None:
                     ready()
-                for stream, address in arguments.streams:
+                for stream, address in asked.streams.items():
                     _native.await_stream(stream, address)
             except BaseException:
                 self._call.cancel()
                 raise
-            self._connections.compute(arguments.for_library, self._call)
+            self._connections.compute(asked.arguments, self._call)
 
-        if ready is None and not arguments.streams:
+        if ready is None and not asked.streams:
             return begin()
         begun: Outcome[None] = Outcome()
         self._begun = begun
@@ -277,7 +232,7 @@ class LossCall:
             return False
         if not _native.await_end(self._call, clock.left()):
             return False
-        self._arguments = None
+        self._asked = None
         self._on_end(self)
         return True
 

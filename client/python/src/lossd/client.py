@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from lossd import _arrays, _loss_call, _native, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._interrupts import run_apart
-from lossd._loss_call import Arguments, Common, LossCall, Outputs, PendingLoss, Scale
+from lossd._loss_call import Asked, LossCall, PendingLoss
 from lossd._native import Connections
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
@@ -277,20 +277,28 @@ class Client(EmbeddingCalls):
             gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data[0])
             places = [] if place is None else [place]
         teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0], data)
-        wanted = _arrays.row_arrays(rows, len(labels))
         named = _arrays.as_classes(classes, len(labels))
-        outputs = Outputs(places, wanted, _arrays.class_arrays(named, top_k, len(labels)))
-        given = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        floats = {name: _arrays.as_floats(name, values) for name, values in given.items()}
-        arguments = _loss_call.forward(
-            Common(head, step, id, accumulate, len(labels), shape[1], streams, slice_bytes), hidden=data,
-            hidden_dtype=types.DTYPES[kind], targets=labels, row_weights=_arrays.as_floats("row_weights", row_weights),
-            options=options, scale=Scale(reduction, normalizer, grad_output),
-            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain, outputs=outputs,
-            numbers={name: values for name, values in floats.items() if values is not None}, teacher=teacher,
+        of_rows, of_classes = _arrays.row_arrays(rows, len(labels)), _arrays.class_arrays(named, top_k, len(labels))
+        given = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        asked = _loss_call.forward(
+            head, step=step, id=id, accumulate=accumulate, hidden=data, hidden_size=shape[1], hidden_dtype=types.DTYPES[kind],
+            targets=labels, per_row={name: _arrays.as_floats(name, values) for name, values in given.items()}, options=options,
+            reduction=reduction, normalizer=normalizer, grad_output=grad_output, retain=retain, grad_hidden=places,
+            results={**{f"row_{name}": array for name, array in of_rows.items()}, **of_classes}, teacher=teacher,
             teacher_hidden_size=teacher_size, classes=named,
-            soft=_arrays.as_soft_targets(target_classes, target_weights, len(labels)), depths=depths)
-        return self._start(arguments, outputs, _per_depth(gradient, depths), timeout, ready)
+            soft=_arrays.as_soft_targets(target_classes, target_weights, len(labels)), depths=depths, streams=streams,
+            slice_bytes=slice_bytes)
+        whole, of_depths = _per_depth(gradient, depths)
+
+        def finish(result: LossResult) -> LossResult:
+            result.grad_hidden, result.rows = whole, of_rows
+            for name, array in of_classes.items():
+                setattr(result, name, array)
+            for depth, part in zip(result.depths, of_depths):
+                depth.grad_hidden = part
+            return result
+
+        return PendingLoss(self._launch(asked, timeout, ready), finish)
 
     def distill(
             self, head: str, hidden: NDArray[Any], teacher_hidden: NDArray[Any], distillation: Distillation,
@@ -353,11 +361,16 @@ class Client(EmbeddingCalls):
         assert upstream is not None
         types.enum_value("dtype", types.DTYPES, dtype)
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
-        arguments = _loss_call.backward(
-            Common(head, step, id, accumulate, len(upstream), hidden_size, streams), hidden_dtype=types.DTYPES[dtype],
-            grad_loss=upstream, grad_lse=_arrays.as_floats("grad_lse", grad_lse),
-            grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy), grad_hidden=[] if place is None else [place])
-        return self._start(arguments, Outputs(), (gradient, []), timeout, None)
+        asked = _loss_call.backward(
+            head, step=step, id=id, accumulate=accumulate, hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
+            grad_loss=upstream, grad_hidden=place, streams=streams, grad_lse=_arrays.as_floats("grad_lse", grad_lse),
+            grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy))
+
+        def finish(result: LossResult) -> LossResult:
+            result.grad_hidden = gradient
+            return result
+
+        return PendingLoss(self._launch(asked, timeout, None), finish)
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
@@ -382,26 +395,13 @@ class Client(EmbeddingCalls):
         request = server_pb2.ListStreamsRequest(max_streams=max_streams)
         return read(StreamList, self._call("ListStreams", request, server_pb2.ListStreamsResponse, timeout))
 
-    def _start(self, arguments: Arguments, outputs: Outputs, gradients: tuple[Any, list[Any]], timeout: float | None,
-               ready: Callable[[], None] | None) -> PendingLoss:
-        def finish(result: LossResult) -> LossResult:
-            result.rows = dict(outputs.rows)
-            result.class_logprobs = outputs.classes.get("class_logprobs")
-            result.top_classes, result.top_logprobs = outputs.classes.get("top_classes"), outputs.classes.get("top_logprobs")
-            result.grad_hidden, of_depths = gradients
-            for depth, gradient in zip(result.depths, of_depths):
-                depth.grad_hidden = gradient
-            return result
-
-        return PendingLoss(self._launch(arguments, timeout, ready), finish)
-
-    def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
+    def _launch(self, asked: Asked, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
         seconds = self._connections.loss_timeout if timeout is None else timeout
         if not seconds > 0:
             raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
         clock = _native.Clock(seconds)
         self._sweep()
-        call = LossCall(self._connections, arguments, self._forget)
+        call = LossCall(self._connections, asked, self._forget)
         if not call.enter(self._max_pending, seconds):
             raise errors.DeadlineExceeded(
                 f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")

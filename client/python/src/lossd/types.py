@@ -32,8 +32,6 @@ OptimizerState = Literal["none", "momentum", "adam"]
 # Results per row. Natural logarithms; 0 for ignored rows (argmax: -1).
 RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
 ROW_OUTPUTS: tuple[RowOutput, ...] = ("loss", "lse", "entropy", "logprob", "argmax")
-# Several results per row, of single classes.
-ClassOutput = Literal["class_logprobs", "top_logprobs", "top_classes"]
 
 DTYPES: Mapping[str, types_pb2.DType] = {
     "fp32": types_pb2.DTYPE_FP32, "fp16": types_pb2.DTYPE_FP16, "bf16": types_pb2.DTYPE_BF16}
