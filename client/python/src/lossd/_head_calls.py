@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,9 +32,8 @@ from lossd.v1 import head_pb2, types_pb2
 
 IfExists = Literal["error", "keep", "reset"]
 ResetScope = Literal["optimizer", "all"]
-_IF_EXISTS: Mapping[str, IfExists] = {"error": "error", "keep": "keep", "reset": "reset"}
-_SCOPES: Mapping[str, head_pb2.ResetScope] = {
-    "optimizer": head_pb2.RESET_SCOPE_OPTIMIZER, "all": head_pb2.RESET_SCOPE_ALL}
+_IF_EXISTS = {"error": 0, "keep": 1, "reset": 2}  # as the library has them (lossd_request)
+_SCOPES = types.numbers_of(ResetScope, head_pb2.ResetScope)
 
 WAYS_OUT = ('; if_exists="keep" goes on with the head as it is, if_exists="reset" makes it as new, delete_head() removes it')
 
@@ -62,7 +61,8 @@ class InitialValues:
 def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
     """What to do with a head that exists. InvalidArgument if both are given, or for another word."""
     if exist_ok is None:
-        choice: IfExists = types.enum_value("if_exists", _IF_EXISTS, "error" if if_exists is None else if_exists)
+        choice: IfExists = "error" if if_exists is None else if_exists
+        types.enum_value("if_exists", _IF_EXISTS, choice)
         return choice
     if if_exists is not None:
         raise errors.InvalidArgument(
@@ -164,7 +164,7 @@ class HeadCalls:
             if dry_run:
                 return read(HeadDescription, self._call("PlanHead", request, head_pb2.HeadDescription, timeout))
             description = self._call("CreateHead", request, head_pb2.HeadDescription, timeout,
-                                     if_exists=list(_IF_EXISTS).index(choice))
+                                     if_exists=_IF_EXISTS[choice])
         except errors.AlreadyExists as error:
             if dry_run or choice == "error":
                 error.add(WAYS_OUT)

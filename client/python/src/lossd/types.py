@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,41 +31,28 @@ Norm = Literal["none", "layernorm", "rmsnorm"]
 OptimizerState = Literal["none", "momentum", "adam"]
 # Results per row. Natural logarithms; 0 for ignored rows (argmax: -1).
 RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
-ROW_OUTPUTS: tuple[RowOutput, ...] = ("loss", "lse", "entropy", "logprob", "argmax")
+ROW_OUTPUTS: tuple[RowOutput, ...] = get_args(RowOutput)
 
-DTYPES: Mapping[str, types_pb2.DType] = {
-    "fp32": types_pb2.DTYPE_FP32, "fp16": types_pb2.DTYPE_FP16, "bf16": types_pb2.DTYPE_BF16}
-REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
-    "sum": loss_pb2.REDUCTION_SUM, "mean": loss_pb2.REDUCTION_MEAN, "none": loss_pb2.REDUCTION_NONE}
-LOGITS: Mapping[str, head_pb2.Logits] = {
-    "stored": head_pb2.LOGITS_STORED, "recomputed": head_pb2.LOGITS_RECOMPUTED}
-SPLITS: Mapping[str, head_pb2.Split] = {
-    "any": head_pb2.SPLIT_UNSPECIFIED, "rows": head_pb2.SPLIT_ROWS, "vocabulary": head_pb2.SPLIT_VOCABULARY}
-RESIDENCIES: Mapping[str, head_pb2.Residency] = {
-    "device": head_pb2.RESIDENCY_DEVICE, "host": head_pb2.RESIDENCY_HOST}
-GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
-    "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "sampled": loss_pb2.GRADIENTS_SAMPLED,
-    "auto": loss_pb2.GRADIENTS_AUTO}
-OBJECTIVES: Mapping[str, loss_pb2.ObjectiveKind] = {
-    "reinforce": loss_pb2.OBJECTIVE_REINFORCE, "importance_sampling": loss_pb2.OBJECTIVE_IMPORTANCE_SAMPLING,
-    "ppo": loss_pb2.OBJECTIVE_PPO, "cispo": loss_pb2.OBJECTIVE_CISPO, "dft": loss_pb2.OBJECTIVE_DFT}
-KLS: Mapping[str, loss_pb2.KlEstimator] = {"k1": loss_pb2.KL_K1, "k2": loss_pb2.KL_K2, "k3": loss_pb2.KL_K3}
-DIVERGENCES: Mapping[str, loss_pb2.Divergence] = {
-    "forward_kl": loss_pb2.DIVERGENCE_FORWARD_KL, "reverse_kl": loss_pb2.DIVERGENCE_REVERSE_KL,
-    "jensen_shannon": loss_pb2.DIVERGENCE_JENSEN_SHANNON, "total_variation": loss_pb2.DIVERGENCE_TOTAL_VARIATION}
-RESTS: Mapping[str, loss_pb2.Rest] = {
-    "none": loss_pb2.REST_NONE, "renormalized": loss_pb2.REST_RENORMALIZED, "one_class": loss_pb2.REST_ONE_CLASS}
-PARAMS: Mapping[str, head_pb2.Param] = {
-    "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
-    "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
-ROLES: Mapping[str, head_pb2.Role] = {
-    "value": head_pb2.ROLE_VALUE, "gradient": head_pb2.ROLE_GRADIENT, "moment1": head_pb2.ROLE_MOMENT1,
-    "moment2": head_pb2.ROLE_MOMENT2}
-NORMS: Mapping[str, head_pb2.Norm] = {
-    "none": head_pb2.NORM_NONE, "layernorm": head_pb2.NORM_LAYERNORM, "rmsnorm": head_pb2.NORM_RMSNORM}
-OPTIMIZER_STATES: Mapping[str, head_pb2.OptimizerState] = {
-    "none": head_pb2.OPTIMIZER_STATE_NONE, "momentum": head_pb2.OPTIMIZER_STATE_MOMENTUM,
-    "adam": head_pb2.OPTIMIZER_STATE_ADAM}
+def numbers_of(words: Any, kind: Any) -> Mapping[str, Any]:
+    """The protocol's numbers of words, which are a Literal: "rmsnorm" is NORM_RMSNORM."""
+    prefix = kind.Name(0).removesuffix("UNSPECIFIED")
+    return {word: kind.Value(prefix + word.upper()) for word in get_args(words)}
+
+
+DTYPES = numbers_of(DType, types_pb2.DType)
+REDUCTIONS = numbers_of(Reduction, loss_pb2.Reduction)
+LOGITS = numbers_of(Logits, head_pb2.Logits)
+SPLITS = {"any": head_pb2.SPLIT_UNSPECIFIED, "rows": head_pb2.SPLIT_ROWS, "vocabulary": head_pb2.SPLIT_VOCABULARY}
+RESIDENCIES = numbers_of(Residency, head_pb2.Residency)
+GRADIENTS = numbers_of(Gradients, loss_pb2.Gradients)
+OBJECTIVES = numbers_of(ObjectiveKind, loss_pb2.ObjectiveKind)
+KLS = numbers_of(Kl, loss_pb2.KlEstimator)
+DIVERGENCES = numbers_of(Divergence, loss_pb2.Divergence)
+RESTS = numbers_of(Rest, loss_pb2.Rest)
+PARAMS = numbers_of(Param, head_pb2.Param)
+ROLES = numbers_of(Role, head_pb2.Role)
+NORMS = numbers_of(Norm, head_pb2.Norm)
+OPTIMIZER_STATES = numbers_of(OptimizerState, head_pb2.OptimizerState)
 
 # How elements lie in NumPy's memory. NumPy has no bf16: its bits are uint16, the upper half of a float32.
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
