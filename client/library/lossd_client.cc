@@ -270,7 +270,7 @@ struct Request : lossd_request {
   absl::Span<char> Rows() const { return absl::MakeSpan(static_cast<char*>(payload), payload_size); }
   absl::Span<const uint64_t> Shape() const { return absl::MakeConstSpan(shape, dimensions); }
 
-  absl::Duration limit;
+  absl::Duration limit;  // its timeout
   CallState* call;
 };
 

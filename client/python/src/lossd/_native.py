@@ -409,7 +409,7 @@ class Connections:
         if head is not None:
             asked.head, asked.head_size = head.SerializeToString(), head.ByteSize()
 
-        def body() -> None:
+        def body(kept: Any = payload) -> None:  # also when interrupts leave the call to itself
             self._library.lossd_client_request(self.pointer, ctypes.byref(asked), call.pointer)
 
         if on_progress is None:
