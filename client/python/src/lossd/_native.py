@@ -272,9 +272,12 @@ def _encoded(name: str, text: Any) -> bytes | None:
     """InvalidArgument, naming it, if it is no text, and for a certificate no path either."""
     if text is None:
         return None
-    if not isinstance(text, (str, os.PathLike) if name in ("ca", "cert", "key") else str) or "\0" in os.fspath(text):
+    if not isinstance(text, (str, os.PathLike) if name in ("ca", "cert", "key") else str):
         raise errors.InvalidArgument(f"{name} is {text!r}; it must be a string", types_pb2.ErrorDetail(field=name, value=str(text)))
-    return os.fsencode(text)
+    encoded = os.fsencode(text)
+    if b"\0" in encoded:
+        raise errors.InvalidArgument(f"{name} is no text: it has a NUL character")
+    return encoded
 
 
 def _filled(kind: type[S], values: Mapping[str, Any]) -> S:
