@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -38,24 +37,11 @@ _SCOPES = types.numbers_of(ResetScope, head_pb2.ResetScope)
 WAYS_OUT = ('; if_exists="keep" goes on with the head as it is, if_exists="reset" makes it as new, delete_head() removes it')
 
 
-@dataclass(frozen=True)
-class InitialValues:
-    """The values of a new head, as create_head and reset_head take them."""
-
-    seed: int
-    zeros: bool
-    tensor_file: TensorFile | None
-
-    def put_into(self, request: head_pb2.CreateHeadRequest | head_pb2.ResetHeadRequest) -> None:
-        if self.tensor_file is not None:
-            request.tensor_file.CopyFrom(self.tensor_file.to_proto())
-        elif self.zeros:
-            request.zeros.SetInParent()
-        else:
-            request.kaiming_uniform.seed = self.seed
-
-    def given(self) -> bool:
-        return bool(self.seed or self.zeros or self.tensor_file is not None)
+def initial_values(seed: int, zeros: bool, tensor_file: TensorFile | None) -> dict[str, Any]:
+    """The values of a new head, as a member of a request."""
+    if tensor_file is not None:
+        return {"tensor_file": tensor_file.to_proto()}
+    return {"zeros": head_pb2.Zeros()} if zeros else {"kaiming_uniform": head_pb2.KaimingUniform(seed=seed)}
 
 
 def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
@@ -71,14 +57,6 @@ def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
         warnings.warn('exist_ok=True is the earlier name of if_exists="keep", and goes away', DeprecationWarning,
                       stacklevel=3)
     return "keep" if exist_ok else "error"
-
-
-def scope_number(scope: ResetScope, values: InitialValues) -> head_pb2.ResetScope:
-    """InvalidArgument for another word, or if values are given that the scope does not take."""
-    number: head_pb2.ResetScope = types.enum_value("scope", _SCOPES, scope)
-    if number == head_pb2.RESET_SCOPE_OPTIMIZER and values.given():
-        raise errors.InvalidArgument("scope is 'optimizer'; seed, zeros and tensor_file go with 'all'")
-    return number
 
 
 def checked_shares(shares: Sequence[int], field: str) -> list[int]:
@@ -146,7 +124,7 @@ class HeadCalls:
           dry_run: makes nothing: returns what would be made (memory, rows of chunks and slices, choices), or raises what the
             creation would raise.
         """
-        choice, values = chosen(if_exists, exist_ok), InitialValues(seed, zeros, tensor_file)
+        choice = chosen(if_exists, exist_ok)
         spec = head_pb2.HeadSpec(
             name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
             norm=types.enum_value("norm", types.NORMS, norm), norm_epsilon=norm_epsilon, frozen=frozen,
@@ -158,8 +136,7 @@ class HeadCalls:
             class_list=checked_classes(class_list), full_vocab_size=full_vocab_size)
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
-        request = head_pb2.CreateHeadRequest(spec=spec)
-        values.put_into(request)
+        request = head_pb2.CreateHeadRequest(spec=spec, **initial_values(seed, zeros, tensor_file))
         try:
             if dry_run:
                 return read(HeadDescription, self._call("PlanHead", request, head_pb2.HeadDescription, timeout))
@@ -186,10 +163,11 @@ class HeadCalls:
             all values are new, and step 0 is open.
           seed, zeros, tensor_file: as in create_head; with "all" only.
         """
-        values = InitialValues(seed, zeros, tensor_file)
-        request = head_pb2.ResetHeadRequest(head=head, scope=scope_number(scope, values))
-        if scope == "all":
-            values.put_into(request)
+        number = types.enum_value("scope", _SCOPES, scope)
+        if scope != "all" and (seed or zeros or tensor_file is not None):
+            raise errors.InvalidArgument("scope is 'optimizer'; seed, zeros and tensor_file go with 'all'")
+        values = initial_values(seed, zeros, tensor_file) if scope == "all" else {}
+        request = head_pb2.ResetHeadRequest(head=head, scope=number, **values)
         answer = self._call("ResetHead", request, head_pb2.ResetHeadResponse, timeout)
         _loaded.forget(head, answer.head.state)
         return read(HeadDescription, answer.head)
