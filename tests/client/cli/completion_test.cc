@@ -2,25 +2,19 @@
 // Tests of what lossctl knows about its own command line.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <nlohmann/json.hpp>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
-#include "client/cli/context.h"
-#include "kernels/errors/field_error.h"
 #include "tests/client/fake_server.h"
 #include "tests/support/temp_folder.h"
 
