@@ -184,12 +184,13 @@ def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
     return classes
 
 
-def as_floats(name: str, values: ArrayLike | None) -> NDArray[np.float32] | None:
-    if values is None:
-        return None
+def as_floats(name: str, values: ArrayLike, rows: int | None = None) -> NDArray[np.float32]:
+    """A copy, one for each of `rows` rows; None: of as many as there are."""
     array = np.array(values, "<f4")
     if array.ndim != 1:
         raise errors.InvalidArgument(f"{name} has shape {array.shape}; it must be [N]")
+    if rows is not None and len(array) != rows:
+        raise errors.InvalidArgument(f"{name} has {len(array)} entries for {rows} rows")
     return array
 
 

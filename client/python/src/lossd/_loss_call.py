@@ -17,18 +17,7 @@ from lossd import _native, errors
 from lossd._arrays import RowMemory, host_rows
 from lossd._interrupts import Outcome
 from lossd._native import BackwardArguments, Connections, DepthArguments, LossArguments
-from lossd.types import (
-    REDUCTIONS,
-    Depth,
-    DepthResult,
-    EmbedResult,
-    LossOptions,
-    LossResult,
-    ObjectiveSums,
-    Reduction,
-    enum_value,
-    whole_number,
-)
+from lossd.types import Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, whole_number
 from lossd.v1 import loss_pb2, types_pb2
 
 
@@ -69,80 +58,37 @@ class Asked:
             self.streams.setdefault(memory.stream, memory.address)
         return memory.address
 
+    def put_rows(self, hidden: Sequence[RowMemory], grad_hidden: Sequence[RowMemory], depths: Sequence[Depth]) -> None:
+        """Hidden states and their gradients: one piece, or one for each depth; no gradients if none are wanted."""
+        apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
+        if not apart:
+            self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
+        self.arguments.depth_count = len(depths)
+        self.arguments.depths = (DepthArguments * len(depths))(*(
+            DepthArguments(depth.rows, self.pointer_to(hidden[index]) if apart else None,
+                           self.pointer_to(grad_hidden[index]) if apart and grad_hidden else None, depth.normalizer or 0.0,
+                           depth.weight, depth.normalizer is not None)
+            for index, depth in enumerate(depths)))
 
-def _check_numbers(**numbers: int | None) -> None:
+
+def check_numbers(**numbers: int | None) -> None:
+    """InvalidArgument, naming it, for a number that is out of range; None is none."""
     for name, value in numbers.items():
         if value is not None:
             whole_number(name, value, *_LIMITS[name])
 
 
-def _check_lengths(rows: int, arrays: Mapping[str, NDArray[Any] | None]) -> None:
-    for name, values in arrays.items():
-        if values is not None and len(values) != rows:
-            raise errors.InvalidArgument(f"{name} has {len(values)} entries for {rows} rows")
-
-
-def forward(head: str, *, step: int | None, id: int, accumulate: bool, hidden: Sequence[RowMemory], hidden_size: int,
-            hidden_dtype: types_pb2.DType, targets: NDArray[np.int32], per_row: Mapping[str, NDArray[np.float32] | None],
-            options: LossOptions, reduction: Reduction, normalizer: float | None, grad_output: float, retain: bool,
-            grad_hidden: Sequence[RowMemory], results: Mapping[str, NDArray[Any]], teacher: RowMemory | None,
-            teacher_hidden_size: int, classes: NDArray[np.int32] | None, soft: Mapping[str, NDArray[Any]],
-            depths: Sequence[Depth], streams: int | None, slice_bytes: int | None) -> Asked:
-    """A loss. `hidden`, `grad_hidden`: one, or one for each depth. `per_row`: [N] each. `classes`: [K] or [N, K], those of
-    class_logprobs. `soft`: soft targets, [N, K] each. `results`: where they go. Names are those of the structure."""
-    _check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes)
-    rows = len(targets)
-    _check_lengths(rows, per_row)
-    _check_objective(options, reduction, per_row)
-    class_count, top_k = (results[name].shape[1] if name in results else 0 for name in ("class_logprobs", "top_classes"))
-    if soft and (class_count or top_k):
-        raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
-    asked = Asked(
-        LossArguments(rows=rows, hidden_size=hidden_size, teacher_hidden_size=teacher_hidden_size,
-                      classes_size=0 if classes is None else classes.size, depth_count=len(depths), streams=streams or 0,
-                      slice_bytes=slice_bytes or 0),
-        loss_pb2.OpenMicrobatch(
-            head=head, step=step, microbatch_id=id, hidden_dtype=hidden_dtype, options=options.to_proto(),
-            reduction=enum_value("reduction", REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,
-            accumulate_gradients=accumulate, retain=retain, class_count=class_count, top_k=top_k,
-            target_count=soft["target_classes"].shape[1] if soft else 0))
-    asked.put(targets=targets, classes=classes, **per_row, **soft, **results)
-    apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
-    if not apart:
-        asked.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
-    asked.arguments.depths = (DepthArguments * len(depths))(*(
-        DepthArguments(depth.rows, asked.pointer_to(hidden[index]) if apart else None,
-                       asked.pointer_to(grad_hidden[index]) if apart and grad_hidden else None, depth.normalizer or 0.0,
-                       depth.weight, depth.normalizer is not None)
-        for index, depth in enumerate(depths)))
-    asked.put(teacher_hidden=teacher)
-    return asked
-
-
-def _check_objective(options: LossOptions, reduction: Reduction, per_row: Mapping[str, NDArray[Any] | None]) -> None:
+def check_objective(options: LossOptions, reduction: Reduction, per_row: Mapping[str, Any]) -> None:
+    """InvalidArgument unless the objective has the numbers of rows that it needs, and no others."""
     objective = options.objective
     needed = () if objective is None else objective.numbers
     for name in ("advantages", "old_logprobs", "ref_logprobs"):
-        given = per_row[name] is not None
-        if name in needed and not given:
+        if name in needed and name not in per_row:
             raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row")
-        if given and name not in needed:
+        if name in per_row and name not in needed:
             raise errors.InvalidArgument(f"{name} is given, but objective {objective} does not use it")
     if objective is not None and reduction == "none":
         raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
-
-
-def backward(head: str, *, step: int | None, id: int, accumulate: bool, hidden_size: int, hidden_dtype: types_pb2.DType,
-             grad_loss: NDArray[np.float32], grad_hidden: RowMemory | None, streams: int | None,
-             **others: NDArray[np.float32] | None) -> Asked:
-    """Gradients of rows that the server retained. `others`: grad_lse and grad_entropy."""
-    _check_numbers(step=step, id=id, streams=streams)
-    _check_lengths(len(grad_loss), others)
-    asked = Asked(
-        BackwardArguments(rows=len(grad_loss), hidden_size=hidden_size, hidden_dtype=hidden_dtype, streams=streams or 0),
-        loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
-    asked.put(grad_loss=grad_loss, grad_hidden=grad_hidden, **others)
-    return asked
 
 
 def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_size: int, dtype: types_pb2.DType,
@@ -150,7 +96,7 @@ def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_siz
               scale: float | None = None, padding_idx: int | None = None) -> Asked:
     """Rows of the weight, one for each id, which go to `place`; or their `gradients`, which join that of the weight, times
     `scale`: those of ids that are `padding_idx` are left out."""
-    _check_numbers(step=step, id=id, streams=streams)
+    check_numbers(step=step, id=id, streams=streams)
     if (ids < 0).any():
         row = int((ids < 0).argmax())
         raise errors.InvalidArgument(f"ids[{row}] is {ids[row]}; an id is a row of the weight, so it must not be negative",

@@ -16,7 +16,7 @@ from lossd import _arrays, _loss_call, _native, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._interrupts import run_apart
 from lossd._loss_call import Asked, LossCall, PendingLoss
-from lossd._native import Connections
+from lossd._native import BackwardArguments, Connections, LossArguments
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
@@ -267,27 +267,37 @@ class Client(EmbeddingCalls):
             lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
         """
         self._connections.check_usable()
-        kind, shape, data = _arrays.rows_of_depths(hidden, dtype, depths)
+        kind, (count, width), data = _arrays.rows_of_depths(hidden, dtype, depths)
         labels = _arrays.as_targets(targets)
-        if len(labels) != shape[0]:
-            raise errors.InvalidArgument(f"targets has {len(labels)} entries for {shape[0]} rows of hidden")
+        if len(labels) != count:
+            raise errors.InvalidArgument(f"targets has {len(labels)} entries for {count} rows of hidden")
         if depths and isinstance(hidden, (list, tuple)):
-            gradient, places = _arrays.gradients_of_depths(grad_hidden, kind, shape[1], data, depths)
+            gradient, places = _arrays.gradients_of_depths(grad_hidden, kind, width, data, depths)
         else:
-            gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data[0])
+            gradient, place = _arrays.gradient_rows(grad_hidden, kind, (count, width), data[0])
             places = [] if place is None else [place]
-        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0], data)
-        named = _arrays.as_classes(classes, len(labels))
-        of_rows, of_classes = _arrays.row_arrays(rows, len(labels)), _arrays.class_arrays(named, top_k, len(labels))
+        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, count, data)
         given = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        asked = _loss_call.forward(
-            head, step=step, id=id, accumulate=accumulate, hidden=data, hidden_size=shape[1], hidden_dtype=types.DTYPES[kind],
-            targets=labels, per_row={name: _arrays.as_floats(name, values) for name, values in given.items()}, options=options,
-            reduction=reduction, normalizer=normalizer, grad_output=grad_output, retain=retain, grad_hidden=places,
-            results={**{f"row_{name}": array for name, array in of_rows.items()}, **of_classes}, teacher=teacher,
-            teacher_hidden_size=teacher_size, classes=named,
-            soft=_arrays.as_soft_targets(target_classes, target_weights, len(labels)), depths=depths, streams=streams,
-            slice_bytes=slice_bytes)
+        per_row = {name: _arrays.as_floats(name, values, count) for name, values in given.items() if values is not None}
+        soft = _arrays.as_soft_targets(target_classes, target_weights, count)
+        named = _arrays.as_classes(classes, count)
+        of_rows, of_classes = _arrays.row_arrays(rows, count), _arrays.class_arrays(named, top_k, count)
+        if soft and of_classes:
+            raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
+        _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes)
+        _loss_call.check_objective(options, reduction, per_row)
+        open_ = loss_pb2.OpenMicrobatch(
+            head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], options=options.to_proto(),
+            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,
+            accumulate_gradients=accumulate, retain=retain, top_k=top_k,
+            class_count=0 if named is None else named.shape[-1], target_count=soft["target_classes"].shape[1] if soft else 0)
+        asked = Asked(LossArguments(
+            rows=count, hidden_size=width, teacher_hidden_size=teacher_size, classes_size=0 if named is None else named.size,
+            streams=streams or 0, slice_bytes=slice_bytes or 0), open_)
+        asked.put(targets=labels, classes=named, **per_row, **soft, **of_classes)
+        asked.put(**{f"row_{name}": array for name, array in of_rows.items()})
+        asked.put_rows(data, places, depths)
+        asked.put(teacher_hidden=teacher)
         whole, of_depths = _per_depth(gradient, depths)
 
         def finish(result: LossResult) -> LossResult:
@@ -358,13 +368,15 @@ class Client(EmbeddingCalls):
         """
         self._connections.check_usable()
         upstream = _arrays.as_floats("grad_loss", grad_loss)
-        assert upstream is not None
+        given = {"grad_lse": grad_lse, "grad_entropy": grad_entropy}
+        others = {name: _arrays.as_floats(name, values, len(upstream)) for name, values in given.items() if values is not None}
         types.enum_value("dtype", types.DTYPES, dtype)
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
-        asked = _loss_call.backward(
-            head, step=step, id=id, accumulate=accumulate, hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
-            grad_loss=upstream, grad_hidden=place, streams=streams, grad_lse=_arrays.as_floats("grad_lse", grad_lse),
-            grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy))
+        _loss_call.check_numbers(step=step, id=id, streams=streams)
+        asked = Asked(
+            BackwardArguments(rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype], streams=streams or 0),
+            loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
+        asked.put(grad_loss=upstream, grad_hidden=place, **others)
 
         def finish(result: LossResult) -> LossResult:
             result.grad_hidden = gradient
