@@ -70,9 +70,10 @@ class Stage(nn.Module):
         self.parts = nn.ModuleList(parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda" if x.is_cuda else "cpu", torch.bfloat16, enabled=x.is_cuda):
+        on_gpu = next(self.parameters()).is_cuda  # tokens of a served embedding are on the host
+        with torch.autocast("cuda" if on_gpu else "cpu", torch.bfloat16, enabled=on_gpu):
             for part in self.parts:  # a layer gets and gives the same wherever stages begin
-                x = part(x).bfloat16() if x.is_cuda else part(x)
+                x = part(x).bfloat16() if on_gpu else part(x)
         return x
 
 
@@ -608,6 +609,8 @@ class Rank:
         shape = self.settings.shape
         size = _EMBEDDED_MEMORY if self.configuration.embedded else None
         self.client = TimedClient(target, transport=self.settings.transport, shared_memory_bytes=size)
+        if self.configuration.embedded and self.device.type == "cuda":
+            self.client.shares_gpu(self.device.index)  # before the GPU has work that waits for the head, as colocate() opens its own
         if self.replica == 0:
             split = {"split": "vocabulary", "shares": self.configuration.shares} if self.configuration.colocated else {}
             self.client.create_head(HEAD, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, zeros=True, **split,

@@ -156,11 +156,11 @@ def through_torch(client: lossd.Client, rows: Any, labels: Any, arguments: argpa
 def through_lossctl(arguments: argparse.Namespace) -> dict[str, Any]:
     command = [arguments.lossctl, f"--server={arguments.server}", "--json", "bench", HEAD, f"--rows={arguments.rows}",
                f"--channels={arguments.channels}", f"--streams={arguments.streams}",
-               f"--gradients={arguments.gradients}", *([f"--data={arguments.data}"] if arguments.data != "random" else []),
+               f"--gradients={arguments.gradients}", *([f"--data={arguments.data}", "--overwrite-weight"] if arguments.data != "random" else []),
                f"--in-flight={arguments.in_flight}",
                *([] if arguments.slice_bytes is None else [f"--slice-bytes={arguments.slice_bytes}"]),
                f"--seconds={arguments.seconds}"]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def main() -> None:

@@ -48,9 +48,9 @@ struct CudaBackendOptions {
   StreamPriority stream_priority = StreamPriority::kHiddenGradients;
   // Other code of the process works on the GPU too. How threads wait for the GPU stays as that code has it.
   // And since its work may wait for a head, no call of this backend waits for its work, but those that free
-  // memory and those that make the backend: these load all code (kernel_code.h), and products take the
-  // algorithms of Gemms::LoadCode. Not yet so of kAuto, whose first chunk waits. Of fp32 heads the
-  // algorithms that work without scratch memory are less exact: hidden gradients were off by up to 2e-5.
+  // memory, make the backend (which loads the code of all kernels, kernel_code.h), or make a head (which
+  // computes once what its chunks may consist of, Gemms::TakeSteps). Not yet so of kAuto, whose first chunk
+  // waits.
   bool shares_process = false;
   // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
   // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.

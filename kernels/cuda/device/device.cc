@@ -186,7 +186,7 @@ absl::Status Device::Start(FindKernelLimits find_kernel_limits) {
   gemm_workspace_ = *std::move(workspace);
   if (options_.shares_process) {
     LOSSD_RETURN_IF_ERROR(LoadKernelCode());
-    LOSSD_RETURN_IF_ERROR(gemms_->LoadCode(gemm_workspace_.data(), compute_));
+    gemms_->TakeSteps();
   }
   completion_thread_ = std::thread([this] { CompletionLoop(); });
   return absl::OkStatus();

@@ -2,6 +2,7 @@
 #include "kernels/cuda/device/gemm.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <string>
 #include <utility>
@@ -134,19 +135,6 @@ struct Gemms::Plan {
                      : absl::UnavailableError("cublasLtMatmulAlgoGetHeuristic found nothing");
   }
 
-  // The only candidate becomes `algorithm`, if it can compute the shape without scratch memory. False: it
-  // cannot.
-  bool Take(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) {
-    cublasLtMatmulHeuristicResult_t result = {};
-    if (library.check(handle, desc, a, b, c, c, &algorithm, &result) != CUBLAS_STATUS_SUCCESS ||
-        result.workspaceSize > 0) {
-      return false;
-    }
-    result.algo = algorithm;
-    candidates = {result};
-    return true;
-  }
-
   const Library& library;
   cublasLtMatmulDesc_t desc = nullptr;
   cublasLtMatrixLayout_t a = nullptr;
@@ -156,43 +144,6 @@ struct Gemms::Plan {
   size_t chosen = 0;
   bool timed = false;  // the choice is the fastest, not the first
 };
-
-namespace {
-
-// What the code of a product depends on: a shape without sizes.
-GemmShape KindOf(const GemmShape& shape) {
-  return {.transpose_a = shape.transpose_a,
-          .transpose_b = shape.transpose_b,
-          .input = shape.input,
-          .output = shape.output,
-          .scratch = false};
-}
-
-// The kinds of a head's products: logits, hidden gradients in every dtype, weight gradients.
-std::vector<GemmShape> AllKinds() {
-  std::vector<GemmShape> kinds;
-  for (const DType input : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
-    GemmShape kind = {.input = input, .output = DType::kFloat32, .scratch = false};
-    kind.transpose_a = true;
-    kinds.push_back(kind);
-    std::swap(kind.transpose_a, kind.transpose_b);
-    kinds.push_back(kind);
-    kind.transpose_b = false;
-    for (const DType output : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
-      kind.output = output;
-      kinds.push_back(kind);
-    }
-  }
-  return kinds;
-}
-
-// Of this kind, with square matrices.
-GemmShape Square(GemmShape kind, int64_t size) {
-  kind.m = kind.n = kind.k = kind.lda = kind.ldb = kind.ldc = size;
-  return kind;
-}
-
-}  // namespace
 
 Gemms::Gemms() : library_(std::make_unique<Library>()) {}
 
@@ -214,39 +165,60 @@ absl::StatusOr<Gemms::Plan*> Gemms::FindOrCreate(const GemmShape& shape) {
   if (slot != nullptr) return slot.get();
   auto plan = std::make_unique<Plan>(*library_);
   LOSSD_RETURN_IF_ERROR(plan->Describe(shape));
-  if (!TakeLoaded(shape, *plan)) LOSSD_RETURN_IF_ERROR(plan->Propose(handle_, shape.scratch));
+  LOSSD_RETURN_IF_ERROR(plan->Propose(handle_, shape.scratch));
   slot = std::move(plan);
   return slot.get();
 }
 
-bool Gemms::TakeLoaded(const GemmShape& shape, Plan& plan) const {
-  const auto found = loaded_.find(KindOf(shape));
-  return found != loaded_.end() && plan.Take(handle_, found->second);
-}
-
-absl::Status Gemms::LoadCode(void* scratch, cudaStream_t stream) {
-  constexpr int64_t kLarge = 4096, kSmall = 256;  // rows and columns of matrices
-  constexpr int64_t kMatrix = kSmall * kSmall * static_cast<int64_t>(sizeof(float));
-  static_assert(3 * kMatrix <= kGemmWorkspaceBytes);
-  auto* const matrices = static_cast<uint8_t*>(scratch);
-  const GemmOperands operands = {.a = matrices, .b = matrices + kMatrix, .c = matrices + 2 * kMatrix};
-  for (const GemmShape& kind : AllKinds()) {
-    Plan large(*library_);
-    LOSSD_RETURN_IF_ERROR(large.Describe(Square(kind, kLarge)));
-    if (!large.Propose(handle_, false).ok()) continue;  // there is no such product
-    loaded_[kind] = large.candidates.front().algo;
-    LOSSD_RETURN_IF_ERROR(Run(Square(kind, kSmall), operands, nullptr, stream));
+std::vector<GemmShape> Gemms::StepsOf(const GemmShape& shape) const {
+  if (!takes_steps_) return {shape};
+  std::vector<GemmShape> steps;
+  for (int64_t left = shape.rows(); left > 0; left -= steps.back().rows()) {
+    steps.push_back(shape);
+    steps.back().rows() = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(left)));
   }
-  return cuda::ToStatus(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  return steps;
 }
 
 absl::Status Gemms::Prepare(const GemmShape& shape) {
-  const absl::Status status = FindOrCreate(shape).status();
-  return status.ok() ? status : absl::InternalError(status.message());
+  for (const GemmShape& step : StepsOf(shape)) {
+    const absl::Status status = FindOrCreate(step).status();
+    if (!status.ok()) return absl::InternalError(status.message());
+  }
+  return absl::OkStatus();
 }
+
+namespace {
+
+const void* ColumnsAfter(const void* matrix, int64_t columns, int64_t ld, DType dtype) {
+  return static_cast<const uint8_t*>(matrix) + columns * ld * static_cast<int64_t>(SizeOf(dtype));
+}
+
+// What a product has left after a step.
+void Advance(GemmOperands& operands, const GemmShape& step) {
+  operands.b = ColumnsAfter(operands.b, step.rows(), step.ldb, step.input);
+  if (step.transpose_b) {
+    operands.a = ColumnsAfter(operands.a, step.rows(), step.lda, step.input);
+    operands.beta = 1.0f;
+  } else {
+    operands.c = const_cast<void*>(ColumnsAfter(operands.c, step.rows(), step.ldc, step.output));
+  }
+}
+
+}  // namespace
 
 absl::Status Gemms::Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                         cudaStream_t stream) {
+  GemmOperands left = operands;
+  for (const GemmShape& step : StepsOf(shape)) {
+    LOSSD_RETURN_IF_ERROR(RunStep(step, left, workspace, stream));
+    Advance(left, step);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Gemms::RunStep(const GemmShape& shape, const GemmOperands& operands, void* workspace,
+                            cudaStream_t stream) {
   absl::StatusOr<Plan*> found = FindOrCreate(shape);
   if (!found.ok()) return found.status();
   const Plan& plan = **found;
@@ -259,7 +231,7 @@ absl::Status Gemms::Run(const GemmShape& shape, const GemmOperands& operands, vo
 }
 
 Choice Gemms::Describe(const GemmShape& shape) const {
-  const Plan& plan = *plans_.at(shape);
+  const Plan& plan = *plans_.at(StepsOf(shape).front());
   const cublasLtMatmulHeuristicResult_t& chosen = plan.candidates[plan.chosen];
   const auto attribute = [&](cublasLtMatmulAlgoConfigAttributes_t name) {
     int32_t value = -1;
@@ -281,9 +253,9 @@ absl::StatusOr<double> Gemms::Time(const GemmShape& shape, const GemmOperands& o
   cudaEvent_t end = nullptr;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&begin), "cudaEventCreate");
   LOSSD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&end), "cudaEventCreate");
-  absl::Status status = Run(shape, operands, workspace, stream);
+  absl::Status status = RunStep(shape, operands, workspace, stream);
   cudaEventRecord(begin, stream);
-  for (int i = 0; i < kTimedRuns && status.ok(); ++i) status = Run(shape, operands, workspace, stream);
+  for (int i = 0; i < kTimedRuns && status.ok(); ++i) status = RunStep(shape, operands, workspace, stream);
   cudaEventRecord(end, stream);
   float milliseconds = 0.0f;
   if (status.ok()) status = ToStatus(cudaEventSynchronize(end), "cudaEventSynchronize");
@@ -296,7 +268,8 @@ absl::StatusOr<double> Gemms::Time(const GemmShape& shape, const GemmOperands& o
 
 absl::Status Gemms::Tune(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                          cudaStream_t stream) {
-  absl::StatusOr<Plan*> found = FindOrCreate(shape);
+  const GemmShape step = StepsOf(shape).front();
+  absl::StatusOr<Plan*> found = FindOrCreate(step);
   if (!found.ok()) return found.status();
   Plan& plan = **found;
   if (plan.candidates.size() == 1) return absl::OkStatus();
@@ -304,7 +277,7 @@ absl::Status Gemms::Tune(const GemmShape& shape, const GemmOperands& operands, v
   size_t best = 0;
   for (size_t i = 0; i < plan.candidates.size(); ++i) {
     plan.chosen = i;
-    absl::StatusOr<double> time = Time(shape, operands, workspace, stream);
+    absl::StatusOr<double> time = Time(step, operands, workspace, stream);
     if (!time.ok()) return time.status();
     if (*time < best_time) {
       best_time = *time;

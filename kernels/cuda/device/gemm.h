@@ -37,6 +37,10 @@ struct GemmShape {
   DType output = DType::kBFloat16;
   bool scratch = true;  // whether scratch memory may be used
 
+  // The dimension that is rows of a chunk: of a product whose B is transposed the one that it sums over.
+  int64_t& rows() { return transpose_b ? k : n; }
+  int64_t rows() const { return transpose_b ? k : n; }
+
   friend auto operator<=>(const GemmShape&, const GemmShape&) = default;
 };
 
@@ -54,19 +58,20 @@ class Gemms {
   static absl::StatusOr<std::unique_ptr<Gemms>> Create();
   ~Gemms();
 
-  // Loads the code of products before it is needed (kernel_code.h; the first use of an algorithm waits for
-  // all work on the GPU, too). From then on all shapes of a kind, which is transposes and dtypes, take the
-  // same algorithm, that of large matrices, where it can compute them, and it works without scratch memory.
-  // `scratch` [kGemmWorkspaceBytes] on the device is overwritten. Waits until all is loaded.
-  absl::Status LoadCode(void* scratch, cudaStream_t stream);
+  // From now on a product over any number of rows is several over powers of two rows, one after the other. A
+  // shape that has not been computed yet may have to load code, which waits for all work on the GPU
+  // (kernel_code.h); so there are few of them, and all can be computed once beforehand.
+  void TakeSteps() { takes_steps_ = true; }
   // Chooses the algorithm for `shape`, if that has not been done. INTERNAL if cuBLAS has none.
   absl::Status Prepare(const GemmShape& shape);
   // Enqueues one product. `workspace` is [kGemmWorkspaceBytes] on the device, or null without scratch.
   absl::Status Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                    cudaStream_t stream);
-  // The algorithm chosen for `shape`, which must have been prepared; without `what`.
+  // The algorithm chosen for `shape`, which must have been prepared (of several steps, for the first); without
+  // `what`.
   Choice Describe(const GemmShape& shape) const;
-  // Times the candidates for `shape` on these operands (C is overwritten) and keeps the fastest.
+  // Times the candidates for `shape`, or its first step, on these operands (C is overwritten) and keeps the
+  // fastest.
   absl::Status Tune(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                     cudaStream_t stream);
 
@@ -76,14 +81,17 @@ class Gemms {
 
   Gemms();
   absl::StatusOr<Plan*> FindOrCreate(const GemmShape& shape);
-  bool TakeLoaded(const GemmShape& shape, Plan& plan) const;
+  // The shapes that are computed for this one, the largest first.
+  std::vector<GemmShape> StepsOf(const GemmShape& shape) const;
+  absl::Status RunStep(const GemmShape& shape, const GemmOperands& operands, void* workspace,
+                       cudaStream_t stream);
   absl::StatusOr<double> Time(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                               cudaStream_t stream);
 
   std::unique_ptr<Library> library_;
   cublasLtHandle_t handle_ = nullptr;
   std::map<GemmShape, std::unique_ptr<Plan>> plans_;
-  std::map<GemmShape, cublasLtMatmulAlgo_t> loaded_;  // by kind; empty before LoadCode
+  bool takes_steps_ = false;
 };
 
 }  // namespace lossd::kernels::cuda

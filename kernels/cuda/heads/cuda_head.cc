@@ -280,7 +280,8 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
 
 // Its slices share the memory of their rows. What a part computes without the others need not be finite, and
 // the chunk may say so.
-absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidden_dtype, int64_t rows) {
+absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidden_dtype, int64_t rows,
+                          bool wants_gradients) {
   constexpr int64_t kSliceRows = 128;
   const auto bytes =
       static_cast<size_t>(std::min(rows, kSliceRows) * head.config().hidden_size) * SizeOf(hidden_dtype);
@@ -293,12 +294,12 @@ absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidd
     slice.rows = std::min(kSliceRows, rows - begin);
     slice.hidden = hidden.data();
     slice.targets = targets.data();
-    slice.grad_hidden = gradients.data();
+    if (wants_gradients) slice.grad_hidden = gradients.data();
   }
   Chunk chunk;
   chunk.options = options;
   chunk.hidden_dtype = hidden_dtype;
-  chunk.accumulate_gradients = head.config().trainable;
+  chunk.accumulate_gradients = wants_gradients && head.config().trainable;
   chunk.independent = true;  // nothing of it decides how others are computed
   chunk.slices = absl::MakeSpan(slices);
   absl::Status results, done;
@@ -315,24 +316,25 @@ absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidd
   return absl::IsUnavailable(results) || absl::IsInvalidArgument(results) ? results : absl::OkStatus();
 }
 
-// Computes chunks of few rows and of many, of zeros and of weights that are 0, so that whatever loads code
-// with its first use has done so before a trainer whose process the head shares has work on the GPU.
-//
-// Exact chunks, whose products have been seen to load code, and those that the head's requests ask for by
-// default; with hidden states in the compute dtype and in fp32, as their gradients are products of different
-// kinds. Parts of a head are not connected yet: each computes what it has.
+// Computes chunks of zeros with weights that are 0, so that whatever loads code with its first use has done so
+// before a trainer whose process the head shares has work on the GPU. Products take steps (Gemms::TakeSteps),
+// so chunks of powers of two rows have all of them: with every kind of gradient that a request may ask for,
+// with hidden states in the compute dtype and in fp32, as their gradients are products of different kinds, and
+// without gradients. Parts of a head are not connected yet: each computes what it has.
 absl::Status RunOnce(CudaHead& head) {
-  std::vector<LossOptions> all(1);
-  if (head.config().gradients != Gradients::kExact) all.push_back({.gradients = head.config().gradients});
+  constexpr Gradients kAll[] = {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled,
+                                Gradients::kAuto};
   std::vector<DType> dtypes = {head.config().compute_dtype};
   if (head.config().compute_dtype != DType::kFloat32) dtypes.push_back(DType::kFloat32);
-  std::vector<int64_t> counts = {1, 17, 128, head.chunk_rows()};
-  counts.erase(std::remove_if(counts.begin(), counts.end(),
-                              [&head](int64_t rows) { return rows > head.chunk_rows(); }),
-               counts.end());
-  for (const LossOptions& options : all) {
-    for (const DType dtype : dtypes) {
-      for (const int64_t rows : counts) LOSSD_RETURN_IF_ERROR(RunChunkOnce(head, options, dtype, rows));
+  std::vector<int64_t> counts = {head.chunk_rows()};
+  for (int64_t rows = 1; rows < head.chunk_rows(); rows *= 2) counts.push_back(rows);
+  for (const int64_t rows : counts) {
+    LOSSD_RETURN_IF_ERROR(RunChunkOnce(head, {}, dtypes.front(), rows, /*wants_gradients=*/false));
+    for (const Gradients gradients : kAll) {
+      for (const DType dtype : dtypes) {
+        LOSSD_RETURN_IF_ERROR(
+            RunChunkOnce(head, {.gradients = gradients}, dtype, rows, /*wants_gradients=*/true));
+      }
     }
   }
   return head.config().trainable ? head.ZeroGradients() : absl::OkStatus();

@@ -20,7 +20,9 @@
 // a divergence that is none of the two KL, and once for the gradient. Sums are combined in a fixed order.
 //
 // Bytes a pass: rows * V * 8 read; with the last rows * V * 4 written, or, where the loss with targets does
-// not count, the gradient itself in the compute dtype. Operations: 2 exponentials an element and pass.
+// not count, the gradient itself in the compute dtype. Operations: 2 exponentials an element and pass, by
+// ex2.approx (relative error 2^-22), and some 25 others. Without them the first pass was bound by branches
+// and by expf: a thread takes the largest of some elements first, and rescales its sums once for all of them.
 #include <cooperative_groups.h>
 
 #include <type_traits>
@@ -43,24 +45,67 @@ constexpr int kLane = 4;  // elements that a thread takes at once
 template <Divergence kDivergence>
 constexpr bool kIsKl = kDivergence == Divergence::kForwardKl || kDivergence == Divergence::kReverseKl;
 
-// The logits of both heads, `kLane` classes at a time: calls body(column, student, teacher) with those from
-// `column` on. Rows are padded to whole vectors.
-template <typename Body>
-__device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t row, int columns,
-                                              Body body) {
-  const auto* const student =
-      reinterpret_cast<const float4*>(static_cast<const float*>(p.student.data) + row * p.student.ld);
-  const auto* const teacher =
-      reinterpret_cast<const float4*>(static_cast<const float*>(p.teacher.data) + row * p.teacher.ld);
-  for (int v = static_cast<int>(threadIdx.x); v * kLane < columns; v += kThreads) {
-    const float4 s = student[v], t = teacher[v];
-    body(v * kLane, {s.x, s.y, s.z, s.w}, {t.x, t.y, t.z, t.w});
+// Of one class: z, and dz/ds without the logit scale. kPlain: there is neither bias, nor softcap, nor a masked
+// class.
+template <bool kPlain>
+struct Logits {
+  LogitMap<float, true> map;
+
+  __device__ __forceinline__ explicit Logits(const LossTerms& terms) : map(terms) {}
+  __device__ __forceinline__ Logit operator()(float dot, int column) const {
+    if constexpr (kPlain) return {map.scale * dot, 1.0f};
+    return map(dot, column);
   }
-}
+};
 
 struct Lane {
   float x[kLane];
 };
+
+__device__ __forceinline__ Lane LoadLane(const LogitMatrix& matrix, int64_t row, int v) {
+  const float4 x =
+      reinterpret_cast<const float4*>(static_cast<const float*>(matrix.data) + row * matrix.ld)[v];
+  return {x.x, x.y, x.z, x.w};
+}
+
+// The logits of both heads, `kLane` classes at a time: calls body(column, student, teacher) with those from
+// `column` on, for the vectors from `begin` to `end` that are this thread's. Rows are padded to whole vectors.
+// Two vectors are loaded before the first is used.
+template <typename Body>
+__device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t row, int begin, int end,
+                                              Body body) {
+  int v = begin + static_cast<int>(threadIdx.x);
+  for (; v + kThreads < end; v += 2 * kThreads) {
+    const Lane s = LoadLane(p.student, row, v), t = LoadLane(p.teacher, row, v);
+    const Lane next_s = LoadLane(p.student, row, v + kThreads), next_t = LoadLane(p.teacher, row, v + kThreads);
+    body(v * kLane, s, t);
+    body((v + kThreads) * kLane, next_s, next_t);
+  }
+  if (v < end) body(v * kLane, LoadLane(p.student, row, v), LoadLane(p.teacher, row, v));
+}
+
+__device__ __forceinline__ int VectorsOf(int columns) { return (columns + kLane - 1) / kLane; }
+
+// z of some classes; -infinity of what is none.
+template <bool kPlain>
+__device__ __forceinline__ Lane LogitsOf(const Logits<kPlain>& logits, const Lane& dots, int column,
+                                         int classes) {
+  Lane z;
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) {
+    z.x[i] = column + i < classes ? logits(dots.x[i], column + i).z : NegativeInfinity();
+  }
+  return z;
+}
+
+__device__ __forceinline__ float TopOf(const Lane& z) {
+  return fmaxf(fmaxf(z.x[0], z.x[1]), fmaxf(z.x[2], z.x[3]));
+}
+
+__device__ __forceinline__ float Exp(float x) { return Exp2(x * kLog2E); }
+
+// What logits are subtracted from: -infinity, of none, must not become NaN.
+__device__ __forceinline__ float BaseOf(float top) { return top == NegativeInfinity() ? 0.0f : top; }
 
 // One softmax of a row.
 struct LogSoftmax {
@@ -116,19 +161,22 @@ __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_to
   }
 }
 
-// One class. Masked ones add nothing to their softmax; NaN shows in the sums.
+// Some classes. Masked ones add nothing to their softmax; NaN shows in the sums.
 template <bool kCross>
-__device__ __forceinline__ void Take(Running& r, float own, float other, float inverse) {
-  if (own > r.own_top || other > r.other_top) {
-    Rebase<kCross>(r, own > r.own_top ? own : r.own_top, other > r.other_top ? other : r.other_top, inverse);
+__device__ __forceinline__ void Take(Running& r, const Lane& own, const Lane& other, float inverse) {
+  const float own_top = TopOf(own), other_top = TopOf(other);
+  if (own_top > r.own_top || other_top > r.other_top) {
+    Rebase<kCross>(r, fmaxf(own_top, r.own_top), fmaxf(other_top, r.other_top), inverse);
   }
-  const bool masked = other == NegativeInfinity();
-  if (!masked) r.other_sum += expf((other - r.other_top) * inverse);
-  if (own == NegativeInfinity()) return;
-  const float e = expf((own - r.own_top) * inverse);
-  r.own_sum += e;
-  if (!kCross || e == 0.0f) return;
-  r.cross += masked ? -NegativeInfinity() : e * ((own - r.own_top) - (other - r.other_top)) * inverse;
+  const float own_base = BaseOf(r.own_top), other_base = BaseOf(r.other_top);
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) {
+    const float of_own = (own.x[i] - own_base) * inverse, of_other = (other.x[i] - other_base) * inverse;
+    const float e = Exp(of_own);
+    r.own_sum += e;
+    r.other_sum += Exp(of_other);
+    if (kCross) r.cross = fmaf(e, e > 0.0f ? of_own - of_other : 0.0f, r.cross);
+  }
 }
 
 template <bool kCross>
@@ -175,17 +223,12 @@ __global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__
   __shared__ Running scratch[kWarps];
   const int64_t row = blockIdx.x;
   const int classes = static_cast<int>(p.student.classes);
-  const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
+  const Logits<false> student(p.student_terms), teacher(p.teacher_terms);
   const float inverse = 1.0f / p.distillation.temperature;
   Running sums = NothingYet();
-  ForEachVector(p, row, classes, [&](int column, const Lane& s, const Lane& t) {
-#pragma unroll
-    for (int i = 0; i < kLane; ++i) {
-      if (column + i >= classes) continue;
-      const float z = student_map(s.x[i], column + i).z;
-      const float taught = teacher_map(t.x[i], column + i).z;
-      Take<Of::kCross>(sums, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z, inverse);
-    }
+  ForEachVector(p, row, 0, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
+    const Lane z = LogitsOf(student, s, column, classes), taught = LogitsOf(teacher, t, column, classes);
+    Take<Of::kCross>(sums, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z, inverse);
   });
   sums = Reduce<Of::kCross>(sums, scratch, inverse);
   if (threadIdx.x != 0) return;
@@ -255,7 +298,7 @@ __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float lo
   } else if constexpr (kDivergence == Divergence::kJensenShannon) {
     // Relative to the larger one, so that m is not 0 where p or q is not. Not used where both are 0.
     const float top = fmaxf(log_p, log_q);
-    const float log_m = top + logf(beta * expf(log_p - top) + (1.0f - beta) * expf(log_q - top));
+    const float log_m = top + logf(beta * Exp(log_p - top) + (1.0f - beta) * Exp(log_q - top));
     const float of_student = (1.0f - beta) * Relative(q, log_q, log_m);
     return make_float2(beta * Relative(p, log_p, log_m) + of_student, of_student);
   } else {
@@ -275,13 +318,13 @@ __global__ __launch_bounds__(kThreads) void SumDivergenceKernel(const __grid_con
   const LogSoftmax student(record.student_top, record.student_sum, inverse);
   const LogSoftmax teacher(record.teacher_top, record.teacher_sum, inverse);
   float2 total = make_float2(0.0f, 0.0f);
-  ForEachVector(p, row, classes, [&](int column, const Lane& s, const Lane& t) {
+  ForEachVector(p, row, 0, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       if (column + i >= classes) continue;
       const float log_q = student(student_map(s.x[i], column + i).z);
       const float log_p = teacher(teacher_map(t.x[i], column + i).z);
-      const float2 term = TermOf<kDivergence>(expf(log_p), log_p, expf(log_q), log_q, p.distillation.beta);
+      const float2 term = TermOf<kDivergence>(Exp(log_p), log_p, Exp(log_q), log_q, p.distillation.beta);
       total.x += term.x;
       total.y += term.y;
     }
@@ -317,8 +360,8 @@ struct RowDivergence {
   __device__ __forceinline__ float Gradient(const Logit& logit, float taught, float beta) const {
     const float log_q = student(logit.z);
     const float log_p = teacher(taught);
-    const float q = expf(log_q);
-    const float2 term = TermOf<kDivergence>(expf(log_p), log_p, q, log_q, beta);
+    const float q = Exp(log_q);
+    const float2 term = TermOf<kDivergence>(Exp(log_p), log_p, q, log_q, beta);
     return (term.y - q * slope) * student.inverse * logit.slope;
   }
 };
@@ -332,7 +375,7 @@ __global__ __launch_bounds__(kThreads) void DivergenceGradientKernel(
   const int classes = static_cast<int>(p.student.classes);
   const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
   auto* const to = reinterpret_cast<float4*>(static_cast<float*>(p.teacher.data) + row * p.teacher.ld);
-  ForEachVector(p, row, classes, [&](int column, const Lane& s, const Lane& t) {
+  ForEachVector(p, row, 0, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
     float out[kLane] = {};
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
@@ -421,7 +464,7 @@ __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
   // The row loss kernel has overwritten the student's logits if it wrote a gradient.
   const int columns = alone ? static_cast<int>(p.gradient.ld) : classes;
   if (alone) {
-    ForEachVector(p, row, columns, [&](int column, const Lane& s, const Lane& t) {
+    ForEachVector(p, row, 0, VectorsOf(columns), [&](int column, const Lane& s, const Lane& t) {
       GradientLane<T> out;
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
@@ -454,9 +497,28 @@ __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
 
 // ---- whole rows at once ----
 
-constexpr int kMostBlocks = 8;  // of a cluster
+constexpr int kMostBlocks = 16;  // of a cluster; more than 8 is not portable, but these GPUs have it
 constexpr int64_t kRowsInCache = int64_t{28}
                                  << 20;  // bytes of logits that stay in L2 with what else is there
+
+// Writes a lane of a gradient in its dtype.
+__device__ __forceinline__ void StoreLane(const LogitMatrix& gradient, int64_t row, int v, const Lane& x) {
+  const auto store = [&](auto element) {
+    using T = decltype(element);
+    GradientLane<T> out;
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) out.x[i] = Rounded<T>(x.x[i]);
+    reinterpret_cast<GradientLane<T>*>(static_cast<T*>(gradient.data) + row * gradient.ld)[v] = out;
+  };
+  switch (gradient.dtype) {
+    case DType::kBFloat16:
+      return store(__nv_bfloat16());
+    case DType::kFloat16:
+      return store(__half());
+    default:
+      return store(float());
+  }
+}
 
 // What is summed up of the student at temperature 1, relative to its top: the sum of exp(z - top), and of
 // exp(z - top) (z - top).
@@ -476,17 +538,21 @@ __device__ __forceinline__ void Rebase(Plain& r, float top) {
   r.top = top;
 }
 
-__device__ __forceinline__ void Take(Plain& r, float z, int column) {
-  if (z == NegativeInfinity()) return;
-  if (z > r.top) {
-    Rebase(r, z);
-    r.arg = column;
-  } else if (z == r.top) {
-    r.arg = min(r.arg, column);
+// Some classes, from `column` on. A thread takes them in ascending order.
+__device__ __forceinline__ void Take(Plain& r, const Lane& z, int column) {
+  const float top = TopOf(z);
+  if (top > r.top) {
+    Rebase(r, top);
+    r.arg = column + (z.x[0] == top ? 0 : z.x[1] == top ? 1 : z.x[2] == top ? 2 : 3);
   }
-  const float e = expf(z - r.top);
-  r.sum += e;
-  if (e != 0.0f) r.moment += e * (z - r.top);
+  const float base = BaseOf(r.top);
+#pragma unroll
+  for (int i = 0; i < kLane; ++i) {
+    const float d = z.x[i] - base;
+    const float e = Exp(d);
+    r.sum += e;
+    r.moment = fmaf(e, e > 0.0f ? d : 0.0f, r.moment);
+  }
 }
 
 __device__ __forceinline__ Plain Both(Plain a, Plain b) {
@@ -584,7 +650,7 @@ __device__ __forceinline__ void WritePlain(const DivergenceParams& p, int64_t ro
       plain.arg == INT32_MAX ? -1 : plain.arg + static_cast<int32_t>(p.student_terms.first_class);
 }
 
-template <Divergence kDivergence, typename T>
+template <Divergence kDivergence, bool kPlain>
 __global__ __launch_bounds__(kThreads,
                              2) void WholeDivergenceKernel(const __grid_constant__ DivergenceParams p) {
   using Of = Sides<kDivergence>;
@@ -596,29 +662,17 @@ __global__ __launch_bounds__(kThreads,
   const int each = (vectors + static_cast<int>(blocks) - 1) / static_cast<int>(blocks);
   const int begin = min(static_cast<int>(rank) * each, vectors), end = min(begin + each, vectors);
   const bool wants_gradient = p.gradient.data != nullptr;
-  auto* const to = reinterpret_cast<GradientLane<T>*>(static_cast<T*>(p.gradient.data) + row * p.gradient.ld);
   const auto zero = [&] {
-    GradientLane<T> zeros;
-#pragma unroll
-    for (int i = 0; i < kLane; ++i) zeros.x[i] = static_cast<T>(0.0f);
-    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) to[v] = zeros;
+    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) {
+      StoreLane(p.gradient, row, v, Lane{});
+    }
   };
   if (row >= p.in.rows) {  // the whole cluster takes this way
     if (wants_gradient) zero();
     return;
   }
   const int classes = static_cast<int>(p.student.classes);
-  const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
-  const auto* const student =
-      reinterpret_cast<const float4*>(static_cast<const float*>(p.student.data) + row * p.student.ld);
-  const auto* const teacher =
-      reinterpret_cast<const float4*>(static_cast<const float*>(p.teacher.data) + row * p.teacher.ld);
-  const auto for_each_vector = [&](auto body) {
-    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) {
-      const float4 s = student[v], t = teacher[v];
-      body(v * kLane, Lane{s.x, s.y, s.z, s.w}, Lane{t.x, t.y, t.z, t.w});
-    }
-  };
+  const Logits<kPlain> student_map(p.student_terms), teacher_map(p.teacher_terms);
   const int column_of_target = p.in.targets[row];
   const float dot = p.in.target_dots != nullptr
                         ? p.in.target_dots[row]
@@ -627,16 +681,12 @@ __global__ __launch_bounds__(kThreads,
 
   const float inverse = 1.0f / p.distillation.temperature;
   RowPartial partial = {NothingYet(), {NegativeInfinity(), 0.0f, 0.0f, INT32_MAX}};
-  for_each_vector([&](int column, const Lane& s, const Lane& t) {
-#pragma unroll
-    for (int i = 0; i < kLane; ++i) {
-      if (column + i >= classes) continue;
-      const float z = student_map(s.x[i], column + i).z;
-      const float taught = teacher_map(t.x[i], column + i).z;
-      Take(partial.plain, z, column + i);
-      Take<Of::kCross>(partial.softened, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z,
-                       inverse);
-    }
+  ForEachVector(p, row, begin, end, [&](int column, const Lane& s, const Lane& t) {
+    const Lane z = LogitsOf(student_map, s, column, classes);
+    const Lane taught = LogitsOf(teacher_map, t, column, classes);
+    Take(partial.plain, z, column);
+    Take<Of::kCross>(partial.softened, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z,
+                     inverse);
   });
   partial = ReduceOfRow<Of::kCross>(partial, blocks, inverse, scratch, &own);
   TaughtRecord record = RecordOf<Of::kOwnIsStudent>(partial.softened);
@@ -644,13 +694,13 @@ __global__ __launch_bounds__(kThreads,
     const LogSoftmax of_student(record.student_top, record.student_sum, inverse);
     const LogSoftmax of_teacher(record.teacher_top, record.teacher_sum, inverse);
     float2 total = make_float2(0.0f, 0.0f);
-    for_each_vector([&](int column, const Lane& s, const Lane& t) {
+    ForEachVector(p, row, begin, end, [&](int column, const Lane& s, const Lane& t) {
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
         if (column + i >= classes) continue;
         const float log_q = of_student(student_map(s.x[i], column + i).z);
         const float log_p = of_teacher(teacher_map(t.x[i], column + i).z);
-        const float2 term = TermOf<kDivergence>(expf(log_p), log_p, expf(log_q), log_q, p.distillation.beta);
+        const float2 term = TermOf<kDivergence>(Exp(log_p), log_p, Exp(log_q), log_q, p.distillation.beta);
         total.x += term.x;
         total.y += term.y;
       }
@@ -685,18 +735,16 @@ __global__ __launch_bounds__(kThreads,
     zero();
     return;
   }
-  for_each_vector([&](int column, const Lane& s, const Lane& t) {
-    GradientLane<T> out;
+  ForEachVector(p, row, begin, end, [&](int column, const Lane& s, const Lane& t) {
+    Lane out;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
-      const float of_class =
-          column + i >= classes
-              ? 0.0f
-              : coef * divergence.Gradient(student_map(s.x[i], column + i), teacher_map(t.x[i], column + i).z,
-                                           p.distillation.beta);
-      out.x[i] = Rounded<T>(of_class);
+      out.x[i] = column + i >= classes
+                     ? 0.0f
+                     : coef * divergence.Gradient(student_map(s.x[i], column + i),
+                                                  teacher_map(t.x[i], column + i).z, p.distillation.beta);
     }
-    to[column / kLane] = out;
+    StoreLane(p.gradient, row, column / kLane, out);
   });
 }
 
@@ -778,8 +826,18 @@ int BlocksForRow(int64_t ld, const DeviceLimits& limits) {
   return blocks;
 }
 
-template <Divergence kDivergence, typename T>
+// Whether Logits<true> has what these terms say.
+bool IsPlain(const LossTerms& terms) {
+  return terms.bias == nullptr && terms.softcap == 0.0f && !terms.soft;
+}
+
+template <Divergence kDivergence, bool kPlain>
 cudaError_t LaunchWhole(const DivergenceParams& params, int blocks, cudaStream_t stream) {
+  const auto kernel = WholeDivergenceKernel<kDivergence, kPlain>;
+  if (blocks > 8) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(params.in.padded_rows * blocks));
   config.blockDim = dim3(kThreads);
@@ -789,7 +847,7 @@ cudaError_t LaunchWhole(const DivergenceParams& params, int blocks, cudaStream_t
   attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   config.attrs = &attribute;
   config.numAttrs = blocks > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, WholeDivergenceKernel<kDivergence, T>, params);
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 }  // namespace
@@ -798,11 +856,10 @@ cudaError_t LaunchWholeDivergence(const DivergenceParams& params, const DeviceLi
                                   cudaStream_t stream) {
   if (params.in.padded_rows == 0) return cudaSuccess;
   const int blocks = BlocksForRow(params.student.ld, limits);
+  const bool plain = IsPlain(params.student_terms) && IsPlain(params.teacher_terms);
   return WithDivergence(params.distillation.divergence, [&](auto divergence) {
-    return WithElement(params.gradient.dtype, [&](auto element) {
-      return LaunchWhole<decltype(divergence)::value, typename decltype(element)::Type>(params, blocks,
-                                                                                        stream);
-    });
+    return plain ? LaunchWhole<decltype(divergence)::value, true>(params, blocks, stream)
+                 : LaunchWhole<decltype(divergence)::value, false>(params, blocks, stream);
   });
 }
 

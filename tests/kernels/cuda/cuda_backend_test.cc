@@ -143,9 +143,10 @@ TEST(CudaBackend, ComputesWhileATrainerInItsProcessWaits) {
   const std::unique_ptr<HeadKernels> head = MakeHead(**backend, MakeProblem(spec, rng));
   ASSERT_NE(head, nullptr);
   WaitingTrainer trainer;
-  // kAuto still waits at its first chunk.
-  for (const Gradients gradients : {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled}) {
-    for (const int64_t rows : {int64_t{300}, int64_t{1}, int64_t{19}, int64_t{130}, head->chunk_rows()}) {
+  for (const Gradients gradients :
+       {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
+    for (const int64_t rows :
+         {int64_t{300}, int64_t{1}, int64_t{19}, int64_t{130}, head->chunk_rows() - 1, head->chunk_rows()}) {
       WithinAMinute limit(
           trainer, absl::StrCat("a chunk of ", rows, " rows with gradients ", static_cast<int>(gradients)));
       spec.options.gradients = gradients;

@@ -97,7 +97,7 @@ std::vector<Way> Ways() {
        BackendWith<kFused>,
        kStored,
        {{kF16, kF32}, {kF16, kF16}, {kBf16, kF32}, {kBf16, kBf16}}},
-      {"CudaEmbedded", BackendWith<kNever, false, false, true>, kStored, {{kF16, kF16}, {kBf16, kBf16}}},
+      {"CudaEmbedded", BackendWith<kNever, false, false, true>, kStored, equal},
       {"CudaHostBranch", BackendWith<kNever, true>, kStored, {{kF32, kF32}, {kBf16, kF32}}},
       {"CudaRecomputed", BackendWith<kNever>, kRecomputed, {{kF32, kF32}, {kF16, kF32}, {kBf16, kF32}}},
       {"CudaRecomputedBlocks", BackendWith<kNever, false, true>, kRecomputed, equal},
