@@ -442,13 +442,7 @@ class Connections:
 
     def enter(self, call: Call, most: int, seconds: float) -> bool:
         """Whether the call has got one of `most` places for loss computations within so many seconds."""
-        clock = Clock(seconds)
-        while True:
-            left = clock.left() or 0.0
-            if self._library.lossd_client_enter(self.pointer, call.pointer, most, min(left, _slice())):
-                return True
-            if left == 0.0:
-                return False
+        return _in_time(lambda left: bool(self._library.lossd_client_enter(self.pointer, call.pointer, most, left)), seconds)
 
     def check(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
         """InvalidArgument for what the server need not be asked about; then the call has ended."""
@@ -480,20 +474,22 @@ class Clock:
         return left
 
 
-def _slice() -> float:
-    """How long a wait of this thread in the library may be: signals are noticed between two."""
-    return _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
-
-
-def await_end(call: Call, timeout: float | None = None) -> bool:
-    """Whether the call has ended within so many seconds; None: waits without a limit. Signal handlers run meanwhile."""
+def _in_time(wait: Callable[[float], bool], timeout: float | None) -> bool:
+    """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
+    handlers run between two waits."""
+    most = _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
     clock = Clock(timeout)
     while True:
         left = clock.left()
-        if call.wait(_slice() if left is None else min(left, _slice())):
+        if wait(most if left is None else min(left, most)):
             return True
         if left == 0.0:
             return False
+
+
+def await_end(call: Call, timeout: float | None = None) -> bool:
+    """Whether the call has ended within so many seconds; None: waits without a limit."""
+    return _in_time(call.wait, timeout)
 
 
 def _run_watched(body: Callable[[], None], call: Call, on_progress: Callable[[bytes], None]) -> None:
