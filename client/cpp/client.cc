@@ -116,6 +116,11 @@ absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, a
 
 const std::string& MonitoringCalls::server_version() const { return core_->connections().peer().version; }
 
+std::optional<uint64_t> MonitoringCalls::KnownHiddenSize(absl::string_view head) const {
+  const std::optional<internal::HeadInfo> facts = core_->head_cache().Facts(head);
+  return facts.has_value() ? std::make_optional(facts->hidden_size) : std::nullopt;
+}
+
 // ---- Client ----
 
 namespace {

@@ -111,6 +111,8 @@ class MonitoringCalls {
                                      absl::Duration timeout = absl::ZeroDuration()) const;
   // The version of lossd that the server said it is when the client connected; "": it said none.
   const std::string& server_version() const;
+  // D of a head, as an answer of the server has told this client last; nullopt: none has. Asks nothing.
+  std::optional<uint64_t> KnownHiddenSize(absl::string_view head) const;
 
  private:
   friend class Client;

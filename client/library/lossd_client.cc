@@ -733,6 +733,13 @@ int lossd_client_open_memory(lossd_client* client, int32_t device) {
   return of_gpu ? 1 : 0;
 }
 
+uint64_t lossd_client_known_hidden_size(lossd_client* client, const char* head) {
+  uint64_t known = 0;
+  WithClient(client,
+             [&](client::Client& open) { known = open.monitoring().KnownHiddenSize(head).value_or(0); });
+  return known;
+}
+
 void lossd_client_acknowledge_restart(lossd_client* client, const char* head) {
   WithClient(client, [&](client::Client& open) { open.AcknowledgeRestart(head); });
 }

@@ -121,6 +121,8 @@ void lossd_client_request(lossd_client* client, const lossd_request* request, lo
 void lossd_client_describe(lossd_client* client, lossd_call* call);
 /* As Client::OpenMemory; a negative number is the first GPU that is the server's. */
 int lossd_client_open_memory(lossd_client* client, int32_t device);
+/* As MonitoringCalls::KnownHiddenSize; 0: it is not known. */
+uint64_t lossd_client_known_hidden_size(lossd_client* client, const char* head);
 /* As Client::AcknowledgeRestart. */
 void lossd_client_acknowledge_restart(lossd_client* client, const char* head);
 

@@ -66,7 +66,9 @@ TEST_F(AdminTest, AHeadThatExistsIsKeptIfItIsTheSame) {
   request.mutable_spec()->set_name("other");
   request.mutable_spec()->set_hidden_size(4);
   request.mutable_spec()->set_vocab_size(5);
+  EXPECT_EQ(client_->monitoring().KnownHiddenSize("other"), std::nullopt);
   ASSERT_TRUE(client_->CreateHead(request).ok());
+  EXPECT_EQ(client_->monitoring().KnownHiddenSize("other"), 4u);
   EXPECT_TRUE(client_->CreateHead(request, absl::ZeroDuration(), IfExists::kKeep).ok());
   request.mutable_spec()->add_shares(2);
   request.mutable_spec()->add_shares(1);

@@ -107,12 +107,9 @@ class EmbeddingCalls(HeadCalls):
 
     def _hidden_size(self, head: str, timeout: float | None) -> int:
         """D, which is asked for once."""
-        found = self._connections.sizes.get(head)
-        if found is None:
-            if not head:
-                raise errors.InvalidArgument("head is empty")
-            found = self._connections.sizes[head] = int(self._describe(head, timeout).spec.hidden_size)
-        return found
+        if not head:
+            raise errors.InvalidArgument("head is empty")
+        return self._connections.known_hidden_size(head) or int(self._describe(head, timeout).spec.hidden_size)
 
     @abstractmethod
     def _launch(self, asked: Asked, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:

@@ -146,7 +146,6 @@ class HeadCalls:
             if dry_run or choice == "error":
                 error.add(WAYS_OUT)
             raise
-        self._connections.sizes.pop(name, None)
         if choice != "keep":
             _loaded.forget(name, description.state)
         return read(HeadDescription, description)
@@ -200,7 +199,6 @@ class HeadCalls:
         """Frees a head; its checkpoints stay. FailedPrecondition while losses are computed on it."""
         self._call("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse, timeout)
         _loaded.forget(head)
-        self._connections.sizes.pop(head, None)
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
@@ -307,7 +305,6 @@ class HeadCalls:
         """Restores "<head>/<name>" into `head`; empty: the checkpoint's own head name."""
         description = self._call("LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
                                      head_pb2.HeadDescription, timeout)
-        self._connections.sizes.pop(description.spec.name, None)
         _loaded.note(description.spec.name, description.state)
         return read(HeadDescription, description)
 

@@ -35,7 +35,6 @@ class Asked:
         """`rows`: the caller's name of the rows, for errors."""
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
         self.arguments = arguments
-        self.head: str = open_.head
         self.rows = rows
         self.streams: dict[int, int] = {}  # to wait for beside the one that the library waits for, each with an address of its GPU
         self._kept: list[RowMemory] = []
@@ -126,7 +125,7 @@ class LossCall:
         self._connections = connections
         self._on_end = on_end
         self._asked: Asked | None = asked
-        self._head, self._rows = asked.head, asked.rows
+        self._rows = asked.rows
         self._call = _native.Call()
         connections.check(asked.arguments, self._call)
         self._begun: Outcome[None] | None = None  # of what has to be there before it begins
@@ -202,7 +201,6 @@ class LossCall:
         error = self._call.error()
         if error is not None:
             if error.field == "hidden_size":
-                self._connections.sizes.pop(self._head, None)
                 error.replace(f"hidden_size is {error.value}", f"{self._rows}: a row has {error.value} elements")
             self._error = self._connections.meant(error)
             return

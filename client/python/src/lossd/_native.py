@@ -131,6 +131,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_client_request", None, (_P, ctypes.POINTER(RequestArguments), _P)),
     ("lossd_client_describe", None, (_P, _P)),
     ("lossd_client_open_memory", ctypes.c_int, (_P, ctypes.c_int32)),
+    ("lossd_client_known_hidden_size", ctypes.c_uint64, (_P, _TEXT)),
     ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
     ("lossd_current_gpu", ctypes.c_int, (_TEXT,)),
     ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
@@ -346,7 +347,6 @@ class Connections:
         self._library = library()
         self._pid = os.getpid()
         self._closed = False
-        self.sizes: dict[str, int] = {}  # D, by head, as it was found last
         self._ended = ""  # why the server has ended, if something other than a call has told
         call = Call()
         pointer = run_apart(lambda: self._library.lossd_client_connect(ctypes.byref(given), call.pointer), call.cancel)
@@ -435,6 +435,10 @@ class Connections:
         """Whether rows on this GPU (None: on the first one that is the server's) go through memory of a GPU of the server."""
         return bool(run_apart(
             lambda: self._library.lossd_client_open_memory(self.pointer, -1 if device is None else device)))
+
+    def known_hidden_size(self, head: str) -> int:
+        """D of a head, as the client has learnt it; 0: it has not."""
+        return int(self._library.lossd_client_known_hidden_size(self.pointer, head.encode()))
 
     def acknowledge_restart(self, head: str) -> None:
         self.check_usable()
