@@ -457,7 +457,7 @@ class Rank:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.nn.parallel import DistributedDataParallel
 
-        from lossd.torch.schedules import Overlapped1F1B
+        from lossd.torch.schedules import Overlapped1F1B, keep_pace
         self.configuration, self.settings, self.device = configuration, settings, settings.device_of(rank)
         self.replica, self.index = divmod(rank, configuration.stages)
         mesh = init_device_mesh(settings.device, (configuration.replicas, configuration.stages),
@@ -493,6 +493,8 @@ class Rank:
         if configuration.schedule == OVERLAPPED:
             self.schedule = Overlapped1F1B(stage, self.microbatches, loss_fn=loss_fn, slack=configuration.slack)
         else:
+            if configuration.embedded:
+                keep_pace(stage)
             self.schedule = pipelining.Schedule1F1B(stage, self.microbatches, loss_fn=loss_fn)
 
     def _warm_up(self, group: Any) -> None:
@@ -543,6 +545,8 @@ class Rank:
             torch.distributed.barrier()  # the server has all gradients of the head
         if with_norms:
             self.squared_norms = self._squared_norms()
+            if self.configuration.tied:
+                torch.distributed.barrier()  # one stage's step would end what the other one asks for
         expected = {"expected_microbatches": exchanged_ids(self.microbatches)} if self.configuration.embedding == EXCHANGE else {}
         for each in self.optimizers:
             each.step(**expected) if isinstance(each, HeadOptimizer) else each.step()

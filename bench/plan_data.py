@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes client/plan/measured.json, the rates that `lossctl plan` predicts with, from the recorded runs in bench/results, and
-the table of docs/reference/predicted-steps.md that compares steps of pipelines with their predictions.
+the table of bench/results/predicted-steps.md that compares steps of pipelines with their predictions.
 
     python3 bench/plan_data.py            # write both
     python3 bench/plan_data.py --check    # exit status 1 if they are not what the runs say now
@@ -20,7 +20,7 @@ import step_factors
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "h200"
 MEASURED = ROOT / "client" / "plan" / "measured.json"
-PAGE = ROOT / "docs" / "reference" / "predicted-steps.md"  # has a table of the steps of pipelines
+PAGE = ROOT / "bench" / "results" / "predicted-steps.md"  # has a table of the steps of pipelines
 
 # The card of these files. The memory is what its data sheet says; the others are in the results.
 CARD = {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "multiprocessors": 132, "clusters": 66}

@@ -141,7 +141,7 @@ def left_out_error(entries, loss, last_stage):
 
 
 def table(content):
-    """For docs/reference/predicted-steps.md: every step beside its prediction."""
+    """For bench/results/predicted-steps.md: every step beside its prediction."""
     loss, last_stage, fitted = content["loss"], content["last_stage"], content["step_factors"]
     def order(pair):
         entry = pair[0]

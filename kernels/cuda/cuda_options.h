@@ -49,8 +49,7 @@ struct CudaBackendOptions {
   // Other code of the process works on the GPU too. How threads wait for the GPU stays as that code has it.
   // And since its work may wait for a head, no call of this backend waits for its work, but those that free
   // memory, make the backend (which loads the code of all kernels, kernel_code.h), or make a head (which
-  // computes once what its chunks may consist of, Gemms::TakeSteps). Not yet so of kAuto, whose first chunk
-  // waits.
+  // computes once what its chunks may consist of, Gemms::TakeSteps), or compute a chunk with a teacher.
   bool shares_process = false;
   // Filtered chunks: the host waits for the device's decision and enqueues what it asks for, instead of a
   // graph that holds both ways. Slower; for checkers that do not follow conditional graphs.

@@ -164,7 +164,7 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
 
 // What sampling goes through, [N, V] each; 0 of targets and in ignored rows.
 struct SampledClasses {
-  std::vector<double> size;   // a / tau of docs/math.md
+  std::vector<double> size;   // size_v / tau of docs/math.md
   std::vector<double> error;  // of `size`, from rows.logit_error
 };
 SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& options, const Rows& rows);
@@ -230,9 +230,9 @@ ObjectiveRow ObjectiveOf(const LossOptions& options, const Softmax& soft, size_t
 struct SoftTargets {
   std::vector<double> weight;  // [V]: q; empty: the row has no soft targets
   std::vector<uint8_t> named;  // [V]: the row names the class
-  double total = 0.0;          // s + r
-  double rest = 0.0;           // r
-  double tail = 1.0;           // T, the probability of all classes that are not named
+  double total = 0.0;          // sum q + R
+  double rest = 0.0;           // R
+  double tail = 1.0;           // p_rest, the probability of all classes that are not named
 
   bool used() const { return !weight.empty(); }
   double Loss(const Softmax& soft) const;

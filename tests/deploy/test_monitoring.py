@@ -238,6 +238,11 @@ def test_the_pages_count_the_alerts() -> None:
         assert counts == [str(len(names))], page
 
 
+def test_the_page_lists_each_alert() -> None:
+    names = [rule["alert"] for group in groups() for rule in group["rules"] if "alert" in rule]
+    assert re.findall(r"^\| `(Lossd\w+)` \|", (ROOT / "docs/watching.md").read_text(), re.MULTILINE) == names
+
+
 def test_alerts_fire_when_they_should() -> None:
     done = subprocess.run(["promtool", "test", "rules", str(Path(__file__).with_name("alerts_test.yml"))], capture_output=True,
                           text=True, check=False, timeout=PATIENCE)

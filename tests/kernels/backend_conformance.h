@@ -102,7 +102,7 @@ class DistillationConformance : public BackendConformance {
                         int64_t teacher_hidden_size, const Distillation& distillation);
   // Whether heads of this case are distilled; if not, checks that they say so, and refuse the chunk.
   bool Distils();
-  void Run(const ProblemSpec& spec);
+  void Run(ProblemSpec spec);
 };
 
 // Heads that live in host memory; conformance_pool.cc.

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "gtest/gtest.h"
 #include "kernels/decision.h"
 #include "kernels/reference/reference.h"
@@ -333,6 +335,41 @@ reference::Head ReferenceHead(const Problem& problem) {
           ToDouble(problem.norm_shift),
           ToDouble(problem.class_weights),
           std::move(teacher)};
+}
+
+namespace {
+
+// log softmax(z / temperature) of a row, from log softmax(z).
+std::vector<double> Softened(absl::Span<const double> log_p, double temperature) {
+  std::vector<double> softened;
+  double sum = 0.0;
+  for (const double each : log_p) sum += std::exp(each / temperature);
+  for (const double each : log_p) softened.push_back(each / temperature - std::log(sum));
+  return softened;
+}
+
+}  // namespace
+
+double LeastGapToTeacher(const Problem& problem) {
+  const reference::Head head = ReferenceHead(problem);
+  const Distillation& distillation = problem.options.distillation;
+  const LossOptions of_teacher = {.logit_scale = distillation.teacher_logit_scale,
+                                  .softcap = distillation.teacher_softcap};
+  const auto vocab = static_cast<size_t>(problem.config.vocab_size);
+  double least = std::numeric_limits<double>::infinity();
+  for (const SliceData& slice : problem.slices) {
+    reference::Rows rows = ReferenceRows(slice);
+    const std::vector<double> student = reference::LogProbabilities(head, problem.options, rows);
+    rows.hidden = rows.teacher_hidden;
+    const std::vector<double> teacher = reference::LogProbabilities(head.teacher.front(), of_teacher, rows);
+    for (size_t row = 0; row < rows.targets.size(); ++row) {
+      const double temperature = double{distillation.temperature};
+      const auto log_q = Softened(absl::MakeSpan(student).subspan(row * vocab, vocab), temperature);
+      const auto log_p = Softened(absl::MakeSpan(teacher).subspan(row * vocab, vocab), temperature);
+      for (size_t v = 0; v < vocab; ++v) least = std::min(least, std::fabs(log_q[v] - log_p[v]));
+    }
+  }
+  return least;
 }
 
 reference::Rows ReferenceRows(const SliceData& slice) {

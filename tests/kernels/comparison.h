@@ -20,6 +20,9 @@ namespace lossd::kernels::testing {
 
 reference::Head ReferenceHead(const Problem& problem);
 reference::Rows ReferenceRows(const SliceData& slice);
+// Of a problem with a teacher: the least difference, over rows and classes, of the logarithms of the two
+// softmaxes at the temperature.
+double LeastGapToTeacher(const Problem& problem);
 // The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there
 // is near it, so that rounding moves none of them over it. Of a problem that this returned: the same.
 Problem WithClearEpsilon(Problem problem);

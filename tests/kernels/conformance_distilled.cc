@@ -45,8 +45,18 @@ bool DistillationConformance::Distils() {
   return false;
 }
 
-void DistillationConformance::Run(const ProblemSpec& spec) {
-  RunAndCompare(backend(), {MakeProblem(spec, rng())});
+// The gradient of the total variation jumps where a class is as probable for the student as for the teacher,
+// so problems in which rounding decides which is more are drawn again. Hidden states that the head rounds
+// once more would make too many.
+void DistillationConformance::Run(ProblemSpec spec) {
+  const Distillation& distillation = spec.options.distillation;
+  const bool jumps = distillation.divergence == Divergence::kTotalVariation;
+  if (jumps && spec.config.compute_dtype != DType::kFloat32) spec.hidden_dtype = spec.config.compute_dtype;
+  Problem problem = MakeProblem(spec, rng());
+  while (jumps && LeastGapToTeacher(problem) < 1e-4 / distillation.temperature) {
+    problem = MakeProblem(spec, rng());
+  }
+  RunAndCompare(backend(), {problem});
 }
 
 TEST_P(DistillationConformance, EachDivergence) {

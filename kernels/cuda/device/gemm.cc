@@ -223,11 +223,19 @@ absl::Status Gemms::RunStep(const GemmShape& shape, const GemmOperands& operands
   if (!found.ok()) return found.status();
   const Plan& plan = **found;
   const auto workspace_bytes = static_cast<size_t>(shape.scratch ? kGemmWorkspaceBytes : 0);
-  return library_->ToStatus(
-      library_->matmul(handle_, plan.desc, &operands.alpha, operands.a, plan.a, operands.b, plan.b,
-                       &operands.beta, operands.c, plan.c, operands.c, plan.c,
-                       &plan.candidates[plan.chosen].algo, workspace, workspace_bytes, stream),
-      "cublasLtMatmul");
+  const auto multiply = [&](float alpha, float beta) {
+    return library_->ToStatus(
+        library_->matmul(handle_, plan.desc, &alpha, operands.a, plan.a, operands.b, plan.b, &beta,
+                         operands.c, plan.c, operands.c, plan.c, &plan.candidates[plan.chosen].algo,
+                         workspace, workspace_bytes, stream),
+        "cublasLtMatmul");
+  };
+  if (loads_code_) {
+    for (const float alpha : {0.5f, 1.0f}) {
+      for (const float beta : {0.0f, 1.0f}) LOSSD_RETURN_IF_ERROR(multiply(alpha, beta));
+    }
+  }
+  return multiply(operands.alpha, operands.beta);
 }
 
 Choice Gemms::Describe(const GemmShape& shape) const {

@@ -62,13 +62,16 @@ class Gemms {
   // shape that has not been computed yet may have to load code, which waits for all work on the GPU
   // (kernel_code.h); so there are few of them, and all can be computed once beforehand.
   void TakeSteps() { takes_steps_ = true; }
+  // While on, a product is computed with other factors first, too, whose code may be another, so that C is
+  // overwritten.
+  void LoadCode(bool on) { loads_code_ = on; }
   // Chooses the algorithm for `shape`, if that has not been done. INTERNAL if cuBLAS has none.
   absl::Status Prepare(const GemmShape& shape);
   // Enqueues one product. `workspace` is [kGemmWorkspaceBytes] on the device, or null without scratch.
   absl::Status Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                    cudaStream_t stream);
-  // The algorithm chosen for `shape`, which must have been prepared (of several steps, for the first); without
-  // `what`.
+  // The algorithm chosen for `shape`, which must have been prepared (of several steps, for the first);
+  // without `what`.
   Choice Describe(const GemmShape& shape) const;
   // Times the candidates for `shape`, or its first step, on these operands (C is overwritten) and keeps the
   // fastest.
@@ -92,6 +95,7 @@ class Gemms {
   cublasLtHandle_t handle_ = nullptr;
   std::map<GemmShape, std::unique_ptr<Plan>> plans_;
   bool takes_steps_ = false;
+  bool loads_code_ = false;
 };
 
 }  // namespace lossd::kernels::cuda

@@ -316,11 +316,12 @@ absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidd
   return absl::IsUnavailable(results) || absl::IsInvalidArgument(results) ? results : absl::OkStatus();
 }
 
-// Computes chunks of zeros with weights that are 0, so that whatever loads code with its first use has done so
-// before a trainer whose process the head shares has work on the GPU. Products take steps (Gemms::TakeSteps),
-// so chunks of powers of two rows have all of them: with every kind of gradient that a request may ask for,
-// with hidden states in the compute dtype and in fp32, as their gradients are products of different kinds, and
-// without gradients. Parts of a head are not connected yet: each computes what it has.
+// Computes chunks of zeros with weights that are 0, so that whatever loads code with its first use has done
+// so before a trainer whose process the head shares has work on the GPU. Products take steps
+// (Gemms::TakeSteps), so chunks of powers of two rows have all of them: with every kind of gradient that a
+// request may ask for, with hidden states in the compute dtype and in fp32, as their gradients are products
+// of different kinds, and without gradients. Parts of a head are not connected yet: each computes what it
+// has.
 absl::Status RunOnce(CudaHead& head) {
   constexpr Gradients kAll[] = {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled,
                                 Gradients::kAuto};
@@ -369,7 +370,10 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, Cu
   LOSSD_RETURN_IF_ERROR(head->MakeChoices());
   const bool runs_once = device->options().shares_process && config.residency == Residency::kDevice;
   if (runs_once) {
-    LOSSD_RETURN_IF_ERROR(RunOnce(*head));
+    device->gemms().LoadCode(true);
+    const absl::Status ran = RunOnce(*head);
+    device->gemms().LoadCode(false);
+    LOSSD_RETURN_IF_ERROR(ran);
     // Afterwards all is as in a new head.
     LOSSD_RETURN_IF_ERROR(head->Place(head->workspace_buffer_.data(), head->slot_buffer_.data()));
     LOSSD_RETURN_IF_ERROR(Zero(head->workspace_buffer_.data(), head->workspace_.bytes, device->compute()));

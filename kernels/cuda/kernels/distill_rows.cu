@@ -12,18 +12,18 @@
 //
 // and KL(q || p), whose sum f is the divergence itself, with p and q changed over.
 //
-// Plan where one device has all classes and the loss with targets does not count (WholeDivergenceKernel): a
-// cluster of blocks a row, so many that the rows under way stay in L2 from the first pass to the last. The
-// first pass sums up the softmax at temperature 1 too, from which the row's other results come.
+// Plan where one device has all classes and the loss with targets does not count (WholeDivergenceKernel): one
+// block a row. The first pass sums up the softmax at temperature 1 too, from which the row's other results
+// come. Several blocks a row, with rows that stay in L2 from the first pass to the last, are slower: each
+// thread has too few classes for what a pass costs besides them.
 //
 // Plan otherwise: one block a row, which goes over both rows of logits once for the softmaxes, once more for
 // a divergence that is none of the two KL, and once for the gradient. Sums are combined in a fixed order.
 //
 // Bytes a pass: rows * V * 8 read; with the last rows * V * 4 written, or, where the loss with targets does
 // not count, the gradient itself in the compute dtype. Operations: 2 exponentials an element and pass, by
-// ex2.approx (relative error 2^-22), and some 25 others. Without them the first pass was bound by branches
-// and by expf: a thread takes the largest of some elements first, and rescales its sums once for all of them.
-#include <cooperative_groups.h>
+// ex2.approx (relative error 2^-22), and some 16 others: exponentials are relative to a reference that
+// follows the largest logit only from a distance, so that sums are hardly ever rescaled.
 
 #include <type_traits>
 
@@ -45,8 +45,8 @@ constexpr int kLane = 4;  // elements that a thread takes at once
 template <Divergence kDivergence>
 constexpr bool kIsKl = kDivergence == Divergence::kForwardKl || kDivergence == Divergence::kReverseKl;
 
-// Of one class: z, and dz/ds without the logit scale. kPlain: there is neither bias, nor softcap, nor a masked
-// class.
+// Of one class: z, and dz/ds without the logit scale. kPlain: there is neither bias, nor softcap, nor a
+// masked class.
 template <bool kPlain>
 struct Logits {
   LogitMap<float, true> map;
@@ -62,34 +62,37 @@ struct Lane {
   float x[kLane];
 };
 
+// kLast: nobody reads it again.
+template <bool kLast>
 __device__ __forceinline__ Lane LoadLane(const LogitMatrix& matrix, int64_t row, int v) {
-  const float4 x =
-      reinterpret_cast<const float4*>(static_cast<const float*>(matrix.data) + row * matrix.ld)[v];
+  const float4* const from =
+      reinterpret_cast<const float4*>(static_cast<const float*>(matrix.data) + row * matrix.ld) + v;
+  const float4 x = kLast ? __ldcs(from) : *from;
   return {x.x, x.y, x.z, x.w};
 }
 
 // The logits of both heads, `kLane` classes at a time: calls body(column, student, teacher) with those from
-// `column` on, for the vectors from `begin` to `end` that are this thread's. Rows are padded to whole vectors.
-// Two vectors are loaded before the first is used.
-template <typename Body>
-__device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t row, int begin, int end,
-                                              Body body) {
-  int v = begin + static_cast<int>(threadIdx.x);
-  for (; v + kThreads < end; v += 2 * kThreads) {
-    const Lane s = LoadLane(p.student, row, v), t = LoadLane(p.teacher, row, v);
-    const Lane next_s = LoadLane(p.student, row, v + kThreads), next_t = LoadLane(p.teacher, row, v + kThreads);
+// `column` on, for those of the first `count` vectors that are this thread's. Rows are padded to whole
+// vectors. Two vectors are loaded before the first is used.
+template <bool kLast = false, typename Body>
+__device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t row, int count, Body body) {
+  const auto student = [&](int v) { return LoadLane<kLast>(p.student, row, v); };
+  const auto teacher = [&](int v) { return LoadLane<kLast>(p.teacher, row, v); };
+  int v = static_cast<int>(threadIdx.x);
+  for (; v + kThreads < count; v += 2 * kThreads) {
+    const Lane s = student(v), t = teacher(v), next_s = student(v + kThreads), next_t = teacher(v + kThreads);
     body(v * kLane, s, t);
     body((v + kThreads) * kLane, next_s, next_t);
   }
-  if (v < end) body(v * kLane, LoadLane(p.student, row, v), LoadLane(p.teacher, row, v));
+  if (v < count) body(v * kLane, student(v), teacher(v));
 }
 
 __device__ __forceinline__ int VectorsOf(int columns) { return (columns + kLane - 1) / kLane; }
 
-// z of some classes; -infinity of what is none.
+// z of some classes; with `classes` -infinity of what is none.
 template <bool kPlain>
 __device__ __forceinline__ Lane LogitsOf(const Logits<kPlain>& logits, const Lane& dots, int column,
-                                         int classes) {
+                                         int classes = INT32_MAX) {
   Lane z;
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
@@ -130,7 +133,10 @@ struct Sides {
 
 // Both softmaxes of a row while they are being summed up: sums of exp((z - top) / T), and, over the classes
 // of the own one, cross = sum of exp((own - own_top) / T) ((own - own_top) - (other - other_top)) / T.
-// Relative to the tops, it is exact where the two agree about the most probable class.
+// Relative to the tops, it is exact where the two agree about the most probable class. A top is the largest
+// logit, or less by at most kSlack T.
+constexpr float kSlack = 12.0f;
+
 struct Running {
   float own_top;
   float own_sum;
@@ -141,6 +147,11 @@ struct Running {
 
 __device__ __forceinline__ Running NothingYet() {
   return {NegativeInfinity(), 0.0f, NegativeInfinity(), 0.0f, 0.0f};
+}
+
+// Whether sums that are relative to `top` have to be made relative to a larger logit.
+__device__ __forceinline__ bool IsFar(float logit, float top, float inverse) {
+  return (logit - top) * inverse > kSlack;
 }
 
 // Makes the sums relative to tops that are at least as large. A sum is 0 only where there is no class yet.
@@ -161,21 +172,24 @@ __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_to
   }
 }
 
-// Some classes. Masked ones add nothing to their softmax; NaN shows in the sums.
-template <bool kCross>
+// Some classes. Masked ones add nothing to their softmax; NaN shows in the sums. kMasks: there may be masked
+// ones.
+template <bool kCross, bool kMasks>
 __device__ __forceinline__ void Take(Running& r, const Lane& own, const Lane& other, float inverse) {
   const float own_top = TopOf(own), other_top = TopOf(other);
-  if (own_top > r.own_top || other_top > r.other_top) {
+  if (IsFar(own_top, r.own_top, inverse) || IsFar(other_top, r.other_top, inverse)) {
     Rebase<kCross>(r, fmaxf(own_top, r.own_top), fmaxf(other_top, r.other_top), inverse);
   }
-  const float own_base = BaseOf(r.own_top), other_base = BaseOf(r.other_top);
+  const float own_base = kMasks ? BaseOf(r.own_top) : r.own_top;
+  const float other_base = kMasks ? BaseOf(r.other_top) : r.other_top;
+  const float unit = inverse * kLog2E;
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
-    const float of_own = (own.x[i] - own_base) * inverse, of_other = (other.x[i] - other_base) * inverse;
-    const float e = Exp(of_own);
+    const float of_own = own.x[i] - own_base, of_other = other.x[i] - other_base;
+    const float e = Exp2(of_own * unit);
     r.own_sum += e;
-    r.other_sum += Exp(of_other);
-    if (kCross) r.cross = fmaf(e, e > 0.0f ? of_own - of_other : 0.0f, r.cross);
+    r.other_sum += Exp2(of_other * unit);
+    if (kCross) r.cross = fmaf(e, kMasks && !(e > 0.0f) ? 0.0f : (of_own - of_other) * inverse, r.cross);
   }
 }
 
@@ -226,9 +240,9 @@ __global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__
   const Logits<false> student(p.student_terms), teacher(p.teacher_terms);
   const float inverse = 1.0f / p.distillation.temperature;
   Running sums = NothingYet();
-  ForEachVector(p, row, 0, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
+  ForEachVector(p, row, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
     const Lane z = LogitsOf(student, s, column, classes), taught = LogitsOf(teacher, t, column, classes);
-    Take<Of::kCross>(sums, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z, inverse);
+    Take<Of::kCross, true>(sums, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z, inverse);
   });
   sums = Reduce<Of::kCross>(sums, scratch, inverse);
   if (threadIdx.x != 0) return;
@@ -302,7 +316,8 @@ __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float lo
     const float of_student = (1.0f - beta) * Relative(q, log_q, log_m);
     return make_float2(beta * Relative(p, log_p, log_m) + of_student, of_student);
   } else {
-    const float half = q > p ? 0.5f : q < p ? -0.5f : 0.0f;
+    // By the logarithms, which have no rounding of an exponential.
+    const float half = log_q > log_p ? 0.5f : log_q < log_p ? -0.5f : 0.0f;
     return make_float2(half * (q - p), half * q);
   }
 }
@@ -318,7 +333,7 @@ __global__ __launch_bounds__(kThreads) void SumDivergenceKernel(const __grid_con
   const LogSoftmax student(record.student_top, record.student_sum, inverse);
   const LogSoftmax teacher(record.teacher_top, record.teacher_sum, inverse);
   float2 total = make_float2(0.0f, 0.0f);
-  ForEachVector(p, row, 0, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
+  ForEachVector(p, row, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
       if (column + i >= classes) continue;
@@ -375,7 +390,7 @@ __global__ __launch_bounds__(kThreads) void DivergenceGradientKernel(
   const int classes = static_cast<int>(p.student.classes);
   const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
   auto* const to = reinterpret_cast<float4*>(static_cast<float*>(p.teacher.data) + row * p.teacher.ld);
-  ForEachVector(p, row, 0, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
+  ForEachVector(p, row, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
     float out[kLane] = {};
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
@@ -464,7 +479,7 @@ __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
   // The row loss kernel has overwritten the student's logits if it wrote a gradient.
   const int columns = alone ? static_cast<int>(p.gradient.ld) : classes;
   if (alone) {
-    ForEachVector(p, row, 0, VectorsOf(columns), [&](int column, const Lane& s, const Lane& t) {
+    ForEachVector<true>(p, row, VectorsOf(columns), [&](int column, const Lane& s, const Lane& t) {
       GradientLane<T> out;
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
@@ -497,10 +512,6 @@ __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
 
 // ---- whole rows at once ----
 
-constexpr int kMostBlocks = 16;  // of a cluster; more than 8 is not portable, but these GPUs have it
-constexpr int64_t kRowsInCache = int64_t{28}
-                                 << 20;  // bytes of logits that stay in L2 with what else is there
-
 // Writes a lane of a gradient in its dtype.
 __device__ __forceinline__ void StoreLane(const LogitMatrix& gradient, int64_t row, int v, const Lane& x) {
   const auto store = [&](auto element) {
@@ -521,13 +532,18 @@ __device__ __forceinline__ void StoreLane(const LogitMatrix& gradient, int64_t r
 }
 
 // What is summed up of the student at temperature 1, relative to its top: the sum of exp(z - top), and of
-// exp(z - top) (z - top).
+// exp(z - top) (z - top). The top is the largest logit, or less by at most kSlack.
 struct Plain {
   float top;
   float sum;
   float moment;
-  int32_t arg;  // the smallest class that has the top; INT32_MAX: none
+  float largest;
+  int32_t arg;  // the smallest class that has the largest logit; INT32_MAX: none
 };
+
+__device__ __forceinline__ Plain NothingPlain() {
+  return {NegativeInfinity(), 0.0f, 0.0f, NegativeInfinity(), INT32_MAX};
+}
 
 __device__ __forceinline__ void Rebase(Plain& r, float top) {
   if (r.top == top) return;
@@ -539,31 +555,33 @@ __device__ __forceinline__ void Rebase(Plain& r, float top) {
 }
 
 // Some classes, from `column` on. A thread takes them in ascending order.
+template <bool kMasks>
 __device__ __forceinline__ void Take(Plain& r, const Lane& z, int column) {
   const float top = TopOf(z);
-  if (top > r.top) {
-    Rebase(r, top);
+  if (top > r.largest) {
+    r.largest = top;
     r.arg = column + (z.x[0] == top ? 0 : z.x[1] == top ? 1 : z.x[2] == top ? 2 : 3);
   }
-  const float base = BaseOf(r.top);
+  if (IsFar(top, r.top, 1.0f)) Rebase(r, top);
+  const float base = kMasks ? BaseOf(r.top) : r.top;
 #pragma unroll
   for (int i = 0; i < kLane; ++i) {
     const float d = z.x[i] - base;
     const float e = Exp(d);
     r.sum += e;
-    r.moment = fmaf(e, e > 0.0f ? d : 0.0f, r.moment);
+    r.moment = fmaf(e, kMasks && !(e > 0.0f) ? 0.0f : d, r.moment);
   }
 }
 
 __device__ __forceinline__ Plain Both(Plain a, Plain b) {
-  const float top = fmaxf(a.top, b.top);
-  const int32_t of_a = a.top == top ? a.arg : INT32_MAX, of_b = b.top == top ? b.arg : INT32_MAX;
+  const float top = fmaxf(a.top, b.top), largest = fmaxf(a.largest, b.largest);
+  const int32_t of_a = a.largest == largest ? a.arg : INT32_MAX;
+  const int32_t of_b = b.largest == largest ? b.arg : INT32_MAX;
   Rebase(a, top);
   Rebase(b, top);
-  return {top, a.sum + b.sum, a.moment + b.moment, min(of_a, of_b)};
+  return {top, a.sum + b.sum, a.moment + b.moment, largest, min(of_a, of_b)};
 }
 
-// What the blocks of a row tell each other.
 struct RowPartial {
   Running softened;
   Plain plain;
@@ -574,43 +592,9 @@ __device__ __forceinline__ RowPartial Both(const RowPartial& a, const RowPartial
   return {Both<kCross>(a.softened, b.softened, inverse), Both(a.plain, b.plain)};
 }
 
-__device__ __forceinline__ unsigned BlocksOfRow() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  return cooperative_groups::this_cluster().num_blocks();
-#else
-  return 1;
-#endif
-}
-
-__device__ __forceinline__ unsigned BlockOfRow() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  return cooperative_groups::this_cluster().block_rank();
-#else
-  return 0;
-#endif
-}
-
-// Calls merge(what a block has in `own`) for each block of the row in their order, in every thread. `own` is
-// shared memory of this block, which one thread has written.
-template <typename T, typename Merge>
-__device__ __forceinline__ void ForEachBlockOfRow(T* own, unsigned blocks, Merge merge) {
-  __syncthreads();
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (blocks > 1) {
-    auto cluster = cooperative_groups::this_cluster();
-    cluster.sync();
-    for (unsigned i = 0; i < blocks; ++i) merge(*cluster.map_shared_rank(own, static_cast<int>(i)));
-    cluster.sync();  // no block ends, or writes again, while another one reads
-    return;
-  }
-#endif
-  merge(*own);
-}
-
-// Sums over the row, from those of each thread.
+// Sums over the row, from those of each thread, in every thread.
 template <bool kCross>
-__device__ __forceinline__ RowPartial ReduceOfRow(RowPartial r, unsigned blocks, float inverse,
-                                                  RowPartial* scratch, RowPartial* own) {
+__device__ __forceinline__ RowPartial ReduceOfRow(RowPartial r, float inverse, RowPartial* scratch) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) {
     RowPartial other;
@@ -622,18 +606,14 @@ __device__ __forceinline__ RowPartial ReduceOfRow(RowPartial r, unsigned blocks,
     other.plain = {__shfl_xor_sync(0xffffffffu, r.plain.top, offset),
                    __shfl_xor_sync(0xffffffffu, r.plain.sum, offset),
                    __shfl_xor_sync(0xffffffffu, r.plain.moment, offset),
+                   __shfl_xor_sync(0xffffffffu, r.plain.largest, offset),
                    __shfl_xor_sync(0xffffffffu, r.plain.arg, offset)};
     r = Both<kCross>(r, other, inverse);
   }
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = r;
   __syncthreads();
-  if (threadIdx.x == 0) {
-    RowPartial block = scratch[0];
-    for (int i = 1; i < kWarps; ++i) block = Both<kCross>(block, scratch[i], inverse);
-    *own = block;
-  }
-  RowPartial all = {NothingYet(), {NegativeInfinity(), 0.0f, 0.0f, INT32_MAX}};
-  ForEachBlockOfRow(own, blocks, [&](const RowPartial& block) { all = Both<kCross>(all, block, inverse); });
+  RowPartial all = scratch[0];
+  for (int i = 1; i < kWarps; ++i) all = Both<kCross>(all, scratch[i], inverse);
   return all;
 }
 
@@ -654,20 +634,17 @@ template <Divergence kDivergence, bool kPlain>
 __global__ __launch_bounds__(kThreads,
                              2) void WholeDivergenceKernel(const __grid_constant__ DivergenceParams p) {
   using Of = Sides<kDivergence>;
-  __shared__ RowPartial scratch[kWarps], own;
-  __shared__ float2 sums[kWarps], own_sums;
-  const unsigned blocks = BlocksOfRow(), rank = BlockOfRow();
-  const int64_t row = blockIdx.x / blocks;
+  __shared__ RowPartial scratch[kWarps];
+  __shared__ float2 sums[kWarps];
+  const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.student.ld / kLane);
-  const int each = (vectors + static_cast<int>(blocks) - 1) / static_cast<int>(blocks);
-  const int begin = min(static_cast<int>(rank) * each, vectors), end = min(begin + each, vectors);
   const bool wants_gradient = p.gradient.data != nullptr;
   const auto zero = [&] {
-    for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += kThreads) {
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads) {
       StoreLane(p.gradient, row, v, Lane{});
     }
   };
-  if (row >= p.in.rows) {  // the whole cluster takes this way
+  if (row >= p.in.rows) {
     if (wants_gradient) zero();
     return;
   }
@@ -680,21 +657,28 @@ __global__ __launch_bounds__(kThreads,
   const float target = student_map(dot, column_of_target).z;
 
   const float inverse = 1.0f / p.distillation.temperature;
-  RowPartial partial = {NothingYet(), {NegativeInfinity(), 0.0f, 0.0f, INT32_MAX}};
-  ForEachVector(p, row, begin, end, [&](int column, const Lane& s, const Lane& t) {
-    const Lane z = LogitsOf(student_map, s, column, classes);
-    const Lane taught = LogitsOf(teacher_map, t, column, classes);
-    Take(partial.plain, z, column);
-    Take<Of::kCross>(partial.softened, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z,
-                     inverse);
+  RowPartial partial = {NothingYet(), NothingPlain()};
+  const auto take = [&](auto masks, int column, const Lane& z, const Lane& taught) {
+    constexpr bool kMasks = decltype(masks)::value;
+    Take<kMasks>(partial.plain, z, column);
+    Take<Of::kCross, kMasks>(partial.softened, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z,
+                             inverse);
+  };
+  ForEachVector(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
+    if (kPlain && column + kLane <= classes) {
+      take(std::false_type(), column, LogitsOf(student_map, s, column), LogitsOf(teacher_map, t, column));
+    } else {
+      take(std::true_type(), column, LogitsOf(student_map, s, column, classes),
+           LogitsOf(teacher_map, t, column, classes));
+    }
   });
-  partial = ReduceOfRow<Of::kCross>(partial, blocks, inverse, scratch, &own);
+  partial = ReduceOfRow<Of::kCross>(partial, inverse, scratch);
   TaughtRecord record = RecordOf<Of::kOwnIsStudent>(partial.softened);
   if constexpr (!kIsKl<kDivergence>) {
     const LogSoftmax of_student(record.student_top, record.student_sum, inverse);
     const LogSoftmax of_teacher(record.teacher_top, record.teacher_sum, inverse);
     float2 total = make_float2(0.0f, 0.0f);
-    ForEachVector(p, row, begin, end, [&](int column, const Lane& s, const Lane& t) {
+    ForEachVector(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
 #pragma unroll
       for (int i = 0; i < kLane; ++i) {
         if (column + i >= classes) continue;
@@ -706,23 +690,19 @@ __global__ __launch_bounds__(kThreads,
       }
     });
     total = Add(total, sums);
-    if (threadIdx.x == 0) own_sums = total;
-    record.value = record.slope = 0.0f;
-    ForEachBlockOfRow(&own_sums, blocks, [&](const float2& block) {
-      record.value += block.x;
-      record.slope += block.y;
-    });
+    record.value = total.x;
+    record.slope = total.y;
   }
   const RowDivergence<kDivergence> divergence(record, inverse);
 
-  // Every block decides alike.
+  // Every thread decides alike.
   const float weight = p.in.weights[row];
   const float coef = p.in.coef_loss[row] * p.distillation.weight;
   const bool absent = weight == 0.0f;
   const float loss = absent ? 0.0f : weight * p.distillation.weight * divergence.value;
   const bool valid = absent || (isfinite(loss) && isfinite(divergence.value) &&
                                 isfinite(partial.plain.top + logf(partial.plain.sum)));
-  if (rank == 0 && threadIdx.x == 0) {
+  if (threadIdx.x == 0) {
     WritePlain(p, row, partial.plain, target);
     p.divergence[row] = absent ? 0.0f : divergence.value;
     p.rows.factors[row] = fabsf(coef) * inverse;
@@ -735,7 +715,7 @@ __global__ __launch_bounds__(kThreads,
     zero();
     return;
   }
-  ForEachVector(p, row, begin, end, [&](int column, const Lane& s, const Lane& t) {
+  ForEachVector<true>(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
     Lane out;
 #pragma unroll
     for (int i = 0; i < kLane; ++i) {
@@ -815,51 +795,23 @@ cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t 
 
 namespace {
 
-// As few blocks as keep the rows under way, two blocks a multiprocessor, in L2.
-int BlocksForRow(int64_t ld, const DeviceLimits& limits) {
-  int blocks = 1;
-  const int64_t row_bytes = 2 * ld * static_cast<int64_t>(sizeof(float));
-  while (limits.has_clusters && blocks < kMostBlocks &&
-         2 * limits.multiprocessors / blocks * row_bytes > kRowsInCache) {
-    blocks *= 2;
-  }
-  return blocks;
-}
-
 // Whether Logits<true> has what these terms say.
-bool IsPlain(const LossTerms& terms) {
-  return terms.bias == nullptr && terms.softcap == 0.0f && !terms.soft;
-}
-
-template <Divergence kDivergence, bool kPlain>
-cudaError_t LaunchWhole(const DivergenceParams& params, int blocks, cudaStream_t stream) {
-  const auto kernel = WholeDivergenceKernel<kDivergence, kPlain>;
-  if (blocks > 8) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(params.in.padded_rows * blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = blocks > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
-}
+bool IsPlain(const LossTerms& terms) { return terms.bias == nullptr && terms.softcap == 0.0f && !terms.soft; }
 
 }  // namespace
 
-cudaError_t LaunchWholeDivergence(const DivergenceParams& params, const DeviceLimits& limits,
-                                  cudaStream_t stream) {
+cudaError_t LaunchWholeDivergence(const DivergenceParams& params, cudaStream_t stream) {
   if (params.in.padded_rows == 0) return cudaSuccess;
-  const int blocks = BlocksForRow(params.student.ld, limits);
+  const auto blocks = static_cast<unsigned>(params.in.padded_rows);
   const bool plain = IsPlain(params.student_terms) && IsPlain(params.teacher_terms);
   return WithDivergence(params.distillation.divergence, [&](auto divergence) {
-    return plain ? LaunchWhole<decltype(divergence)::value, true>(params, blocks, stream)
-                 : LaunchWhole<decltype(divergence)::value, false>(params, blocks, stream);
+    constexpr Divergence kDivergence = decltype(divergence)::value;
+    if (plain) {
+      WholeDivergenceKernel<kDivergence, true><<<blocks, kThreads, 0, stream>>>(params);
+    } else {
+      WholeDivergenceKernel<kDivergence, false><<<blocks, kThreads, 0, stream>>>(params);
+    }
+    return cudaGetLastError();
   });
 }
 

@@ -31,7 +31,7 @@ namespace lossd::kernels::cuda {
 
 // What the classes of one device, or of all, say of a row.
 struct TaughtRecord {
-  float student_top;  // the largest z; -infinity if all are
+  float student_top;  // about the largest z (distill_rows.cu); -infinity if all are
   float student_sum;  // of exp((z - top) / T)
   float teacher_top;
   float teacher_sum;
@@ -100,8 +100,7 @@ cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t 
 
 // Row results, divergence, factors and gradient of rows of which all classes are here, without MixesTargets.
 // Nothing is taken from `rows` but factors. The student's logits are left as they are.
-cudaError_t LaunchWholeDivergence(const DivergenceParams& params, const DeviceLimits& limits,
-                                  cudaStream_t stream);
+cudaError_t LaunchWholeDivergence(const DivergenceParams& params, cudaStream_t stream);
 
 // From the records `all` [parts, rows] of as many devices, added up in their order: those of all classes, and
 // their value and slope alone.

@@ -298,7 +298,7 @@ absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, c
     }
   }
   if (whole) {
-    return ToStatus(LaunchWholeDivergence(p, device.limits(), stream), "divergence kernel");
+    return ToStatus(LaunchWholeDivergence(p, stream), "divergence kernel");
   }
   RowBlock with_target = rows;
   with_target.in.weights = p.rows.target_weights;

@@ -287,3 +287,10 @@ def on_several_hosts(rank: int, folder: Path) -> tuple[str, str]:
     from lossd.torch import _colocate
     _colocate._this_host = lambda: f"host-{rank}"
     return starts(rank, folder, {})
+
+
+def test_several_ranks_on_gpus_are_asked_for_by_name() -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=True), \
+            mock.patch.object(lossd.torch._colocate, "_place_in", return_value=(0, 2)), \
+            pytest.raises(lossd.Unimplemented, match=r'docs/training/colocated.md says how. backend="cuda" says that they do'):
+        lossd.torch.colocate()

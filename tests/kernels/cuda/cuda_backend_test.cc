@@ -174,7 +174,9 @@ TEST(CudaBackend, ComputesWhileATrainerInItsProcessWaits) {
   EXPECT_TRUE((*retained)->WriteBytes(0, bytes).ok());
   EXPECT_TRUE((*retained)->ReadBytes(0, absl::MakeSpan(back)).ok());
   EXPECT_EQ(back, bytes);
-  EXPECT_TRUE((*backend)->AllocateStaging(1 << 20).ok());
+  const auto staging = (*backend)->AllocateStaging(1 << 20);
+  EXPECT_TRUE(staging.ok()) << staging.status();
+  trainer.Release();  // what frees memory waits for it
 }
 
 // What a head computes when it is made leaves nothing behind.

@@ -569,8 +569,8 @@ double SecondsToDeclare(int64_t rows) {
   return ThreadSeconds() - start;
 }
 
-// Single rows, each a declaration of its own: eight times as many take about eight times the time, not 64. The least of several times is
-// compared, as a busy machine makes some of them longer.
+// Single rows, each a declaration of its own: eight times as many take about eight times the time, not 64.
+// The least of several times is compared, as a busy machine makes some of them longer.
 TEST(LedgerCostTest, DoesNotGrowWithTheRowsThatAreThere) {
   double few = std::numeric_limits<double>::infinity(), many = few;
   for (int round = 0; round < 8 && (round < 2 || many >= 30.0 * few); ++round) {

@@ -16,8 +16,8 @@ from ranks import run_ranks
 from torch.distributed import pipelining
 
 import lossd
-from lossd.torch import HeadOptimizer, LossHead, PipelineLoss
-from lossd.torch.schedules import Overlapped1F1B, delayed, overlapped
+from lossd.torch import HeadOptimizer, LossHead, PipelineLoss, _colocate, schedules
+from lossd.torch.schedules import Overlapped1F1B, delayed, keep_pace, overlapped
 
 
 # How long a pipeline takes whose ranks run tables of actions, with a server that answers a loss after some time.
@@ -267,3 +267,67 @@ def test_four_stages_learn_alike_with_any_slack(server, client, make_head):
     weights = {slack: client.read_tensor(name) for slack, name in names.items()}
     for slack in SLACKS:
         np.testing.assert_allclose(weights[slack], weights[0], atol=1e-7, rtol=1e-5)
+
+
+# Stages that keep pace with their GPUs.
+
+
+def stage_of(device: str, story: list[object]) -> types.SimpleNamespace:
+    def forward(microbatch: int, *, save: bool) -> str:
+        story.append(("forward", microbatch, save))
+        return "out"
+
+    def backward(microbatch: int) -> None:
+        story.append(("backward", microbatch))
+
+    return types.SimpleNamespace(device=device, forward_one_chunk=forward, backward_one_chunk=backward)
+
+
+def test_a_stage_that_keeps_pace_waits_for_each_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    story: list[object] = []
+
+    class Event:
+        def record(self, stream: object) -> None:
+            story.append(f"recorded on {stream}")
+
+        def synchronize(self) -> None:
+            story.append("waited for")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    stage = stage_of("cuda:1", story)
+    keep_pace(stage)
+    assert stage.forward_one_chunk(0, save=True) == "out"
+    stage.backward_one_chunk(0)
+    stage.forward_one_chunk(1, save=False)
+    recorded = "recorded on the stream of cuda:1"
+    assert story == [("forward", 0, True), recorded, "waited for", ("backward", 0), recorded, "waited for", ("forward", 1, False), recorded]
+
+
+def test_a_stage_on_a_cpu_stays_as_it_is() -> None:
+    stage = stage_of("cpu", [])
+    before = dict(vars(stage))
+    keep_pace(stage)
+    assert vars(stage) == before
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_schedules_beside_a_part_of_a_head_keep_pace(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+
+    def one_stage(schedule: object, stage: object, n_microbatches: int) -> None:
+        schedule._num_stages = 3  # type: ignore[attr-defined]
+
+    def several(schedule: object, stages: list[object], n_microbatches: int) -> None:
+        pass
+
+    monkeypatch.setattr(_colocate, "computes_here", lambda: computes)
+    monkeypatch.setattr(schedules, "keep_pace", kept.append)
+    monkeypatch.setattr(pipelining.Schedule1F1B, "__init__", one_stage)
+    monkeypatch.setattr(pipelining.ScheduleInterleaved1F1B, "__init__", several)
+    Overlapped1F1B("a", n_microbatches=4)
+    Overlapped1F1B(stage="b", n_microbatches=4)
+    made = overlapped(pipelining.ScheduleInterleaved1F1B)
+    made(["c", "d"], n_microbatches=4)
+    made(stages=["e"], n_microbatches=4)
+    assert kept == (["a", "b", "c", "d", "e"] if computes else [])

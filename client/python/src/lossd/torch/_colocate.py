@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +21,10 @@ from lossd._embedded import EmbeddedClient, Member, check_client, options_of, to
 T = TypeVar("T")
 
 _CHOSEN = {"rank", "ranks", "local_rank", "leader", "rank_listen", "rank_secret_file", "listen"}
-_NOT_ON_GPUS = ("several ranks inside the trainer's processes do not compute on GPUs yet: steps of a pipeline were seen to stand "
-                'still there; one server on these GPUs does (docs/training/colocated.md). backend="cpu" computes on the CPU, and '
-                'backend="cuda" tries the GPUs all the same')
+_NOT_ON_GPUS = ("several ranks inside the trainer's processes compute on GPUs only beside trainers that have loaded their code before and "
+                "keep pace with their GPUs, or all stand still; docs/training/colocated.md says how. backend=\"cuda\" says that they do, "
+                'backend="cpu" computes on the CPU, and one server on these GPUs needs neither')
+_computing: weakref.WeakSet[EmbeddedClient] = weakref.WeakSet()  # clients whose processes compute on GPUs as one of several ranks
 # Memory for rows that grows would be given back while ranks train, and a GPU gives back memory of the host only once all that is
 # enqueued on it has ended: also a collective that waits for a rank that waits for the head.
 _CLIENT = {"shared_memory_bytes": 256 << 20}
@@ -51,10 +53,10 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
     them, so a save of the head comes before, and then a barrier. When a rank dies or hangs, the calls of the others end with
     Unavailable or Internal once it is lost: within `rank_silence_timeout` (30 s).
 
-    On GPUs this does not work yet: steps of a pipeline were seen to stand still, until the server said after `collective_timeout` that a
-    rank is lost. So it is refused where torch sees a GPU unless `backend` says "cuda", which tries it. Each rank then takes the GPU that its
-    thread works on; a rank that works on none yet takes the one with the number LOCAL_RANK, or
-    its number in the group.
+    On GPUs, the trainer's code and the head wait for each other in CUDA's driver, so that all stand still, until the server says after
+    `collective_timeout` that a rank is lost, unless the trainer does three things (docs/training/colocated.md). So GPUs are refused
+    unless `backend` says "cuda". Each rank then takes the GPU that its thread works on; a rank that works on none yet takes the one with
+    the number LOCAL_RANK, or its number in the group.
 
     Args:
       group: the ranks; None: all of them. They are processes of one host.
@@ -88,7 +90,15 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
                    "shared_memory_bytes": max(1 << 30, 2 * size * _CLIENT["shared_memory_bytes"]), **options}
     member = _start_all(group, rank, size, options, secret)
     address = _from_first(group, rank, lambda: member.address)
-    return EmbeddedClient(member, {**_CLIENT, **(client or {})}, address if size > 1 else None)
+    made = EmbeddedClient(member, {**_CLIENT, **(client or {})}, address if size > 1 else None)
+    if size > 1 and backend != "cpu" and torch.cuda.is_available():
+        _computing.add(made)
+    return made
+
+
+def computes_here() -> bool:
+    """Whether this process computes on a GPU as one of several ranks of a head."""
+    return any(not each.closed for each in _computing)
 
 
 def _start_all(group: Any, rank: int, size: int, options: dict[str, Any], secret: str) -> Member:

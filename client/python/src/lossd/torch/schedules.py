@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining import Schedule1F1B
+
+from lossd.torch import _colocate
 
 _REORDERED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
 
@@ -30,6 +33,7 @@ class Overlapped1F1B(Schedule1F1B):
         """ValueError if `slack` is not a positive integer."""
         _check_slack(slack)
         super().__init__(*args, **options)
+        _keep_pace_where_needed(args[0] if args else options["stage"])
         # What Schedule1F1B counts forwards before the first backward by; torch has no public name for it.
         self._num_stages: int = self._num_stages + slack
 
@@ -75,8 +79,52 @@ def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
             raise ValueError(f"slack is {slack}, with which {name} cannot run these stages and microbatches: "
                              f"{error}") from error
 
-    members = {"_prepare_schedule_with_comms": prepare, "__doc__": kind.__doc__}
+    def init(schedule: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(schedule, *args, **options)
+        for stage in args[0] if args else options["stages"]:
+            _keep_pace_where_needed(stage)
+
+    members = {"__init__": init, "_prepare_schedule_with_comms": prepare, "__doc__": kind.__doc__}
     return type(f"Overlapped{name.removeprefix('Schedule')}", (kind,), members)
+
+
+_COMPUTES = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
+
+def keep_pace(stage: Any) -> None:
+    """Has the thread of a stage wait for each forward and backward before it begins the next one. On a CPU nothing changes.
+
+    Where a process computes a part of a head beside its stage (lossd.torch.colocate() on GPUs), another stage may wait for that part,
+    and this stage's work on the GPU for the other stage. CUDA takes about a thousand kernels behind such work. A call that adds one
+    more waits with the driver locked, so that the part of the head cannot begin, and all stand still. The schedules of this module do
+    this themselves if colocate() was called before; other schedules need it for each of their stages, once.
+
+    Args:
+      stage: a stage of torch.distributed.pipelining, one forward or backward of which is not more than these thousand kernels.
+    """
+    if torch.device(stage.device).type != "cuda":
+        return
+    last: list[torch.cuda.Event] = []
+
+    def waiting(compute: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compute)
+        def call(*args: Any, **options: Any) -> Any:
+            if last:
+                last.pop().synchronize()
+            result = compute(*args, **options)
+            last.append(torch.cuda.Event())
+            last[0].record(torch.cuda.current_stream(stage.device))
+            return result
+        return call
+
+    for name in _COMPUTES:
+        if hasattr(stage, name):
+            setattr(stage, name, waiting(getattr(stage, name)))
+
+
+def _keep_pace_where_needed(stage: Any) -> None:
+    if _colocate.computes_here():
+        keep_pace(stage)
 
 
 def delayed(actions: Sequence[Any], slack: int) -> list[Any]:
