@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "client/cpp/connections.h"
@@ -114,6 +115,11 @@ absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, a
 }
 
 const std::string& MonitoringCalls::server_version() const { return core_->connections().peer().version; }
+
+std::optional<uint64_t> MonitoringCalls::KnownHiddenSize(absl::string_view head) const {
+  const std::optional<internal::HeadInfo> facts = core_->head_cache().Facts(head);
+  return facts.has_value() ? std::make_optional(facts->hidden_size) : std::nullopt;
+}
 
 // ---- Client ----
 
@@ -291,18 +297,23 @@ absl::StatusOr<Tensor> Client::ReadTensor(absl::string_view head, v1::Param para
   request.set_role(role);
   request.mutable_rows()->set_end(shape.rows);
   request.set_dtype(v1::DTYPE_FP32);
-  const absl::StatusOr<TensorShape> read = Repeated(*core_, deadline, Repeat::kIfTransientOrAborted, [&] {
-    return internal::ReadTensor(*core_, request, AsBytes(&tensor.values), deadline, shape.rows);
-  });
-  if (!read.ok()) return IfMadeAgain(read.status(), description, param, deadline);
+  LOSSD_RETURN_IF_ERROR(
+      ReadTensor(request, AsBytes(&tensor.values), deadline - clocks::SteadyNow(), &description).status());
   return tensor;
 }
 
 absl::StatusOr<TensorShape> Client::ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
-                                               absl::Duration timeout, std::optional<uint64_t> tensor_rows) {
+                                               absl::Duration timeout, const v1::HeadDescription* before) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
-  return Repeated(*core_, deadline, Repeat::kIfTransientOrAborted,
-                  [&] { return internal::ReadTensor(*core_, request, out, deadline, tensor_rows); });
+  std::optional<uint64_t> tensor_rows;
+  if (before != nullptr) {
+    LOSSD_TRY(const TensorShape shape, internal::ParamShape(before->spec(), request.param()));
+    tensor_rows = shape.rows;
+  }
+  auto read = Repeated(*core_, deadline, Repeat::kIfTransientOrAborted,
+                       [&] { return internal::ReadTensor(*core_, request, out, deadline, tensor_rows); });
+  if (read.ok() || before == nullptr) return read;
+  return IfMadeAgain(read.status(), *before, request.param(), deadline);
 }
 
 absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(absl::string_view head, v1::Param param,
@@ -319,30 +330,36 @@ absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(absl::string_view he
 
 absl::StatusOr<v1::WriteTensorResponse> Client::WriteTensor(const v1::OpenTensor& open,
                                                             absl::Span<const char> payload,
-                                                            absl::Duration timeout) {
+                                                            absl::Duration timeout,
+                                                            absl::Span<const uint64_t> shape) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
   LOSSD_TRY(v1::HeadDescription description, DescribeHead(open.head(), deadline - clocks::SteadyNow()));
-  LOSSD_TRY(TensorShape shape, internal::ParamShape(description.spec(), open.param()));
-  auto written = internal::WriteTensor(*core_, open, shape, payload, deadline);
+  LOSSD_TRY(TensorShape whole, internal::ParamShape(description.spec(), open.param()));
+  LOSSD_RETURN_IF_ERROR(internal::CheckShape(open.head(), open.param(),
+                                             open.has_rows() ? &open.rows() : nullptr, whole, shape));
+  auto written = internal::WriteTensor(*core_, open, whole, payload, deadline);
   if (!written.ok()) return IfMadeAgain(written.status(), description, open.param(), deadline);
   return written;
 }
 
 absl::StatusOr<v1::AddGradientResponse> Client::AddGradient(const v1::OpenGradient& open,
                                                             absl::Span<const char> payload,
-                                                            absl::Duration timeout) {
+                                                            absl::Duration timeout,
+                                                            absl::Span<const uint64_t> shape) {
   const absl::Time deadline = DeadlineAfter(timeout, options().transfer_timeout);
   internal::HeadCache& cache = core_->head_cache();
   const TrainerStep at = cache.StepOf(open.head(), open.step());
   absl::StatusOr<v1::HeadDescription> description = DescribeHead(open.head(), deadline - clocks::SteadyNow());
   if (!description.ok()) return cache.Interpret(at, description.status());
-  LOSSD_TRY(TensorShape shape, internal::ParamShape(description->spec(), open.param()));
+  LOSSD_TRY(TensorShape whole, internal::ParamShape(description->spec(), open.param()));
+  const v1::RowRange* const rows = open.has_contribution_rows() ? &open.contribution_rows() : nullptr;
+  LOSSD_RETURN_IF_ERROR(internal::CheckShape(open.head(), open.param(), rows, whole, shape));
   const auto attempt = [&]() -> absl::StatusOr<v1::AddGradientResponse> {
     LOSSD_RETURN_IF_ERROR(cache.CheckCurrent(at));
     v1::OpenGradient meant = open;
     NameRun(options().run, &meant);
     if (!open.has_incarnation()) internal::SetMeant(cache.GradientsOf(at), &meant);
-    return internal::AddGradient(*core_, meant, shape, payload, deadline);
+    return internal::AddGradient(*core_, meant, whole, payload, deadline);
   };
   auto result = Repeated(*core_, deadline, Repeat::kIfTransient, attempt);
   if (!result.ok()) {
@@ -445,6 +462,14 @@ v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
   return spec;
 }
 
+// "rmsnorm" of NORM_RMSNORM; "any" if it is not specified.
+std::string WordOf(const google::protobuf::EnumValueDescriptor* value) {
+  if (value->number() == 0) return "any";
+  const std::string& unspecified = value->type()->value(0)->name();  // "NORM_UNSPECIFIED"
+  const size_t prefix = unspecified.rfind('_') + 1;
+  return absl::AsciiStrToLower(value->name().substr(prefix));
+}
+
 // "7"; of a list "[7, 8]".
 std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   const auto value = [&](int index) {
@@ -452,6 +477,9 @@ std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
     google::protobuf::TextFormat::PrintFieldValueToString(spec, field, index, &text);
     return text;
   };
+  if (field->cpp_type() == FieldDescriptor::CPPTYPE_ENUM) {
+    return WordOf(spec.GetReflection()->GetEnum(spec, field));
+  }
   if (!field->is_repeated()) return value(-1);
   std::vector<std::string> values;
   for (int i = 0; i < spec.GetReflection()->FieldSize(spec, field); ++i) values.push_back(value(i));

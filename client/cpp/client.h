@@ -111,6 +111,8 @@ class MonitoringCalls {
                                      absl::Duration timeout = absl::ZeroDuration()) const;
   // The version of lossd that the server said it is when the client connected; "": it said none.
   const std::string& server_version() const;
+  // D of a head, as an answer of the server has told this client last; nullopt: none has. Asks nothing.
+  std::optional<uint64_t> KnownHiddenSize(absl::string_view head) const;
 
  private:
   friend class Client;
@@ -247,27 +249,32 @@ class Client : public CheckpointCalls {
                                     absl::Duration timeout = absl::ZeroDuration());
   // Reads what `request` asks for into `out` [rows read, cols] of request.dtype. INVALID_ARGUMENT if its size
   // is not exactly that; returns the shape read. After an error the contents of `out` are unspecified.
-  // `tensor_rows`: how many rows the tensor has, if the caller knows; ABORTED if it is another one by now.
+  // `before`: the head as DescribeHead has described it, if the caller knows; ABORTED if it is another one by
+  // now.
   absl::StatusOr<TensorShape> ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
                                          absl::Duration timeout = absl::ZeroDuration(),
-                                         std::optional<uint64_t> tensor_rows = std::nullopt);
+                                         const v1::HeadDescription* before = nullptr);
 
   // Replaces a whole tensor by fp32 values [rows, cols].
   absl::StatusOr<v1::WriteTensorResponse> WriteTensor(absl::string_view head, v1::Param param,
                                                       absl::Span<const float> values,
                                                       absl::Duration timeout = absl::ZeroDuration());
   // Replaces the rows `open` names by `payload`, of open.dtype. After an error some rows may be replaced.
+  // `shape`: of the array that the payload is, [rows, D] or [rows], if there is one: INVALID_ARGUMENT names
+  // it unless the tensor takes it.
   absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const v1::OpenTensor& open,
                                                       absl::Span<const char> payload,
-                                                      absl::Duration timeout = absl::ZeroDuration());
+                                                      absl::Duration timeout = absl::ZeroDuration(),
+                                                      absl::Span<const uint64_t> shape = {});
 
   // Adds `payload`, of open.dtype, to the rows that `open` names of a parameter's gradient, exactly once
   // whatever breaks: what another stage accumulated for a parameter it shares with the head.
   // open.contribution_id is not the id of a microbatch of the step. ABORTED also if the server was restarted
-  // since gradients of the step were accumulated: those are gone.
+  // since gradients of the step were accumulated: those are gone. `shape`: as WriteTensor takes it.
   absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
                                                       absl::Span<const char> payload,
-                                                      absl::Duration timeout = absl::ZeroDuration());
+                                                      absl::Duration timeout = absl::ZeroDuration(),
+                                                      absl::Span<const uint64_t> shape = {});
 
   absl::StatusOr<v1::GradNormResponse> GradNorm(absl::string_view head,
                                                 std::optional<uint64_t> step = std::nullopt,

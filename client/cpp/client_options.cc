@@ -9,6 +9,7 @@
 #include <random>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
@@ -50,17 +51,18 @@ size_t ElementSize(v1::DType dtype) {
 
 namespace internal {
 
-absl::Status CheckRunName(absl::string_view run) {
+absl::Status CheckRunName(absl::string_view run, absl::string_view source) {
   const auto is_first = [](char c) {
     return (static_cast<unsigned char>(c) & 0xc0) != 0x80;
   };  // of a character
   const auto characters = static_cast<size_t>(std::count_if(run.begin(), run.end(), is_first));
   const bool printable = errors::ValidUtf8(run) == run && std::none_of(run.begin(), run.end(), IsControl);
   if (printable && characters <= kMostCharacters) return absl::OkStatus();
-  return ArgumentError("options.run", errors::ValidUtf8(run),
-                       absl::StrCat(printable ? absl::StrCat("has ", characters, " characters")
-                                              : "has a character that is not printable",
-                                    "; it must be at most ", kMostCharacters, " printable characters"));
+  const std::string valid = errors::ValidUtf8(run);
+  return ArgumentError(source, valid,
+                       absl::StrCat("is '", absl::Utf8SafeCEscape(errors::Shortened(valid, kMostCharacters)),
+                                    "' (", characters, " characters); it must be at most ", kMostCharacters,
+                                    " printable characters"));
 }
 
 std::string RandomDigits(int digits) {

@@ -408,8 +408,9 @@ std::optional<v1::ErrorDetail> ErrorDetailOf(const absl::Status& status);
 
 namespace lossd::client::internal {
 
-// INVALID_ARGUMENT naming options.run unless it has at most 128 printable characters.
-absl::Status CheckRunName(absl::string_view run);
+// INVALID_ARGUMENT unless it has at most 128 printable characters. `source` has named it: an option, or a
+// variable of the environment.
+absl::Status CheckRunName(absl::string_view run, absl::string_view source = "options.run");
 
 // `digits` random hexadecimal digits of the system's, a multiple of 8: for the names that a client gives to
 // runs and to calls that a server does once.

@@ -212,16 +212,21 @@ absl::Status Validate(const ClientOptions& options) {
     return ArgumentError("options.retry.max_attempts", options.retry.max_attempts,
                          absl::StrCat("is ", options.retry.max_attempts, "; it must be at least 1"));
   }
-  for (absl::Duration timeout : {options.connect_timeout, options.call_timeout, options.transfer_timeout,
-                                 options.loss_timeout, options.dead_peer_timeout}) {
-    if (timeout <= absl::ZeroDuration()) {
-      const std::string text = absl::FormatDuration(timeout);
-      return ArgumentError("options", text, absl::StrCat("has a timeout of ", text, "; it must be positive"));
-    }
+  const std::pair<absl::string_view, absl::Duration> timeouts[] = {
+      {"options.connect_timeout", options.connect_timeout},
+      {"options.call_timeout", options.call_timeout},
+      {"options.transfer_timeout", options.transfer_timeout},
+      {"options.loss_timeout", options.loss_timeout},
+      {"options.dead_peer_timeout", options.dead_peer_timeout}};
+  for (const auto& [field, timeout] : timeouts) {
+    if (timeout > absl::ZeroDuration()) continue;
+    const std::string text = absl::FormatDuration(timeout);
+    return ArgumentError(field, text, absl::StrCat("is ", text, "; it must be positive"));
   }
   if (options.dead_peer_timeout > absl::Hours(24)) {
-    return ArgumentError("options.dead_peer_timeout", absl::FormatDuration(options.dead_peer_timeout),
-                         "is above 24 hours");
+    const std::string text = absl::FormatDuration(options.dead_peer_timeout);
+    return ArgumentError("options.dead_peer_timeout", text,
+                         absl::StrCat("is ", text, "; it must be at most 24 hours"));
   }
   return absl::OkStatus();
 }

@@ -324,11 +324,8 @@ class BackwardWork : public LossWork {
   }
 
   absl::Status Validate() const override {
-    absl::Status status = ValidateBackward(gradients_);
+    absl::Status status = ValidateBackward(gradients_, {.accumulate_gradients = accumulates()});
     status.Update(located());
-    if (accumulates() && !step().has_value()) {
-      status.Update(ArgumentError("gradients.step", "nothing", "is absent; accumulate_gradients needs it"));
-    }
     return status;
   }
 

@@ -109,7 +109,8 @@ absl::Status ValidateDepth(const std::string& field, const Depth& depth, const C
   }
   if (depth.normalizer.has_value()) {
     if (options.reduction != v1::REDUCTION_MEAN)
-      return ArgumentError(field + "normalizer", *depth.normalizer, "is for the mean only");
+      return ArgumentError(field + "normalizer", *depth.normalizer,
+                           absl::StrCat("is ", *depth.normalizer, "; it is for the mean only"));
     if (!std::isfinite(*depth.normalizer) || *depth.normalizer < 0) {
       return ArgumentError(field + "normalizer", *depth.normalizer,
                            absl::StrCat("is ", *depth.normalizer, "; it must be finite and not negative"));
@@ -151,7 +152,7 @@ absl::Status ValidateDepths(const Microbatch& microbatch, const LossOutputs& out
     return ArgumentError("microbatch.depths", depths.size(), "is given; it does not go with REDUCTION_NONE");
   if (options.normalizer.has_value()) {
     return ArgumentError("options.normalizer", *options.normalizer,
-                         "is given; microbatch.depths have normalizers of their own");
+                         absl::StrCat("is ", *options.normalizer, "; depths have normalizers of their own"));
   }
   uint64_t left = microbatch.targets.size();
   for (size_t i = 0; i < depths.size(); ++i) {
@@ -166,7 +167,7 @@ absl::Status ValidateDepths(const Microbatch& microbatch, const LossOutputs& out
   if (left > 0) {
     const uint64_t rows = microbatch.targets.size();
     return ArgumentError("microbatch.depths", rows - left,
-                         absl::StrCat("have ", rows - left, " rows of the ", rows));
+                         absl::StrCat("have ", rows - left, " rows; targets has ", rows));
   }
   LOSSD_RETURN_IF_ERROR(ValidatePieces("hidden", "microbatch.hidden", microbatch.hidden, depths,
                                        [](const Depth& depth) { return depth.hidden; }));
@@ -183,7 +184,8 @@ absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions&
   }
   if (!distilled) return absl::OkStatus();
   if (microbatch.teacher_hidden == nullptr && !HiddenOf(microbatch).empty()) {
-    return ArgumentError("microbatch.teacher_hidden", "null", "is null");
+    return ArgumentError("microbatch.teacher_hidden", "null",
+                         "is not given; options.loss.distillation needs it");
   }
   const uint64_t rows = std::max<uint64_t>(microbatch.targets.size(), 1);
   if (microbatch.teacher_hidden_size == 0 ||
@@ -203,9 +205,9 @@ absl::Status ValidateSoftTargets(const Microbatch& microbatch, const ComputeOpti
   const uint64_t count = microbatch.target_count, rows = microbatch.targets.size();
   const bool wanted = options.loss.rest() != v1::REST_UNSPECIFIED;
   if (wanted != (count > 0)) {
-    return ArgumentError("microbatch.target_count", count,
-                         wanted ? "is 0; with options.loss.rest it must be above 0"
-                                : absl::StrCat("is ", count, "; it goes with options.loss.rest only"));
+    return ArgumentError("microbatch.target_classes", count,
+                         wanted ? "is not given; options.loss.rest needs it"
+                                : "is given; it goes with options.loss.rest only");
   }
   const std::pair<absl::string_view, uint64_t> sizes[] = {
       {"microbatch.target_classes", microbatch.target_classes.size()},
@@ -257,7 +259,8 @@ absl::Status ValidateScale(const ComputeOptions& options, bool divided) {
   }
   if (options.normalizer.has_value()) {
     if (options.reduction != v1::REDUCTION_MEAN) {
-      return ArgumentError("options.normalizer", *options.normalizer, "is for the mean only");
+      return ArgumentError("options.normalizer", *options.normalizer,
+                           absl::StrCat("is ", *options.normalizer, "; it is for the mean only"));
     }
     if (!std::isfinite(*options.normalizer) || *options.normalizer < 0) {
       return ArgumentError("options.normalizer", *options.normalizer,
@@ -417,7 +420,7 @@ absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outpu
   return status;
 }
 
-absl::Status ValidateBackward(const RetainedGradients& gradients) {
+absl::Status ValidateBackward(const RetainedGradients& gradients, const BackwardOptions& options) {
   const uint64_t rows = gradients.grad_loss.size();
   absl::Status status =
       ValidateShape("gradients", gradients.head, rows, gradients.hidden_size, gradients.hidden_dtype);
@@ -428,6 +431,9 @@ absl::Status ValidateBackward(const RetainedGradients& gradients) {
   };
   status.Update(check("grad_lse", gradients.grad_lse.size()));
   status.Update(check("grad_entropy", gradients.grad_entropy.size()));
+  if (options.accumulate_gradients && !gradients.step.has_value()) {
+    status.Update(ArgumentError("gradients.step", "nothing", "is absent; accumulate_gradients needs it"));
+  }
   return status;
 }
 

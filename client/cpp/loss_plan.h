@@ -73,7 +73,7 @@ int32_t IgnoreIndex(const v1::LossOptions& options);
 absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outputs,
                           const ComputeOptions& options);
 
-absl::Status ValidateBackward(const RetainedGradients& gradients);
+absl::Status ValidateBackward(const RetainedGradients& gradients, const BackwardOptions& options);
 
 uint64_t CountValid(absl::Span<const int32_t> targets, int32_t ignore_index);
 

@@ -415,7 +415,7 @@ std::string UrlProblem(absl::string_view scheme, absl::string_view rest) {
   const std::string address = has_port ? std::string(host) : absl::StrCat(host, ":", kDefaultPort);
   const bool tls = absl::EqualsIgnoreCase(scheme, "https") || absl::EqualsIgnoreCase(scheme, "grpcs");
   return absl::StrCat("write the address without '", scheme, "://': '", address, "'",
-                      tls ? ". TLS is used if a certificate authority is given: LOSSD_CA" : "");
+                      tls ? ". TLS is used if a certificate authority is given: ca, or LOSSD_CA" : "");
 }
 
 // `address`: "host:port" if it is right.

@@ -135,8 +135,7 @@ struct FileProblem {
 FileProblem ProblemOf(const TlsFiles& files);
 
 // The rest of the file is about the address of a server, a gRPC target name: what is wrong with it, and what
-// is in it. These functions do no I/O. client/python/src/lossd/_target.py has the same rules for addresses
-// in files of named servers; tests/client/golden/connecting.json has cases.
+// is in it. These functions do no I/O. tests/client/golden/connecting.json has cases.
 
 inline constexpr uint16_t kDefaultPort = 7070;  // of lossd's --listen
 

@@ -4,7 +4,10 @@
 #include <cstring>
 #include <tuple>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "client/cpp/loss_call.h"
 #include "client/cpp/loss_plan.h"
 #include "client/cpp/regions.h"
@@ -143,6 +146,26 @@ absl::StatusOr<TensorShape> ParamShape(const v1::HeadSpec& spec, v1::Param param
       return ArgumentError("param", static_cast<int>(param),
                            absl::StrCat("is ", static_cast<int>(param), ", not a parameter"));
   }
+}
+
+absl::Status CheckShape(absl::string_view head, v1::Param param, const v1::RowRange* rows, TensorShape whole,
+                        absl::Span<const uint64_t> values) {
+  const std::string name =
+      absl::AsciiStrToLower(absl::StripPrefix(v1::Param_Name(param), "PARAM_"));  // "norm_gain"
+  const std::string of_head = absl::StrCat(name, " of head \"", head, "\"");
+  if (rows != nullptr && (rows->begin() > rows->end() || rows->end() > whole.rows)) {
+    const std::string text = absl::StrCat("[", rows->begin(), ", ", rows->end(), ")");
+    return ArgumentError("rows", text,
+                         absl::StrCat("is ", text, "; ", of_head, " has rows [0, ", whole.rows, ")"));
+  }
+  if (values.empty()) return absl::OkStatus();
+  std::vector<uint64_t> wanted = {rows == nullptr ? whole.rows : rows->end() - rows->begin()};
+  if (param == v1::PARAM_WEIGHT) wanted.push_back(whole.cols);
+  if (values == absl::MakeConstSpan(wanted)) return absl::OkStatus();
+  const std::string text = absl::StrCat("[", absl::StrJoin(values, ", "), "]");
+  return ArgumentError(
+      "values", text,
+      absl::StrCat("has shape ", text, "; ", of_head, " takes [", absl::StrJoin(wanted, ", "), "]"));
 }
 
 absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorRequest& request,

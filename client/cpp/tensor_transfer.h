@@ -37,6 +37,11 @@ namespace lossd::client::internal {
 // The shape of a parameter of a head. INVALID_ARGUMENT if the value is no parameter.
 absl::StatusOr<TensorShape> ParamShape(const v1::HeadSpec& spec, v1::Param param);
 
+// INVALID_ARGUMENT, naming "rows" or "values", if a parameter of the shape `whole` has not these rows (null:
+// all), or if `values` is not the shape of an array for them; empty: it is not known.
+absl::Status CheckShape(absl::string_view head, v1::Param param, const v1::RowRange* rows, TensorShape whole,
+                        absl::Span<const uint64_t> values);
+
 // INTERNAL if the tensor has not `tensor_rows` rows, if that is known.
 absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorRequest& request,
                                        absl::Span<char> out, absl::Time deadline,

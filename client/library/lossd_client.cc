@@ -2,7 +2,9 @@
 #include "client/library/lossd_client.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <list>
 #include <memory>
 #include <optional>
@@ -18,9 +20,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "client/contexts/contexts.h"
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
 #include "client/cpp/cuda_driver.h"
+#include "client/cpp/loss_plan.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 
@@ -219,22 +223,67 @@ absl::Duration Seconds(double seconds) {
   return seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
 }
 
+// ---- Options ----
+
+// What is no number is refused as a timeout that has passed.
+absl::Duration Timeout(double seconds) {
+  return std::isnan(seconds) ? -absl::InfiniteDuration() : absl::Seconds(seconds);
+}
+
+// Texts one behind the other, each with its NUL.
+std::string Joined(std::initializer_list<std::string> texts) {
+  std::string joined;
+  for (const std::string& text : texts) joined.append(text.c_str(), text.size() + 1);
+  return joined;
+}
+
+std::optional<std::string> IfSaid(const char* text) {
+  return text == nullptr ? std::nullopt : std::make_optional<std::string>(text);
+}
+
+absl::StatusOr<std::string> Completed(const lossd_client_options& options, const char* context) {
+  LOSSD_TRY(const contexts::ChosenServer chosen,
+            contexts::ChooseServer({.server = IfSaid(options.target),
+                                    .context = IfSaid(context),
+                                    .ca = IfSaid(options.ca),
+                                    .cert = IfSaid(options.cert),
+                                    .key = IfSaid(options.key),
+                                    .token = IfSaid(options.token)},
+                                   contexts::CurrentContext::kIsIgnored));
+  std::optional<std::string> run = IfSaid(options.run);
+  if (!run.has_value()) {
+    run = RunFromEnvironment();
+    LOSSD_RETURN_IF_ERROR(internal::CheckRunName(*run, "LOSSD_RUN"));
+  }
+  const CredentialOptions& credentials = chosen.credentials;
+  return Joined({chosen.server, credentials.ca, credentials.cert, credentials.key, credentials.token,
+                 IfSaid(options.transport).value_or(TransportFromEnvironment()), *run});
+}
+
 // ---- Requests ----
 
-// One method of the services: what it is asked and what it does with it.
-struct Request {
-  absl::string_view bytes;
-  absl::Span<char> payload;
-  uint64_t tensor_rows = 0;
-  absl::Duration timeout;
+// What a method is asked.
+struct Request : lossd_request {
+  Request(const lossd_request& given, CallState* of)
+      : lossd_request(given), limit(Timeout(given.timeout)), call(of) {}
+
+  absl::Span<char> Rows() const { return absl::MakeSpan(static_cast<char*>(payload), payload_size); }
+  absl::Span<const uint64_t> Shape() const { return absl::MakeConstSpan(shape, dimensions); }
+
+  absl::Duration limit;  // its timeout
   CallState* call;
 };
 
 template <typename Message>
-absl::StatusOr<Message> Parsed(const Request& request) {
+absl::StatusOr<Message> Parse(const void* bytes, uint64_t size) {
   Message message;
-  if (message.ParseFromArray(request.bytes.data(), static_cast<int>(request.bytes.size()))) return message;
+  if (message.ParseFromArray(bytes, static_cast<int>(size))) return message;
   return absl::InvalidArgumentError(absl::StrCat("the request is no ", message.GetTypeName()));
+}
+
+template <typename Message>
+absl::StatusOr<Message> Parsed(const Request& request) {
+  return Parse<Message>(request.message, request.message_size);
 }
 
 template <typename Message>
@@ -247,92 +296,95 @@ using Carry = absl::StatusOr<std::string> (*)(Client& client, const Request& req
 
 absl::StatusOr<std::string> Create(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::CreateHeadRequest>(request));
-  return Serialized(client.CreateHead(message, request.timeout));
+  return Serialized(client.CreateHead(message, request.limit, static_cast<IfExists>(request.if_exists)));
 }
 absl::StatusOr<std::string> Plan(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::CreateHeadRequest>(request));
-  return Serialized(client.PlanHead(message, request.timeout));
+  return Serialized(client.PlanHead(message, request.limit));
 }
 absl::StatusOr<std::string> Reset(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ResetHeadRequest>(request));
-  return Serialized(client.ResetHead(message, request.timeout));
+  return Serialized(client.ResetHead(message, request.limit));
 }
 absl::StatusOr<std::string> Share(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::SetSharesRequest>(request));
-  return Serialized(client.SetShares(message, request.timeout));
+  return Serialized(client.SetShares(message, request.limit));
 }
 absl::StatusOr<std::string> DescribeOne(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::DescribeHeadRequest>(request));
-  return Serialized(client.DescribeHead(message.head(), request.timeout));
+  return Serialized(client.DescribeHead(message.head(), request.limit));
 }
 absl::StatusOr<std::string> List(Client& client, const Request& request) {
-  LOSSD_TRY(const auto heads, client.ListHeads(request.timeout));
+  LOSSD_TRY(const auto heads, client.ListHeads(request.limit));
   v1::ListHeadsResponse answer;
   for (const v1::HeadDescription& head : heads) *answer.add_heads() = head;
   return answer.SerializeAsString();
 }
 absl::StatusOr<std::string> Delete(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::DeleteHeadRequest>(request));
-  LOSSD_RETURN_IF_ERROR(client.DeleteHead(message.head(), request.timeout));
+  LOSSD_RETURN_IF_ERROR(client.DeleteHead(message.head(), request.limit));
   return "";
 }
 absl::StatusOr<std::string> Norm(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::GradNormRequest>(request));
   const auto step = message.has_step() ? std::make_optional(message.step()) : std::nullopt;
-  return Serialized(client.GradNorm(message.head(), step, request.timeout));
+  return Serialized(client.GradNorm(message.head(), step, request.limit));
 }
 absl::StatusOr<std::string> Apply(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ApplyStepRequest>(request));
-  return Serialized(client.ApplyStep(message, request.timeout));
+  return Serialized(client.ApplyStep(message, request.limit));
 }
 absl::StatusOr<std::string> Zero(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ZeroGradientsRequest>(request));
-  return Serialized(client.ZeroGradients(message.head(), message.step(), request.timeout));
+  return Serialized(client.ZeroGradients(message.head(), message.step(), request.limit));
 }
 absl::StatusOr<std::string> Save(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::SaveCheckpointRequest>(request));
   const auto tell = [&](const v1::SaveProgress& progress) { request.call->Tell(progress); };
-  return Serialized(client.SaveCheckpoint(message, tell, request.timeout));
+  return Serialized(client.SaveCheckpoint(message, tell, request.limit));
 }
 absl::StatusOr<std::string> ListSaved(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ListCheckpointsRequest>(request));
-  return Serialized(client.ListCheckpoints(message.head(), request.timeout));
+  return Serialized(client.ListCheckpoints(message.head(), request.limit));
 }
 absl::StatusOr<std::string> Load(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::LoadCheckpointRequest>(request));
-  return Serialized(client.LoadCheckpoint(message.checkpoint(), message.head(), request.timeout));
+  return Serialized(client.LoadCheckpoint(message.checkpoint(), message.head(), request.limit));
 }
 absl::StatusOr<std::string> DeleteSaved(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::DeleteCheckpointRequest>(request));
-  return Serialized(client.DeleteCheckpoint(message.checkpoint(), request.timeout));
+  return Serialized(client.DeleteCheckpoint(message.checkpoint(), request.limit));
 }
 absl::StatusOr<std::string> Read(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ReadTensorRequest>(request));
-  const auto shape = client.ReadTensor(message, request.payload, request.timeout, request.tensor_rows);
-  return shape.ok() ? absl::StatusOr<std::string>("") : shape.status();
+  LOSSD_TRY(const auto before, Parse<v1::HeadDescription>(request.head, request.head_size));
+  LOSSD_RETURN_IF_ERROR(
+      client.ReadTensor(message, request.Rows(), request.limit, request.head == nullptr ? nullptr : &before)
+          .status());
+  return "";
 }
 absl::StatusOr<std::string> Write(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::OpenTensor>(request));
-  return Serialized(client.WriteTensor(message, request.payload, request.timeout));
+  return Serialized(client.WriteTensor(message, request.Rows(), request.limit, request.Shape()));
 }
 absl::StatusOr<std::string> Add(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::OpenGradient>(request));
-  return Serialized(client.AddGradient(message, request.payload, request.timeout));
+  return Serialized(client.AddGradient(message, request.Rows(), request.limit, request.Shape()));
 }
 absl::StatusOr<std::string> Release(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ReleaseMicrobatchRequest>(request));
   LOSSD_TRY(const bool released,
-            client.ReleaseMicrobatch(message.head(), message.microbatch_id(), request.timeout));
+            client.ReleaseMicrobatch(message.head(), message.microbatch_id(), request.limit));
   v1::ReleaseMicrobatchResponse answer;
   answer.set_released(released);
   return answer.SerializeAsString();
 }
 absl::StatusOr<std::string> Server(Client& client, const Request& request) {
-  return Serialized(client.GetServer(request.timeout));
+  return Serialized(client.GetServer(request.limit));
 }
 absl::StatusOr<std::string> Streams(Client& client, const Request& request) {
   LOSSD_TRY(const auto message, Parsed<v1::ListStreamsRequest>(request));
-  return Serialized(client.monitoring().ListStreams(message.max_streams(), request.timeout));
+  return Serialized(client.monitoring().ListStreams(message.max_streams(), request.limit));
 }
 
 constexpr std::pair<absl::string_view, Carry> kMethods[] = {
@@ -348,11 +400,15 @@ constexpr std::pair<absl::string_view, Carry> kMethods[] = {
     {"GetServer", Server},         {"ListStreams", Streams},
 };
 
-absl::StatusOr<std::string> Carried(Client& client, absl::string_view method, const Request& request) {
-  for (const auto& [name, carry] : kMethods) {
-    if (name == method) return carry(client, request);
+absl::StatusOr<std::string> Carried(Client& client, const Request& request) {
+  if (!(request.limit >= absl::ZeroDuration())) {
+    return internal::ArgumentError("timeout", request.timeout,
+                                   absl::StrCat("is ", request.timeout, "; it must be positive"));
   }
-  return absl::InvalidArgumentError(absl::StrCat("there is no method \"", method, "\""));
+  for (const auto& [name, carry] : kMethods) {
+    if (name == request.method) return carry(client, request);
+  }
+  return absl::InvalidArgumentError(absl::StrCat("there is no method \"", request.method, "\""));
 }
 
 // ---- Loss computations ----
@@ -427,6 +483,34 @@ ComputeOptions OptionsOf(const lossd_loss& loss, const v1::OpenMicrobatch& open)
   if (loss.slice_bytes != 0) options.slice_bytes = loss.slice_bytes;
   options.timeout = absl::Seconds(loss.timeout);
   return options;
+}
+
+RetainedGradients GradientsOf(const lossd_backward& backward, const v1::OpenBackward& open) {
+  RetainedGradients gradients;
+  gradients.head = open.head();
+  if (open.has_step()) gradients.step = open.step();
+  gradients.id = open.microbatch_id();
+  gradients.hidden_size = backward.hidden_size;
+  gradients.hidden_dtype = static_cast<v1::DType>(backward.hidden_dtype);
+  gradients.memory = backward.on_device != 0 ? Memory::kDevice : Memory::kHost;
+  if (backward.has_stream != 0) gradients.stream = backward.stream;
+  gradients.grad_loss = Values(backward.grad_loss, backward.rows);
+  gradients.grad_lse = Values(backward.grad_lse, backward.rows);
+  gradients.grad_entropy = Values(backward.grad_entropy, backward.rows);
+  return gradients;
+}
+
+BackwardOptions OptionsOf(const lossd_backward& backward, const v1::OpenBackward& open) {
+  return {.accumulate_gradients = open.accumulate_gradients(),
+          .streams = backward.streams,
+          .timeout = absl::Seconds(backward.timeout)};
+}
+
+// Whether arguments are right; else the call ends.
+int IsRight(lossd_call* call, absl::Status status) {
+  if (status.ok()) return 1;
+  call->state->End(std::move(status));
+  return 0;
 }
 
 std::string SummaryOf(const LossResult& result) {
@@ -553,6 +637,15 @@ void lossd_call_free(lossd_call* call) {
 
 // ---- Clients ----
 
+void lossd_client_complete(const lossd_client_options* options, const char* context, lossd_call* call) {
+  absl::StatusOr<std::string> completed = client::Completed(*options, context);
+  if (completed.ok()) {
+    call->state->End(absl::OkStatus(), *std::move(completed));
+  } else {
+    call->state->End(completed.status());
+  }
+}
+
 lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call) {
   if (!call->state->Begin()) return nullptr;
   const client::internal::CancellableCalls cancellable(&call->state->cancellation());
@@ -562,19 +655,19 @@ lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_ca
   client::ClientOptions wanted;
   wanted.target = options->target;
   wanted.credentials = *credentials;
-  if (options->channels != 0) wanted.channels = options->channels;
-  wanted.connect_timeout = absl::Seconds(options->connect_timeout);
+  if (options->has_channels != 0) wanted.channels = options->channels;
+  wanted.connect_timeout = client::Timeout(options->connect_timeout);
   wanted.wait_for_server = options->wait_for_server != 0;
   wanted.max_message_bytes = options->max_message_bytes;
-  wanted.call_timeout = absl::Seconds(options->call_timeout);
-  wanted.transfer_timeout = absl::Seconds(options->transfer_timeout);
-  wanted.loss_timeout = absl::Seconds(options->loss_timeout);
-  wanted.dead_peer_timeout = absl::Seconds(options->dead_peer_timeout);
+  wanted.call_timeout = client::Timeout(options->call_timeout);
+  wanted.transfer_timeout = client::Timeout(options->transfer_timeout);
+  wanted.loss_timeout = client::Timeout(options->loss_timeout);
+  wanted.dead_peer_timeout = client::Timeout(options->dead_peer_timeout);
   wanted.retry = {.max_attempts = options->max_attempts,
-                  .initial_backoff = absl::Seconds(options->initial_backoff),
-                  .max_backoff = absl::Seconds(options->max_backoff)};
+                  .initial_backoff = client::Timeout(options->initial_backoff),
+                  .max_backoff = client::Timeout(options->max_backoff)};
   wanted.transport = options->transport;
-  if (options->shared_memory_bytes != 0) wanted.shared_memory_bytes = options->shared_memory_bytes;
+  if (options->has_shared_memory_bytes != 0) wanted.shared_memory_bytes = options->shared_memory_bytes;
   wanted.run = options->run;
   wanted.expected_incarnation = options->expected_incarnation;
   if (options->gpu >= 0) wanted.gpu = options->gpu;
@@ -594,20 +687,12 @@ void lossd_client_free(lossd_client* client) {
   delete client;
 }
 
-void lossd_client_request(lossd_client* client, const char* method, const void* request, size_t request_size,
-                          void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
-                          lossd_call* call) {
+void lossd_client_request(lossd_client* client, const lossd_request* request, lossd_call* call) {
   const std::shared_ptr<client::CallState> state = call->state;
   const std::shared_ptr<client::Client> open = client->Enter(state);
   if (open == nullptr) return;
   const client::internal::CancellableCalls cancellable(&state->cancellation());
-  const client::Request asked{
-      .bytes = absl::string_view(static_cast<const char*>(request), request_size),
-      .payload = absl::MakeSpan(static_cast<char*>(payload), static_cast<size_t>(payload_size)),
-      .tensor_rows = tensor_rows,
-      .timeout = absl::Seconds(timeout),
-      .call = state.get()};
-  absl::StatusOr<std::string> answer = client::Carried(*open, method, asked);
+  absl::StatusOr<std::string> answer = client::Carried(*open, client::Request(*request, state.get()));
   if (answer.ok()) {
     state->End(absl::OkStatus(), *std::move(answer));
   } else {
@@ -620,12 +705,9 @@ void lossd_client_describe(lossd_client* client, lossd_call* call) {
   const std::shared_ptr<client::Client> open = client->Enter(call->state);
   if (open == nullptr) return;
   const client::TransportChoice made = open->transport();
-  std::string answer;
-  for (const std::string& text : {made.transport, made.reason, absl::StrCat(made.connections.connections),
-                                  made.connections.reason, made.device.transport, made.device.reason}) {
-    answer.append(text.c_str(), text.size() + 1);
-  }
-  call->state->End(absl::OkStatus(), std::move(answer));
+  call->state->End(absl::OkStatus(),
+                   client::Joined({made.transport, made.reason, absl::StrCat(made.connections.connections),
+                                   made.connections.reason, made.device.transport, made.device.reason}));
   client->Leave(call->state);
 }
 
@@ -649,6 +731,13 @@ int lossd_client_open_memory(lossd_client* client, int32_t device) {
     of_gpu = open.OpenMemory(device < 0 ? std::nullopt : std::make_optional<int>(device));
   });
   return of_gpu ? 1 : 0;
+}
+
+uint64_t lossd_client_known_hidden_size(lossd_client* client, const char* head) {
+  uint64_t known = 0;
+  WithClient(client,
+             [&](client::Client& open) { known = open.monitoring().KnownHiddenSize(head).value_or(0); });
+  return known;
 }
 
 void lossd_client_acknowledge_restart(lossd_client* client, const char* head) {
@@ -696,37 +785,36 @@ int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, do
   return 1;
 }
 
+int lossd_check_loss(const lossd_loss* loss, lossd_call* call) {
+  return client::IsRight(call, [&]() -> absl::Status {
+    LOSSD_TRY(const auto open, client::Parse<v1::OpenMicrobatch>(loss->open, loss->open_size));
+    return client::internal::ValidateCall(client::MicrobatchOf(*loss, open), client::OutputsOf(*loss, open),
+                                          client::OptionsOf(*loss, open));
+  }());
+}
+
+int lossd_check_backward(const lossd_backward* backward, lossd_call* call) {
+  return client::IsRight(call, [&]() -> absl::Status {
+    LOSSD_TRY(const auto open, client::Parse<v1::OpenBackward>(backward->open, backward->open_size));
+    return client::internal::ValidateBackward(client::GradientsOf(*backward, open),
+                                              client::OptionsOf(*backward, open));
+  }());
+}
+
 void lossd_client_compute(lossd_client* client, const lossd_loss* loss, lossd_call* call) {
-  v1::OpenMicrobatch open;
-  if (!open.ParseFromArray(loss->open, static_cast<int>(loss->open_size))) {
-    return call->state->End(absl::InvalidArgumentError("open is no lossd.v1.OpenMicrobatch"));
-  }
+  const auto open = client::Parse<v1::OpenMicrobatch>(loss->open, loss->open_size);
+  if (!open.ok()) return call->state->End(open.status());
   client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
-    return on.ComputeLossAsync(client::MicrobatchOf(*loss, open), client::OutputsOf(*loss, open),
-                               client::OptionsOf(*loss, open), std::move(end));
+    return on.ComputeLossAsync(client::MicrobatchOf(*loss, *open), client::OutputsOf(*loss, *open),
+                               client::OptionsOf(*loss, *open), std::move(end));
   });
 }
 
 void lossd_client_backward(lossd_client* client, const lossd_backward* backward, lossd_call* call) {
-  v1::OpenBackward open;
-  if (!open.ParseFromArray(backward->open, static_cast<int>(backward->open_size))) {
-    return call->state->End(absl::InvalidArgumentError("open is no lossd.v1.OpenBackward"));
-  }
-  client::RetainedGradients gradients;
-  gradients.head = open.head();
-  if (open.has_step()) gradients.step = open.step();
-  gradients.id = open.microbatch_id();
-  gradients.hidden_size = backward->hidden_size;
-  gradients.hidden_dtype = static_cast<v1::DType>(backward->hidden_dtype);
-  gradients.memory = backward->on_device != 0 ? client::Memory::kDevice : client::Memory::kHost;
-  if (backward->has_stream != 0) gradients.stream = backward->stream;
-  gradients.grad_loss = client::Values(backward->grad_loss, backward->rows);
-  gradients.grad_lse = client::Values(backward->grad_lse, backward->rows);
-  gradients.grad_entropy = client::Values(backward->grad_entropy, backward->rows);
-  const client::BackwardOptions options{.accumulate_gradients = open.accumulate_gradients(),
-                                        .streams = backward->streams,
-                                        .timeout = absl::Seconds(backward->timeout)};
+  const auto open = client::Parse<v1::OpenBackward>(backward->open, backward->open_size);
+  if (!open.ok()) return call->state->End(open.status());
   client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
-    return on.BackwardAsync(gradients, backward->grad_hidden, options, std::move(end));
+    return on.BackwardAsync(client::GradientsOf(*backward, *open), backward->grad_hidden,
+                            client::OptionsOf(*backward, *open), std::move(end));
   });
 }

@@ -66,7 +66,7 @@ typedef struct lossd_client_options {
   const char* run;
   uint64_t expected_incarnation;
   int64_t max_message_bytes;
-  int64_t shared_memory_bytes; /* 0: as calls need it */
+  int64_t shared_memory_bytes; /* only if has_shared_memory_bytes */
   double connect_timeout;
   double call_timeout;
   double transfer_timeout;
@@ -75,10 +75,18 @@ typedef struct lossd_client_options {
   double initial_backoff;
   double max_backoff;
   int32_t max_attempts;
-  int32_t channels; /* 0: as many as help */
+  int32_t channels; /* only if has_channels */
+  int32_t has_channels;
+  int32_t has_shared_memory_bytes;
   int32_t wait_for_server;
   int32_t gpu; /* negative: none is named */
 } lossd_client_options;
+
+/* What the environment and named servers (client/contexts/contexts.h) say of the texts of `options` that are
+ * NULL; the rest of `options` does not matter. `context`: the name of a server; NULL: LOSSD_CONTEXT may name
+ * one, where `options` and LOSSD_SERVER name no target. The answer has the seven texts in the order of the
+ * struct, each with its NUL. */
+void lossd_client_complete(const lossd_client_options* options, const char* context, lossd_call* call);
 
 /* Connects, or returns NULL, and the call says why: also where the server does not know this client, or gives
  * it no role. */
@@ -89,20 +97,32 @@ void lossd_client_close(lossd_client* client);
 /* Closes the client and frees it. */
 void lossd_client_free(lossd_client* client);
 
-/* One method of the services, by its name: "CreateHead", "DescribeHead", "ApplyStep", ... Blocks until the
- * call has ended. `payload`: of ReadTensor, where the rows go; of WriteTensor and AddGradient, whose requests
- * are OpenTensor and OpenGradient, the rows. Else NULL. `tensor_rows`, of ReadTensor: how many rows the
- * tensor had when it was described; ABORTED if it has another number by now. `timeout` 0: the client's own.
- */
-void lossd_client_request(lossd_client* client, const char* method, const void* request, size_t request_size,
-                          void* payload, uint64_t payload_size, uint64_t tensor_rows, double timeout,
-                          lossd_call* call);
+/* One method of the services. Members that a method does not need are 0. */
+typedef struct lossd_request {
+  const char* method;  /* "CreateHead", "DescribeHead", "ApplyStep", ... */
+  const void* message; /* serialized; of WriteTensor and AddGradient an OpenTensor and an OpenGradient */
+  uint64_t message_size;
+  void* payload; /* of ReadTensor: where the rows go; of WriteTensor and AddGradient: the rows */
+  uint64_t payload_size;
+  const uint64_t* shape; /* of WriteTensor and AddGradient: of the array that the payload is */
+  uint64_t dimensions;   /* of `shape`; 0: there is none */
+  const void* head; /* of ReadTensor: the lossd.v1.HeadDescription that `payload` was made for, or NULL */
+  uint64_t head_size;
+  double timeout;    /* 0: the client's own */
+  int32_t if_exists; /* of CreateHead, what becomes of a head of that name: 0: ALREADY_EXISTS, 1: it stays, 2:
+                      * it is reset (IfExists in client.h) */
+} lossd_request;
+
+/* Blocks until the call has ended. */
+void lossd_client_request(lossd_client* client, const lossd_request* request, lossd_call* call);
 
 /* How rows travel: six texts, each with its NUL, as the answer: transport and reason, connections and reason,
  * transport of rows on GPUs and reason. */
 void lossd_client_describe(lossd_client* client, lossd_call* call);
 /* As Client::OpenMemory; a negative number is the first GPU that is the server's. */
 int lossd_client_open_memory(lossd_client* client, int32_t device);
+/* As MonitoringCalls::KnownHiddenSize; 0: it is not known. */
+uint64_t lossd_client_known_hidden_size(lossd_client* client, const char* head);
 /* As Client::AcknowledgeRestart. */
 void lossd_client_acknowledge_restart(lossd_client* client, const char* head);
 
@@ -199,6 +219,11 @@ typedef struct lossd_cost {
  * `seconds`. 1 if the call has one, which it gives back when it ends; 0 if there was none in time. 1 also for
  * a client that is closed: the call will say so. */
 int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, double seconds);
+/* What a loss computation or a backward is refused for without the server being asked: then 0, and the call
+ * has ended with INVALID_ARGUMENT; else 1, and nothing has become of the call. Reads the struct alone and
+ * what it says of targets and classes, no rows. */
+int lossd_check_loss(const lossd_loss* loss, lossd_call* call);
+int lossd_check_backward(const lossd_backward* backward, lossd_call* call);
 /* Starts a loss computation and returns at once; lossd_call_wait waits for its end. Memory that the struct
  * points to is the caller's: rows and results stay as they are until the call has ended; everything else is
  * copied. The answer is a lossd.v1.MicrobatchSummary of all rows. */

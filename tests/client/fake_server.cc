@@ -76,7 +76,11 @@ struct FakeState {
     for (auto& [name, head] : heads) {
       if (fault.discard) Discard(&head);
       if (fault.new_weights) head.weights_version = ++drawn;
-      if (fault.make_again) head = MakeHead(v1::HeadSpec(head.spec));
+      if (fault.make_again) {
+        v1::HeadSpec spec = head.spec;
+        if (fault.again_with != 0) spec.set_vocab_size(fault.again_with);
+        head = MakeHead(spec);
+      }
     }
     if (fault.max_rows > 0) faults.sudden_max_rows = fault.max_rows;
     const auto code = static_cast<grpc::StatusCode>(fault.code);

@@ -36,6 +36,7 @@ struct Fault {
   bool discard = false;      // first somebody zeroes the gradients of every head
   bool new_weights = false;  // first somebody writes the weights of every head
   bool make_again = false;   // first every head is deleted and made again as it was created
+  uint64_t again_with = 0;   // with make_again: the new heads have so many classes; 0: as before
   uint64_t max_rows = 0;     // not 0: replaces Options::max_slice_rows from now on
 };
 

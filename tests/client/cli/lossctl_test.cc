@@ -129,8 +129,8 @@ TEST_F(LossctlTest, AnAddressThatCannotBeMeantExitsWith4) {
   const Outcome outcome = RunAt(absl::StrCat("http://", server_.target()), "heads");
   EXPECT_EQ(outcome.exit_code, 4);
   EXPECT_EQ(outcome.err, absl::StrCat("lossctl: the server's address is 'http://", server_.target(),
-                                      "'; write the address without 'http://': '", server_.target(),
-                                      "'; --server or LOSSD_SERVER names it\n"));
+                                      "' (from LOSSD_SERVER); write the address without 'http://': '",
+                                      server_.target(), "'; --server or LOSSD_SERVER names it\n"));
   const Outcome host = RunAt("no-such-host.invalid:7070", "heads");
   EXPECT_EQ(host.exit_code, 3);
   EXPECT_THAT(host.err, HasSubstr("the name of the host was not found"));
@@ -874,7 +874,7 @@ TEST_F(LossctlAskingTest, CreateSaysWhatHappensToAHeadThatExists) {
   EXPECT_EQ(different.exit_code, 4);
   EXPECT_THAT(different.err,
               AllOf(HasSubstr("hidden_size 3 instead of 4"), HasSubstr("bias false instead of true"),
-                    HasSubstr("norm NORM_NONE instead of NORM_RMSNORM")));
+                    HasSubstr("norm none instead of rmsnorm")));
   EXPECT_EQ(Run("create other --hidden 4 --vocab 5 --if-exists=reset").exit_code, 4);
   EXPECT_EQ(Json("describe other")["step"], 1);
   EXPECT_EQ(Json("create other --hidden 3 --vocab 5 --if-exists=reset")["step"], 0);

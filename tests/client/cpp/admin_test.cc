@@ -66,7 +66,9 @@ TEST_F(AdminTest, AHeadThatExistsIsKeptIfItIsTheSame) {
   request.mutable_spec()->set_name("other");
   request.mutable_spec()->set_hidden_size(4);
   request.mutable_spec()->set_vocab_size(5);
+  EXPECT_EQ(client_->monitoring().KnownHiddenSize("other"), std::nullopt);
   ASSERT_TRUE(client_->CreateHead(request).ok());
+  EXPECT_EQ(client_->monitoring().KnownHiddenSize("other"), 4u);
   EXPECT_TRUE(client_->CreateHead(request, absl::ZeroDuration(), IfExists::kKeep).ok());
   request.mutable_spec()->add_shares(2);
   request.mutable_spec()->add_shares(1);
@@ -128,6 +130,21 @@ TEST_F(AdminTest, WrongSizesOfTensorsAreErrors) {
   std::vector<char> raw(83);
   EXPECT_THAT(std::string(client_->ReadTensor(request, absl::MakeSpan(raw)).status().message()),
               HasSubstr("out has 83 bytes; the rows have 7 x 3 elements of 4 bytes"));
+  v1::OpenTensor open;
+  open.set_head("head");
+  open.set_param(v1::PARAM_WEIGHT);
+  open.set_dtype(v1::DTYPE_FP32);
+  const auto written = [&](std::vector<uint64_t> shape) {
+    return std::string(
+        client_->WriteTensor(open, {raw.data(), 84}, absl::ZeroDuration(), shape).status().message());
+  };
+  raw.resize(84);
+  EXPECT_EQ(written({3, 7}), "values has shape [3, 7]; weight of head \"head\" takes [7, 3]");
+  EXPECT_EQ(written({21}), "values has shape [21]; weight of head \"head\" takes [7, 3]");
+  EXPECT_EQ(written({7, 3}), "");
+  open.mutable_rows()->set_begin(2);
+  open.mutable_rows()->set_end(8);
+  EXPECT_EQ(written({}), "rows is [2, 8); weight of head \"head\" has rows [0, 7)");
   EXPECT_EQ(client_->ReadTensor("head", v1::PARAM_NORM_GAIN).status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(client_->ReadTensor("head", v1::PARAM_UNSPECIFIED).status().code(),
             absl::StatusCode::kInvalidArgument);

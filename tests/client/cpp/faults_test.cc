@@ -437,6 +437,17 @@ TEST_F(FaultsTest, ErrorsOfAHeadThatWasMadeAgainSayIt) {
   }
 }
 
+TEST_F(FaultsTest, ErrorsOfAHeadThatHasAnotherShapeNowSayIt) {
+  const lossd::fake::Fault fault{
+      .code = grpc::StatusCode::INVALID_ARGUMENT, .make_again = true, .again_with = 9};
+  server_.SetFaults({.on_write = [&](const v1::OpenTensor&) { return fault; }});
+  const std::vector<float> bias(10, 1.0f);
+  const absl::Status status = client_->WriteTensor("head", v1::PARAM_BIAS, bias).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted) << status;
+  EXPECT_EQ(status.message(),
+            "head \"head\" was made again during the call: its tensor has 9 x 1 values, and had 10 x 1");
+}
+
 TEST_F(FaultsTest, ErrorsOfTheHeadThatIsMeantStay) {
   const lossd::fake::Fault fault{.code = grpc::StatusCode::INVALID_ARGUMENT};
   server_.SetFaults({.on_write = [&](const v1::OpenTensor&) { return fault; },

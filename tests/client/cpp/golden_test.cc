@@ -437,30 +437,6 @@ void RunPlan(const json& c) {
   EXPECT_EQ(planned, c["streams_planned"]);
 }
 
-void RunRegionPlan(const json& c) {
-  CheckMembers(c, {"targets", "rows", "hidden_size", "dtype", "limits", "slice_bytes", "region", "slices",
-                   "in_messages"});
-  CheckMembers(c["region"], {"bytes", "of_gpu"});
-  const Call call(CallOfPlan(c));
-  const uint64_t row_bytes = call.work().row_bytes();
-  v1::SliceLimits limits;
-  Parse(c["limits"], &limits);
-  std::optional<uint64_t> slice_bytes;
-  if (!c["slice_bytes"].is_null()) slice_bytes = c["slice_bytes"].get<uint64_t>();
-  const SliceRule rule = internal::MakeSliceRule(row_bytes, slice_bytes, limits).value();
-  const Rows rows{c["rows"][0], c["rows"][1]};
-  const uint64_t wanted = internal::WantedRows(c["region"]["bytes"], c["region"]["of_gpu"], row_bytes);
-  const SliceRule in_region = internal::InRegion(rule, rows.size(), wanted);
-  const std::vector<Rows> slices = call.work().Prepare(rows, in_region, std::nullopt).value().slices;
-  EXPECT_EQ(ToJson(slices, row_bytes), c["slices"]);
-  std::vector<Rows> parts;
-  for (const Rows& slice : slices) {
-    const std::vector<Rows> cut = internal::CutForMessages(slice, rule);
-    parts.insert(parts.end(), cut.begin(), cut.end());
-  }
-  EXPECT_EQ(ToJson(parts, row_bytes), c["in_messages"]);
-}
-
 void RunRegionSizes(const json& c) {
   CheckMembers(c, {"call_bytes", "least", "most", "region"});
   EXPECT_EQ(internal::WantedRegion(c["call_bytes"], {.least = c["least"], .most = c["most"]}),
@@ -976,7 +952,6 @@ using Run = void (*)(const json&);
 const std::map<std::string, Run>& Runs() {
   static const std::map<std::string, Run> runs{
       {"plan", RunPlan},
-      {"plan in a region", RunRegionPlan},
       {"sizes of regions", RunRegionSizes},
       {"wire", RunWire},
       {"decode", RunDecode},

@@ -613,7 +613,7 @@ TEST(LossPlanTest, WrongCallsAreNamed) {
   EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("row_weights has 3 entries for 4 rows"));
   ComputeOptions soft;
   soft.loss.set_rest(v1::REST_NONE);
-  EXPECT_THAT(message(good, {}, soft), ::testing::HasSubstr("microbatch.target_count is 0"));
+  EXPECT_THAT(message(good, {}, soft), ::testing::HasSubstr("microbatch.target_classes is not given"));
   bad = good;
   bad.target_count = 2;
   EXPECT_THAT(message(bad, {}, {}), ::testing::HasSubstr("goes with options.loss.rest only"));
@@ -638,9 +638,9 @@ TEST(LossPlanTest, WrongCallsAreNamed) {
   EXPECT_THAT(message(good, {.grad_hidden = loss.data()}, {.reduction = v1::REDUCTION_NONE}),
               ::testing::HasSubstr("grad_hidden"));
   RetainedGradients gradients{.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_lse = loss};
-  EXPECT_EQ(ValidateBackward(gradients).message(), "gradients.grad_lse has 5 entries for 3 rows");
+  EXPECT_EQ(ValidateBackward(gradients, {}).message(), "gradients.grad_lse has 5 entries for 3 rows");
   gradients = {.head = "h", .hidden_size = 3, .grad_loss = weights, .grad_entropy = loss};
-  EXPECT_EQ(ValidateBackward(gradients).message(), "gradients.grad_entropy has 5 entries for 3 rows");
+  EXPECT_EQ(ValidateBackward(gradients, {}).message(), "gradients.grad_entropy has 5 entries for 3 rows");
   ComputeOptions weighted;
   weighted.loss.set_use_class_weights(true);
   EXPECT_THAT(message(good, {}, weighted), ::testing::HasSubstr("normalizer is absent"));

@@ -227,9 +227,9 @@ def test_a_head_that_exists_otherwise(client: lossd.Client, make_head: Callable[
                            optimizer_state="none", frozen=True, logits="recomputed", gradients="sampled", split="rows",
                            if_exists="keep")
     assert str(caught.value).startswith(
-        f'head "{name}" exists with hidden_size 16 instead of 17, bias False instead of True, norm rmsnorm instead of '
-        "layernorm, compute_dtype fp32 instead of bf16, optimizer_state adam instead of none, frozen False instead of "
-        "True, gradients exact instead of sampled, logits stored instead of recomputed, split any instead of rows")
+        f'head "{name}" exists with hidden_size 16 instead of 17, bias false instead of true, norm rmsnorm instead of '
+        "layernorm, compute_dtype fp32 instead of bf16, optimizer_state adam instead of none, frozen false instead of "
+        "true, gradients exact instead of sampled, logits stored instead of recomputed, split any instead of rows")
     assert caught.value.field == "spec.hidden_size" and caught.value.value == "17"
 
 

@@ -361,7 +361,7 @@ def test_a_head_may_exist_already(client, make_head):
         client.create_head(name, hidden_size=8, vocab_size=30)
     assert client.create_head(name, hidden_size=8, vocab_size=30, if_exists="keep").spec.name == name
     np.testing.assert_array_equal(client.read_tensor(name), weight)
-    for changes, what in (({"vocab_size": 31}, "vocab_size 30 instead of 31"), ({"bias": True}, "bias False instead of True"),
+    for changes, what in (({"vocab_size": 31}, "vocab_size 30 instead of 31"), ({"bias": True}, "bias false instead of true"),
                           ({"norm": "rmsnorm"}, "norm")):
         with pytest.raises(lossd.AlreadyExists, match=what):
             client.create_head(name, **{"hidden_size": 8, "vocab_size": 30, **changes}, if_exists="keep")
@@ -454,11 +454,11 @@ def plain_problem(rng):
     ({"targets": np.full(N, V)}, lossd.InvalidArgument, rf"open.targets\[0\].*{V}"),
     ({"row_weights": np.ones(3)}, lossd.InvalidArgument, "row_weights has 3"),
     ({"normalizer": -1.0}, lossd.InvalidArgument, "normalizer is -1"),
-    ({"normalizer": 3.0, "reduction": "sum"}, lossd.InvalidArgument, "normalizer is for"),
+    ({"normalizer": 3.0, "reduction": "sum"}, lossd.InvalidArgument, "normalizer is 3; it is for the mean only"),
     ({"reduction": "median"}, lossd.InvalidArgument, "sum, mean, none"),
     ({"grad_output": float("nan")}, lossd.InvalidArgument, "grad_output is nan"),
     ({"targets": np.full(N, 2**32 - 100, np.uint32)}, lossd.InvalidArgument, r"targets\[0\] is 4294967196"),
-    ({"accumulate": True}, lossd.InvalidArgument, "step is None"),
+    ({"accumulate": True}, lossd.InvalidArgument, "step is absent; accumulate needs it"),
     ({"step": -1}, lossd.InvalidArgument, "step is -1"),
     ({"id": 2**64}, lossd.InvalidArgument, "id is 18446744073709551616"),
     ({"retain": True}, lossd.InvalidArgument, "retain"),
@@ -468,7 +468,7 @@ def plain_problem(rng):
     ({"streams": 0}, lossd.InvalidArgument, "streams is 0"),
     ({"slice_bytes": 0}, lossd.InvalidArgument, "slice_bytes is 0"),
     ({"timeout": 0.0}, lossd.InvalidArgument, "timeout is 0"),
-    ({"options": lossd.LossOptions(use_class_weights=True)}, lossd.InvalidArgument, "normalizer is None"),
+    ({"options": lossd.LossOptions(use_class_weights=True)}, lossd.InvalidArgument, "normalizer is absent"),
     ({"step": 3, "accumulate": True}, lossd.FailedPrecondition, "step"),
     ({"head": "missing"}, lossd.NotFound, "missing"),
     ({"head": ""}, lossd.InvalidArgument, "head is empty"),

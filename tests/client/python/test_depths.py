@@ -113,11 +113,11 @@ def test_what_the_client_refuses(client, make_head, rng):
     refused("hidden has 2 arrays for 1 depths", [lossd.Depth(300)])
     refused(r"hidden\[1\] .* fp16; depths\[1\] needs .* fp32", given=[arrays[0], arrays[1].astype(np.float16)])
     refused("grad_hidden must be a bool or a list of 2 arrays", grad_hidden=[True, True])
-    refused("reduction is 'none'; with depths it must be 'sum' or 'mean'", reduction="none")
-    refused("normalizer is 3.0; depths have normalizers of their own", normalizer=3.0)
-    refused(r"depths\[1\].normalizer is for reduction='mean' only", [lossd.Depth(150), lossd.Depth(150, normalizer=2.0)],
+    refused("depths is given; it does not go with reduction 'none'", reduction="none")
+    refused("normalizer is 3; depths have normalizers of their own", normalizer=3.0)
+    refused(r"depths\[1\].normalizer is 2; it is for the mean only", [lossd.Depth(150), lossd.Depth(150, normalizer=2.0)],
             reduction="sum")
-    refused(r"depths\[0\].normalizer is None; with class weights", options=lossd.LossOptions(use_class_weights=True))
+    refused(r"depths\[0\].normalizer is absent; with class weights", options=lossd.LossOptions(use_class_weights=True))
     refused("depths has 65 entries; the most is 64", [lossd.Depth(300), *[lossd.Depth(0)] * 64], np.concatenate(arrays))
     for wrong, match in (({"rows": -1}, "depth.rows is -1"), ({"rows": 1.5}, "depth.rows is 1.5"),
                          ({"rows": 1, "weight": -1.0}, "depth.weight is -1.0"),

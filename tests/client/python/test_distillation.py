@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
         client.distill(heads.student, hidden, taught[:36], d)
     with pytest.raises(lossd.InvalidArgument, match="teacher_hidden is fp16; hidden is fp32"):
         client.distill(heads.student, hidden, taught.astype(np.float16), d)
-    with pytest.raises(lossd.InvalidArgument, match="teacher_hidden comes with options.distillation"):
+    with pytest.raises(lossd.InvalidArgument, match="teacher_hidden is given; it goes with options.distillation only"):
         client.compute_loss(heads.student, hidden, heads.targets.numpy(), teacher_hidden=taught)
     with pytest.raises(lossd.InvalidArgument, match="target_weight is 0.5, and needs them"):
         client.distill(heads.student, hidden, taught, lossd.Distillation(heads.teacher, target_weight=0.5))

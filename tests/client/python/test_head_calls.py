@@ -18,6 +18,7 @@ from servers import CutProxy, ServerProcess
 
 import lossd
 from lossd import _loaded
+from lossd.v1 import head_pb2
 
 
 # Resets of heads, optimizers that begin with a step, and what a head says of its runs and checkpoints.
@@ -252,7 +253,7 @@ def test_a_reset_is_done_once_through_a_cut_network(server, client, make_head, s
 
 def is_loaded(client: lossd.Client, head: str) -> bool:
     """Whether a client of this program has loaded a checkpoint into the head."""
-    return _loaded.loaded(head, client.describe_head(head).state.incarnation)
+    return _loaded.has(head, client.describe_head(head).state)
 
 
 def test_a_reset_is_meant_for_the_process_that_has_the_head():
@@ -268,7 +269,8 @@ def test_a_reset_is_meant_for_the_process_that_has_the_head():
             client.load_checkpoint("a/two")
             assert is_loaded(client, "a")
             with pytest.raises(lossd.Restarted, match=f"{found.state.incarnation:016x} -> "):
-                client._reset(found, "all", lossd._head_calls.InitialValues(0, False, None), None)
+                request = head_pb2.ResetHeadRequest(head="a", scope="RESET_SCOPE_ALL", incarnation=found.state.incarnation)
+                client._call("ResetHead", request, head_pb2.ResetHeadResponse, None)
             assert client.describe_head("a").state.step == 2
             assert client.reset_head("a", "all").state.step == 0
             assert not is_loaded(client, "a")
@@ -333,7 +335,7 @@ def test_a_run_is_what_is_given_or_the_environment_or_a_name_of_its_own(server, 
     monkeypatch.setenv("LOSSD_RUN", "a\nb")
     with pytest.raises(lossd.InvalidArgument, match=r"LOSSD_RUN is 'a\\nb'"):
         lossd.Client(server.target)
-    for run in ("x" * 129, "tab\t", 17):
+    for run in ("x" * 129, "tab\t", "no\0end", 17):
         with pytest.raises(lossd.InvalidArgument, match="^run is "):
             lossd.Client(server.target, run=run)
 
@@ -358,7 +360,7 @@ def test_a_head_tells_its_history(server, client, make_head):
     assert not is_loaded(client, head)
     client.load_checkpoint(f"{head}/one")
     assert is_loaded(client, head)
-    _loaded.forget_loaded(head)
+    _loaded.forget(head)
     assert not is_loaded(client, head)
     history = client.describe_head(head).history
     assert (history.run, history.checkpoint_step, history.loaded) == ("ä" * 128, 1, True)
@@ -435,7 +437,8 @@ def test_resets_beside_a_training(server, client, make_head):
     assert_same(tensors(client, head), tensors(client, new))
 
 
-# Heads that are deleted and made again with another shape while a call moves a tensor of them.
+# Heads that are deleted and made again with another shape while a call moves a tensor of them; of calls that send one,
+# tests/client/cpp/faults_test.cc has cases.
 
 FORMER = (4, 6)  # D, V
 LATTER = [(8, 10), (4, 10), (4, 5)]  # with the same D, the rows of one fit into the other
@@ -466,22 +469,8 @@ def between(request, server, client, make_head, monkeypatch):
 @pytest.mark.parametrize("param", ["weight", "bias"])
 @pytest.mark.parametrize("rows", [None, (2, 5)])
 def test_a_read_says_that_the_head_is_another_one(client, between, param, rows):
-    with pytest.raises(lossd.Aborted, match=r"made again during the call: .* has shape \(.*\), and had \((6, 4|6,)\)"):
+    with pytest.raises(lossd.Aborted, match=r"made again during the call: its tensor has .*(, and|is not what it) had"):
         client.read_tensor(between, param, rows=rows)
-
-
-@pytest.mark.parametrize("param", ["weight", "bias"])
-def test_a_write_says_that_the_head_is_another_one(client, between, param):
-    shape = FORMER[::-1] if param == "weight" else FORMER[1:]
-    with pytest.raises(lossd.Aborted, match="made again during the call"):
-        client.write_tensor(between, param, np.ones(shape, np.float32))
-
-
-@pytest.mark.parametrize("param", ["weight", "bias"])
-def test_a_gradient_says_that_the_head_is_another_one(client, between, param):
-    shape = FORMER[::-1] if param == "weight" else FORMER[1:]
-    with pytest.raises(lossd.Aborted, match="made again during the call"):
-        client.add_gradient(between, param, np.ones(shape, np.float32), step=0, id=1)
 
 
 def test_errors_of_the_head_that_is_meant_stay(client, make_head):
@@ -508,7 +497,7 @@ def test_a_head_that_is_the_former_one_again_when_it_is_asked_for(server, make_h
 
     retry = lossd.RetryOptions(max_attempts=200, initial_backoff=0.05, max_backoff=0.1)
     with lossd.Client(server.target, retry=retry) as reader:
-        request = reader._connections.request
+        request = reader._call
 
         def of_another(method: str, *arguments: Any, **keywords: Any) -> Any:
             if method == "ReadTensor":
@@ -516,47 +505,14 @@ def test_a_head_that_is_the_former_one_again_when_it_is_asked_for(server, make_h
                 begun.set()
             return request(method, *arguments, **keywords)
 
-        monkeypatch.setattr(reader._connections, "request", of_another)
+        monkeypatch.setattr(reader, "_call", of_another)
         thread = threading.Thread(target=make_the_former_one)
         thread.start()
         assert len(reader.read_tensor(name, param)) == FORMER[1]
         thread.join()
 
 
-@pytest.mark.parametrize("param", ["weight", "bias"])
-@pytest.mark.parametrize("latter", LATTER)
-@pytest.mark.parametrize("sends", ["write_tensor", "add_gradient"])
-def test_rows_that_meet_another_head_which_has_gone_when_it_is_asked_for(server, client, make_head, monkeypatch, param,
-                                                                       latter, sends):
-    """Before and after the transfer the shape is the same one: the head is another one all the same."""
-    name = make_head(hidden_size=FORMER[0], vocab_size=FORMER[1], bias=True)
-    request = client._connections.request
-
-    def make_again(shape: tuple[int, int]) -> None:
-        with lossd.Client(server.target) as other:
-            other.delete_head(name)
-            other.create_head(name, hidden_size=shape[0], vocab_size=shape[1], bias=True)
-
-    def to_another(method: str, *arguments: Any, **keywords: Any) -> Any:
-        if method not in ("WriteTensor", "AddGradient"):
-            return request(method, *arguments, **keywords)
-        make_again(latter)
-        try:
-            return request(method, *arguments, **keywords)
-        finally:
-            make_again(FORMER)
-
-    monkeypatch.setattr(client._connections, "request", to_another)
-    values = np.ones(FORMER[::-1] if param == "weight" else FORMER[1:], np.float32)
-    with pytest.raises(lossd.Aborted, match="was made again during the call, which failed with: .*"):
-        if sends == "write_tensor":
-            client.write_tensor(name, param, values)
-        else:
-            client.add_gradient(name, param, values, step=0, id=1)
-
-
-@pytest.mark.parametrize("call", ["read_tensor", "write_tensor", "add_gradient"])
-def test_a_timeout_that_is_used_up_is_not_the_default_one(client, make_head, monkeypatch, call):
+def test_a_timeout_that_is_used_up_is_not_the_default_one(client, make_head, monkeypatch):
     """The description of the head has taken all of it."""
     name = make_head(hidden_size=D, vocab_size=V)
     describe = client._describe
@@ -567,11 +523,8 @@ def test_a_timeout_that_is_used_up_is_not_the_default_one(client, make_head, mon
         return found
 
     monkeypatch.setattr(client, "_describe", slow)
-    values = np.ones((V, D), np.float32)
-    arguments = {"read_tensor": ({}, ()), "write_tensor": ({}, ("weight", values)),
-                 "add_gradient": ({"step": 0, "id": 1}, ("weight", values))}[call]
     with pytest.raises(lossd.DeadlineExceeded):
-        getattr(client, call)(name, *arguments[1], **arguments[0], timeout=0.1)
+        client.read_tensor(name, timeout=0.1)
 
 
 def test_a_head_has_a_number_of_its_own(client, make_head):
@@ -589,10 +542,8 @@ def test_a_head_has_a_number_of_its_own(client, make_head):
 
 
 def test_a_head_that_is_gone_when_it_is_asked_for(server, client, between_and_gone):
-    for call in (lambda: client.read_tensor(between_and_gone, "weight"),
-                 lambda: client.write_tensor(between_and_gone, "weight", np.ones(FORMER[::-1], np.float32))):
-        with pytest.raises(lossd.NotFound, match=between_and_gone):
-            call()
+    with pytest.raises(lossd.NotFound, match=between_and_gone):
+        client.read_tensor(between_and_gone, "weight")
 
 
 @pytest.fixture
@@ -866,7 +817,7 @@ def test_within_a_step_they_stay(several_devices: ServerProcess) -> None:
             client.set_shares("lm", (2, 0, 3))
         client.zero_gradients("lm", 0)
         client.set_shares("lm", (2, 0, 3))
-        with pytest.raises(lossd.InvalidArgument, match=r"shares\[1\] must be a whole number"):
+        with pytest.raises(lossd.InvalidArgument, match=r"shares\[1\] is .*; it must be a whole number"):
             client.set_shares("lm", (1, -1, 1))
         with pytest.raises(lossd.InvalidArgument, match="shares must have one entry for each"):
             client.set_shares("lm", (1, 1))

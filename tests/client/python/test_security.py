@@ -11,20 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from servers import ServerProcess, listener, pump
 
 import lossd
-from lossd import _contexts
-from lossd._native import ConnectionOptions
-from lossd._target import Credentials
+from lossd import _native
 
 
-# Servers by name: the file that lossctl keeps, and what a client takes from it.
-
-CASES = json.loads((Path(__file__).parents[1] / "contexts" / "cases.json").read_text())["cases"]
+# Servers by name: the file that lossctl keeps, and what a client takes from it. tests/client/contexts has cases of the file.
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +44,10 @@ def token_file(folder, mode=0o600):
     path.chmod(mode)
 
 
-def resolve(target=None, context=None, ca=None, cert=None, key=None, token=None):
-    return _contexts.resolve(target, context, ca, cert, key, token)
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
-def test_files_are_read_as_lossctl_reads_them(case):
-    if "gives" in case:
-        current, contexts = _contexts.parse(case["file"].encode(), "FILE")
-        assert current == case["gives"]["current"]
-        assert contexts == {name: _contexts.NamedServer(**server) for name, server in case["gives"]["contexts"].items()}
-        return
-    with pytest.raises(lossd.InvalidArgument) as error:
-        _contexts.parse(case["file"].encode(), "FILE")
-    says = case["fails"] if case["fails"].startswith("FILE") else f"FILE: {case['fails']}"
-    assert str(error.value).startswith(says) or says in str(error.value)
+def resolve(target=None, context=None, **credentials):
+    """The address of the server, and what it is shown."""
+    found = _native.completed(context, {"target": target, **credentials})
+    return found["target"], SimpleNamespace(**found)
 
 
 def test_a_context_has_a_server_and_its_credentials(tmp_path):
@@ -111,6 +97,13 @@ def test_mistakes_name_the_file(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     with pytest.raises(lossd.NotFound, match="in any file"):
         resolve(context="lab")
+
+
+def test_a_file_that_is_not_in_order_is_named(tmp_path):
+    write(tmp_path, {"lab": {"server": "http://a:1"}})
+    with pytest.raises(lossd.InvalidArgument, match=r"contexts.json:1: contexts.lab.server is 'http://a:1'; write") as error:
+        lossd.Client(context="lab")
+    assert (error.value.field, error.value.value) == ("contexts.lab.server", "http://a:1")
 
 
 def test_a_client_connects_by_a_context_and_lists_streams(server, tmp_path):
@@ -299,5 +292,3 @@ def test_a_token_stays_on_this_machine_without_tls() -> None:
     for target in ("127.0.0.1:1", "127.3.2.1:1", "localhost:1", "[::1]:1", "dns:///localhost:1", "unix:/run/lossd-none"):
         with pytest.raises(lossd.Unavailable):  # it was let through
             lossd.Client(target, token=TOKEN)
-    for options in (Credentials(token=TOKEN), ConnectionOptions("127.0.0.1:1", token=TOKEN)):
-        assert TOKEN not in repr(options)

@@ -198,9 +198,9 @@ def test_what_is_refused(client, rows):
     flat, values = classes.reshape(-1, K).numpy(), weights.reshape(-1, K).numpy()
     arrays = {"hidden": hidden.reshape(-1, D).numpy(), "targets": targets.reshape(-1).numpy()}
     one_class = lossd.LossOptions(rest="one_class")
-    with pytest.raises(lossd.InvalidArgument, match="come with options.rest"):
+    with pytest.raises(lossd.InvalidArgument, match="target_classes is given; it goes with options.rest only"):
         client.compute_loss(head, **arrays, target_classes=flat, target_weights=values)
-    with pytest.raises(lossd.InvalidArgument, match="come with options.rest"):
+    with pytest.raises(lossd.InvalidArgument, match="target_classes is not given; options.rest needs it"):
         client.compute_loss(head, **arrays, options=one_class)
     with pytest.raises(lossd.InvalidArgument, match="come together"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat)

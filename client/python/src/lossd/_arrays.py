@@ -3,47 +3,15 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _native, errors, types
-from lossd.types import ClassOutput, Depth, DType, RowOutput
-
-
-# Errors of calls with arguments that do not exist.
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose TypeError for an unknown keyword argument names the one that was probably meant.
-
-    Its signature and documentation stay visible.
-    """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
-    called = function.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name in kwargs:
-            if name not in names:
-                raise TypeError(f"{called}() has no argument {name!r}{_suggestion(name, names)}")
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _suggestion(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
+from lossd.types import Depth, DType, RowOutput
 
 
 @dataclass(frozen=True)
@@ -67,17 +35,21 @@ def host_rows(array: NDArray[Any]) -> RowMemory:
 
 
 @dataclass(frozen=True)
-class CudaArray:
-    """An array of a GPU, as any library has it (`__cuda_array_interface__`)."""
+class Array:
+    """An array of the host, or of a GPU as any library has it (`__cuda_array_interface__`); referred to, not copied."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    read_only: bool
+    writeable: bool
     rows: RowMemory
 
 
-def cuda_array(name: str, array: Any) -> CudaArray:
+def array_of(name: str, array: Any) -> Array:
     """InvalidArgument, naming the argument `name`, if it is not C-contiguous."""
+    if not is_cuda_array(array):
+        if not array.flags.c_contiguous:
+            raise errors.InvalidArgument(f"{name} must be C-contiguous")
+        return Array(array.shape, array.dtype, array.flags.writeable, host_rows(array))
     interface = array.__cuda_array_interface__
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     address, read_only = interface["data"]
@@ -85,7 +57,7 @@ def cuda_array(name: str, array: Any) -> CudaArray:
     if interface.get("strides") not in (None, _contiguous_strides(shape, dtype.itemsize)):
         raise errors.InvalidArgument(f"{name} is a CUDA array that is not C-contiguous")
     device = _native.gpu_of(name, address) if nbytes else ""
-    return CudaArray(shape, dtype, read_only, RowMemory(address, nbytes, array, device, interface.get("stream")))
+    return Array(shape, dtype, not read_only, RowMemory(address, nbytes, array, device, interface.get("stream")))
 
 
 def _contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -96,20 +68,8 @@ def _contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...
     return tuple(reversed(strides))
 
 
-def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which targets are among the classes of a head, which are ascending."""
-    places = np.minimum(np.searchsorted(classes, targets), len(classes) - 1)
-    found: NDArray[np.bool_] = classes[places] == targets
-    return found
-
-
 def is_cuda_array(values: object) -> bool:
     return hasattr(values, "__cuda_array_interface__")
-
-
-def bytes_of(array: NDArray[Any]) -> memoryview:
-    """The memory of a C-contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
 
 
 def as_array(name: str, values: NDArray[Any], dtype: DType | None) -> tuple[DType, NDArray[Any]]:
@@ -130,14 +90,14 @@ def as_array(name: str, values: NDArray[Any], dtype: DType | None) -> tuple[DTyp
 def as_rows(name: str, values: Any, dtype: DType | None) -> tuple[DType, tuple[int, int], RowMemory]:
     """A matrix of the host or of a GPU: the type of its elements, its shape, and its rows."""
     if is_cuda_array(values):
-        found = cuda_array(name, values)
-        kind, shape, rows = _kind_of(name, found.dtype, dtype), found.shape, found.rows
+        found = array_of(name, values)
+        kind = _kind_of(name, found.dtype, dtype)
     else:
         kind, array = as_array(name, values, dtype)
-        shape, rows = array.shape, host_rows(array)
-    if len(shape) != 2:
-        raise errors.InvalidArgument(f"{name} has shape {shape}; it must be [N, D]")
-    return kind, (shape[0], shape[1]), rows
+        found = array_of(name, array)
+    if len(found.shape) != 2:
+        raise errors.InvalidArgument(f"{name} has shape {found.shape}; it must be [N, D]")
+    return kind, (found.shape[0], found.shape[1]), found.rows
 
 
 def rows_of_depths(values: Any, dtype: DType | None,
@@ -195,9 +155,8 @@ def teacher_rows(values: Any, dtype: DType | None, kind: DType, rows: int,
     if shape[1] < 1:
         raise errors.InvalidArgument("teacher_hidden: a row has no elements")
     beside = next((part for part in hidden if part.nbytes), memory)
-    if memory.nbytes and memory.device != beside.device:
-        raise errors.InvalidArgument(
-            f"teacher_hidden is on {memory.device or 'the host'}; hidden is on {beside.device or 'the host'}")
+    if memory.nbytes:
+        _check_beside("teacher_hidden", memory, beside)
     return memory, shape[1]
 
 
@@ -208,18 +167,6 @@ def _kind_of(name: str, found: np.dtype[Any], dtype: DType | None) -> DType:
             return dtype
         raise errors.InvalidArgument(f'{name} has dtype {found}; pass dtype="bf16" if these are the bits of bf16')
     return as_array(name, np.empty((0, 0), found), dtype)[0]
-
-
-@dataclass(frozen=True)
-class SoftTargets:
-    """[N, K] each."""
-
-    classes: NDArray[np.int32]
-    weights: NDArray[np.float32]
-
-    @property
-    def count(self) -> int:
-        return self.classes.shape[1]
 
 
 def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
@@ -237,12 +184,13 @@ def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
     return classes
 
 
-def as_floats(name: str, values: ArrayLike | None) -> NDArray[np.float32] | None:
-    if values is None:
-        return None
+def as_floats(name: str, values: ArrayLike, rows: int | None = None) -> NDArray[np.float32]:
+    """A copy, one for each of `rows` rows; None: of as many as there are."""
     array = np.array(values, "<f4")
     if array.ndim != 1:
         raise errors.InvalidArgument(f"{name} has shape {array.shape}; it must be [N]")
+    if rows is not None and len(array) != rows:
+        raise errors.InvalidArgument(f"{name} has {len(array)} entries for {rows} rows")
     return array
 
 
@@ -258,32 +206,24 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, int], hidden: RowM
             raise errors.InvalidArgument("grad_hidden is True; for a CUDA array it must be one, to be written into, or False")
         array = np.empty(shape, element) if wanted else None
         return array, None if array is None else host_rows(array)
-    if is_cuda_array(wanted):
-        found = cuda_array(name, wanted)
-        _check_gradient(name, found.shape, found.dtype, shape, element, found.dtype.itemsize == element.itemsize == 2)
-        if found.read_only:
-            raise errors.InvalidArgument(f"{name} is a CUDA array that is not writeable")
-        if hidden is not None and hidden.device != found.rows.device:
-            raise errors.InvalidArgument(
-                f"{name} is on {found.rows.device or 'the host'}; hidden is on {hidden.device or 'the host'}")
-        return wanted, found.rows
-    _check_gradient(name, wanted.shape, wanted.dtype, shape, element)
-    if not wanted.flags.c_contiguous or not wanted.flags.writeable:
-        raise errors.InvalidArgument(f"{name} must be C-contiguous and writeable")
-    if hidden is not None and hidden.device:
-        raise errors.InvalidArgument(f"{name} is on the host; hidden is on {hidden.device}")
-    return wanted, host_rows(wanted)
+    found = array_of(name, wanted)
+    bits = is_cuda_array(wanted) and found.dtype.itemsize == element.itemsize == 2  # other 16-bit dtypes will do, as for bf16
+    if found.shape != shape or not (bits or found.dtype == element):
+        raise errors.InvalidArgument(f"{name} has shape {found.shape} and dtype {found.dtype}; {shape} and {element} are needed")
+    if not found.writeable:
+        raise errors.InvalidArgument(f"{name} is {'a CUDA' if is_cuda_array(wanted) else 'an'} array that is not writeable")
+    if hidden is not None:
+        _check_beside(name, found.rows, hidden)
+    return wanted, found.rows
 
 
-def _check_gradient(name: str, shape: tuple[int, ...], dtype: Any, needed_shape: tuple[int, int], needed: Any,
-                    bits: bool = False) -> None:
-    """`bits`: any dtype of as many bits will do, as for bf16."""
-    if tuple(shape) != needed_shape or not (bits or dtype == needed):
-        raise errors.InvalidArgument(
-            f"{name} has shape {tuple(shape)} and dtype {dtype}; {needed_shape} and {needed} are needed")
+def _check_beside(name: str, rows: RowMemory, hidden: RowMemory) -> None:
+    if rows.device != hidden.device:
+        raise errors.InvalidArgument(f"{name} is on {rows.device or 'the host'}; hidden is on {hidden.device or 'the host'}")
 
 
 def row_arrays(names: Iterable[RowOutput], rows: int) -> dict[RowOutput, NDArray[Any]]:
+    """For results [rows] each."""
     arrays: dict[RowOutput, NDArray[Any]] = {}
     for name in names:
         if name not in types.ROW_OUTPUTS:
@@ -303,11 +243,12 @@ def as_classes(classes: ArrayLike | None, rows: int) -> NDArray[np.int32] | None
     return as_targets(array.reshape(-1), "classes").reshape(array.shape)
 
 
-def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: int) -> SoftTargets | None:
+def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: int) -> dict[str, NDArray[Any]]:
+    """target_classes and target_weights, [rows, K] each; {}: there are none."""
     if (classes is None) != (weights is None):
         raise errors.InvalidArgument("target_classes and target_weights come together")
     if classes is None or weights is None:
-        return None
+        return {}
     places, values = np.asarray(classes), np.array(weights, "<f4")
     if places.ndim != 2 or (places.dtype.kind not in "iu" and places.size) or len(places) != rows or places.shape[1] == 0:
         raise errors.InvalidArgument(
@@ -315,13 +256,14 @@ def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: 
     if values.shape != places.shape:
         raise errors.InvalidArgument(
             f"target_weights has shape {values.shape}; it must be {places.shape}, as target_classes")
-    return SoftTargets(as_targets(places.reshape(-1), "target_classes").reshape(places.shape), values)
+    return {"target_classes": as_targets(places.reshape(-1), "target_classes").reshape(places.shape), "target_weights": values}
 
 
-def class_arrays(classes: NDArray[np.int32] | None, top_k: int, rows: int) -> dict[ClassOutput, NDArray[Any]]:
+def class_arrays(classes: NDArray[np.int32] | None, top_k: int, rows: int) -> dict[str, NDArray[Any]]:
+    """For results [rows, K] and [rows, top_k] each."""
     if top_k < 0:
         raise errors.InvalidArgument(f"top_k is {top_k}; it must be 0 or positive")
-    arrays: dict[ClassOutput, NDArray[Any]] = {}
+    arrays: dict[str, NDArray[Any]] = {}
     if classes is not None and classes.shape[-1]:
         arrays["class_logprobs"] = np.empty((rows, classes.shape[-1]), np.float32)
     if top_k:

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 from numpy.typing import ArrayLike
 
 from lossd import _arrays, _loss_call, errors, types
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import Arguments, Common, LossCall, PendingLoss, PendingRows
+from lossd._loss_call import Asked, LossCall, PendingLoss, PendingRows
 from lossd.types import DType, EmbedResult, LossResult
-from lossd.v1 import types_pb2
 
 
 class EmbeddingCalls(HeadCalls):
@@ -57,8 +55,8 @@ class EmbeddingCalls(HeadCalls):
         array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
         assert place is not None
         call = self._launch(_loss_call.embedding(
-            Common(head, step, 0, False, len(numbers), hidden_size, streams), ids=numbers, padding_idx=None,
-            dtype=types.DTYPES[dtype], gradients=None, scale=1.0, place=place), timeout, ready)
+            head, step=step, ids=numbers, hidden_size=hidden_size, dtype=types.DTYPES[dtype], streams=streams, place=place),
+            timeout, ready)
         return PendingRows(call, lambda result: EmbedResult(
             array, result.step, result.incarnation, result.weights_version, result.wall_seconds, result.received_bytes,
             result.streams, result.repeats))
@@ -102,29 +100,17 @@ class EmbeddingCalls(HeadCalls):
         if len(numbers) != shape[0]:
             raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {shape[0]} rows of gradients")
         call = self._launch(_loss_call.embedding(
-            Common(head, step, id, True, len(numbers), shape[1], streams), ids=numbers, padding_idx=_padding(padding_idx),
-            dtype=types.DTYPES[kind], gradients=data, scale=scale, place=None), timeout, ready)
+            head, step=step, id=id, ids=numbers, hidden_size=shape[1], dtype=types.DTYPES[kind], streams=streams, gradients=data,
+            scale=scale, padding_idx=None if padding_idx is None else types.whole_number("padding_idx", padding_idx, 0, 31)),
+            timeout, ready)
         return PendingLoss(call, lambda result: result)
 
     def _hidden_size(self, head: str, timeout: float | None) -> int:
         """D, which is asked for once."""
-        found = self._connections.sizes.get(head)
-        if found is None:
-            if not head:
-                raise errors.InvalidArgument("head is empty")
-            found = self._connections.sizes[head] = int(self._describe(head, timeout).spec.hidden_size)
-        return found
+        if not head:
+            raise errors.InvalidArgument("head is empty")
+        return self._connections.known_hidden_size(head) or int(self._describe(head, timeout).spec.hidden_size)
 
     @abstractmethod
-    def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
+    def _launch(self, asked: Asked, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
         """Begins a computation of the client."""
-
-
-def _padding(padding_idx: int | None) -> int | None:
-    """InvalidArgument if it cannot be an id."""
-    if padding_idx is None:
-        return None
-    if isinstance(padding_idx, bool) or not isinstance(padding_idx, Integral) or not 0 <= int(padding_idx) < 2**31:
-        raise errors.InvalidArgument(f"padding_idx is {padding_idx!r}; it must be a whole number in [0, 2^31), or None",
-                                     types_pb2.ErrorDetail(field="padding_idx", value=str(padding_idx)))
-    return int(padding_idx)

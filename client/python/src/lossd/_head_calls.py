@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
-from google.protobuf.message import Message
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _loaded, errors, types
-from lossd._native import Clock, Connections, check_timeout
+from lossd._native import Clock, Connections
 from lossd.descriptions import (
     AddedGradient,
     CheckpointInfo,
     HeadDescription,
-    HeadSpec,
     HeadState,
     SaveProgress,
     SavedCheckpoint,
@@ -36,37 +31,24 @@ from lossd.v1 import head_pb2, types_pb2
 
 IfExists = Literal["error", "keep", "reset"]
 ResetScope = Literal["optimizer", "all"]
-_IF_EXISTS: Mapping[str, IfExists] = {"error": "error", "keep": "keep", "reset": "reset"}
-_SCOPES: Mapping[str, head_pb2.ResetScope] = {
-    "optimizer": head_pb2.RESET_SCOPE_OPTIMIZER, "all": head_pb2.RESET_SCOPE_ALL}
+_IF_EXISTS = {"error": 0, "keep": 1, "reset": 2}  # as the library has them (lossd_request)
+_SCOPES = types.numbers_of(ResetScope, head_pb2.ResetScope)
 
 WAYS_OUT = ('; if_exists="keep" goes on with the head as it is, if_exists="reset" makes it as new, delete_head() removes it')
 
 
-@dataclasses.dataclass(frozen=True)
-class InitialValues:
-    """The values of a new head, as create_head and reset_head take them."""
-
-    seed: int
-    zeros: bool
-    tensor_file: TensorFile | None
-
-    def put_into(self, request: head_pb2.CreateHeadRequest | head_pb2.ResetHeadRequest) -> None:
-        if self.tensor_file is not None:
-            request.tensor_file.CopyFrom(self.tensor_file.to_proto())
-        elif self.zeros:
-            request.zeros.SetInParent()
-        else:
-            request.kaiming_uniform.seed = self.seed
-
-    def given(self) -> bool:
-        return bool(self.seed or self.zeros or self.tensor_file is not None)
+def initial_values(seed: int, zeros: bool, tensor_file: TensorFile | None) -> dict[str, Any]:
+    """The values of a new head, as a member of a request."""
+    if tensor_file is not None:
+        return {"tensor_file": tensor_file.to_proto()}
+    return {"zeros": head_pb2.Zeros()} if zeros else {"kaiming_uniform": head_pb2.KaimingUniform(seed=seed)}
 
 
 def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
     """What to do with a head that exists. InvalidArgument if both are given, or for another word."""
     if exist_ok is None:
-        choice: IfExists = types.enum_value("if_exists", _IF_EXISTS, "error" if if_exists is None else if_exists)
+        choice: IfExists = "error" if if_exists is None else if_exists
+        types.enum_value("if_exists", _IF_EXISTS, choice)
         return choice
     if if_exists is not None:
         raise errors.InvalidArgument(
@@ -77,51 +59,9 @@ def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
     return "keep" if exist_ok else "error"
 
 
-def scope_number(scope: ResetScope, values: InitialValues) -> head_pb2.ResetScope:
-    """InvalidArgument for another word, or if values are given that the scope does not take."""
-    number: head_pb2.ResetScope = types.enum_value("scope", _SCOPES, scope)
-    if number == head_pb2.RESET_SCOPE_OPTIMIZER and values.given():
-        raise errors.InvalidArgument("scope is 'optimizer'; seed, zeros and tensor_file go with 'all'")
-    return number
-
-
-def check_same(has: HeadSpec, wanted: HeadSpec) -> None:
-    """AlreadyExists, naming every field, unless what is wanted is what a head has. What is not said may be anything.
-
-    Flags are always said; numbers and words unless they are left to the server (0, None).
-    """
-    pairs = {field.name: (getattr(has, field.name), getattr(wanted, field.name)) for field in dataclasses.fields(wanted)}
-    different = {name: pair for name, pair in pairs.items()
-                 if pair[0] != pair[1] and (isinstance(pair[1], bool) or pair[1])}
-    if different:
-        words = ", ".join(f"{name} {_short(is_)} instead of {_short(wants)}" for name, (is_, wants) in different.items())
-        first = next(iter(different))
-        raise errors.AlreadyExists(
-            f'head "{wanted.name}" exists with {words}. Give what it has, or another name, or delete it first',
-            types_pb2.ErrorDetail(field=f"spec.{first}", value=str(different[first][1])))
-
-
-def _short(value: Any) -> Any:
-    """As it stands in an error: of long lists the beginning."""
-    text = str(value)
-    return value if len(text) <= 200 else f"{text[:200]}... of {len(value)}"
-
-
-def checked_shares(shares: Sequence[int], field: str) -> Sequence[int]:
+def checked_shares(shares: Sequence[int], field: str) -> list[int]:
     """InvalidArgument, naming the entry, if one is no share."""
-    for index, share in enumerate(shares):
-        if not isinstance(share, Integral) or not 0 <= int(share) < 1 << 31:
-            raise errors.InvalidArgument(f"{field}[{index}] must be a whole number in [0, 2^31), got {share!r}",
-                                         types_pb2.ErrorDetail(field=f"{field}[{index}]", value=str(share)))
-    return shares
-
-
-def checked_replicas(replicas: int) -> int:
-    """InvalidArgument if it is no number of replicas."""
-    if not isinstance(replicas, Integral) or not 0 <= int(replicas) <= 1 << 16:
-        raise errors.InvalidArgument(f"spec.replicas must be a whole number in [0, 65536], got {replicas!r}",
-                                     types_pb2.ErrorDetail(field="spec.replicas", value=str(replicas)))
-    return int(replicas)
+    return [types.whole_number(f"{field}[{index}]", share, 0, 31) for index, share in enumerate(shares)]
 
 
 def checked_classes(class_list: ArrayLike) -> list[int]:
@@ -137,9 +77,6 @@ def checked_classes(class_list: ArrayLike) -> list[int]:
     return numbers
 
 
-M = TypeVar("M", bound=Message)
-
-
 class HeadCalls:
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
@@ -149,9 +86,8 @@ class HeadCalls:
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._run = connections.options.run
-        self._call_timeout = connections.options.call_timeout
-        self._transfer_timeout = connections.options.transfer_timeout
+        self._run = connections.run
+        self._call = connections.request
 
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
@@ -188,7 +124,7 @@ class HeadCalls:
           dry_run: makes nothing: returns what would be made (memory, rows of chunks and slices, choices), or raises what the
             creation would raise.
         """
-        choice, values = chosen(if_exists, exist_ok), InitialValues(seed, zeros, tensor_file)
+        choice = chosen(if_exists, exist_ok)
         spec = head_pb2.HeadSpec(
             name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
             norm=types.enum_value("norm", types.NORMS, norm), norm_epsilon=norm_epsilon, frozen=frozen,
@@ -196,24 +132,22 @@ class HeadCalls:
             logits=types.enum_value("logits", types.LOGITS, logits),
             gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
             split=types.enum_value("split", types.SPLITS, split), shares=checked_shares(shares, "spec.shares"),
-            replicas=checked_replicas(replicas), residency=types.enum_value("residency", types.RESIDENCIES, residency),
+            replicas=types.whole_number("spec.replicas", replicas, 0, 31), residency=types.enum_value("residency", types.RESIDENCIES, residency),
             class_list=checked_classes(class_list), full_vocab_size=full_vocab_size)
         if compute_dtype is not None:
             spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
-        request = head_pb2.CreateHeadRequest(spec=spec)
-        values.put_into(request)
+        request = head_pb2.CreateHeadRequest(spec=spec, **initial_values(seed, zeros, tensor_file))
         try:
             if dry_run:
                 return read(HeadDescription, self._call("PlanHead", request, head_pb2.HeadDescription, timeout))
-            description = self._transfer("CreateHead", request, head_pb2.HeadDescription, timeout)
+            description = self._call("CreateHead", request, head_pb2.HeadDescription, timeout,
+                                     if_exists=_IF_EXISTS[choice])
         except errors.AlreadyExists as error:
             if dry_run or choice == "error":
                 error.add(WAYS_OUT)
-                raise
-            found = self.describe_head(name, timeout)
-            check_same(found.spec, read(HeadSpec, spec))
-            return found if choice == "keep" else self._reset(found, "all", values, timeout)
-        self._start_over(description)
+            raise
+        if choice != "keep":
+            _loaded.forget(name, description.state)
         return read(HeadDescription, description)
 
     def reset_head(self, head: str, scope: ResetScope, *, seed: int = 0, zeros: bool = False,
@@ -228,9 +162,14 @@ class HeadCalls:
             all values are new, and step 0 is open.
           seed, zeros, tensor_file: as in create_head; with "all" only.
         """
-        values = InitialValues(seed, zeros, tensor_file)
-        scope_number(scope, values)
-        return self._reset(self.describe_head(head, timeout), scope, values, timeout)
+        number = types.enum_value("scope", _SCOPES, scope)
+        if scope != "all" and (seed or zeros or tensor_file is not None):
+            raise errors.InvalidArgument("scope is 'optimizer'; seed, zeros and tensor_file go with 'all'")
+        values = initial_values(seed, zeros, tensor_file) if scope == "all" else {}
+        request = head_pb2.ResetHeadRequest(head=head, scope=number, **values)
+        answer = self._call("ResetHead", request, head_pb2.ResetHeadResponse, timeout)
+        _loaded.forget(head, answer.head.state)
+        return read(HeadDescription, answer.head)
 
     def set_shares(self, head: str, shares: Sequence[int], timeout: float | None = None) -> HeadDescription:
         """Divides the classes of a head that is split by vocabulary by other shares, between two steps.
@@ -245,7 +184,7 @@ class HeadCalls:
           shares: as in create_head, one for each device; empty: all have the same.
         """
         request = head_pb2.SetSharesRequest(head=head, shares=checked_shares(shares, "shares"))
-        return read(HeadDescription, self._transfer("SetShares", request, head_pb2.SetSharesResponse, timeout).head)
+        return read(HeadDescription, self._call("SetShares", request, head_pb2.SetSharesResponse, timeout).head)
 
     def describe_head(self, head: str, timeout: float | None = None) -> HeadDescription:
         """The head as it is now. NotFound if there is none of this name."""
@@ -259,8 +198,7 @@ class HeadCalls:
     def delete_head(self, head: str, timeout: float | None = None) -> None:
         """Frees a head; its checkpoints stay. FailedPrecondition while losses are computed on it."""
         self._call("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse, timeout)
-        _loaded.forget_loaded(head)
-        self._connections.sizes.pop(head, None)
+        _loaded.forget(head)
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
@@ -269,31 +207,30 @@ class HeadCalls:
         It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
         if it changes each time, or if the head was deleted and made again meanwhile and its shape is or was another one.
         """
-        clock = Clock(check_timeout(timeout, self._transfer_timeout))
+        clock = Clock(timeout or self._connections.transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         request = head_pb2.ReadTensorRequest(
             head=head, param=number, role=types.enum_value("role", types.ROLES, role),
             dtype=types.enum_value("dtype", types.DTYPES, dtype))
-        before, begin, end, shape = self._range_of(head, param, rows, clock)
+        before = self._describe(head, timeout)
+        shape = _tensor_shape(before.spec, number)
+        begin, end = rows or (0, shape[0])
+        if not 0 <= begin <= end <= shape[0]:
+            raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
-        with self._of_one_head(before, param, clock):
-            self._transfer("ReadTensor", request, head_pb2.ReadTensorRequest, clock.rest(), _arrays.bytes_of(out), shape[0])
+        self._call("ReadTensor", request, head_pb2.ReadTensorRequest, clock.rest(), payload=out, head=before)
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
                      rows: tuple[int, int] | None = None, role: Role = "value",
                      timeout: float | None = None) -> HeadState:
         """Replaces a tensor, or rows [begin, end) of it. After an error some rows may be replaced; Aborted as read_tensor."""
-        clock = Clock(check_timeout(timeout, self._transfer_timeout))
-        number = types.enum_value("param", types.PARAMS, param)
         kind, data = _arrays.as_array("values", values, dtype)
-        range_, before = self._rows_for(head, param, data, rows, clock)
-        open_ = head_pb2.OpenTensor(head=head, param=number, role=types.enum_value("role", types.ROLES, role),
-                                    dtype=types.DTYPES[kind], rows=range_)
-        with self._of_one_head(before, param, clock):
-            written = self._transfer("WriteTensor", open_, head_pb2.WriteTensorResponse, clock.rest(), _arrays.bytes_of(data))
-        return read(HeadState, written.state)
+        open_ = head_pb2.OpenTensor(
+            head=head, param=types.enum_value("param", types.PARAMS, param), role=types.enum_value("role", types.ROLES, role),
+            dtype=types.DTYPES[kind], rows=_row_range(rows))
+        return read(HeadState, self._call("WriteTensor", open_, head_pb2.WriteTensorResponse, timeout, payload=data).state)
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
                      dtype: DType | None = None, rows: tuple[int, int] | None = None,
@@ -303,15 +240,11 @@ class HeadCalls:
         For what another stage accumulated for a parameter that it shares with the head (tied embeddings). `id` names
         the contribution; it is not the id of a microbatch of the step, and apply_step may expect it like one.
         """
-        clock = Clock(check_timeout(timeout, self._transfer_timeout))
-        number = types.enum_value("param", types.PARAMS, param)
         kind, data = _arrays.as_array("values", values, dtype)
-        range_, before = self._rows_for(head, param, data, rows, clock)
-        open_ = head_pb2.OpenGradient(head=head, step=step, contribution_id=id, param=number, dtype=types.DTYPES[kind],
-                                      scale=scale, contribution_rows=range_)
-        with self._of_one_head(before, param, clock):
-            answer = self._transfer("AddGradient", open_, head_pb2.AddGradientResponse, clock.rest(), _arrays.bytes_of(data))
-        return read(AddedGradient, answer)
+        open_ = head_pb2.OpenGradient(
+            head=head, step=step, contribution_id=id, param=types.enum_value("param", types.PARAMS, param),
+            dtype=types.DTYPES[kind], scale=scale, contribution_rows=_row_range(rows))
+        return read(AddedGradient, self._call("AddGradient", open_, head_pb2.AddGradientResponse, timeout, payload=data))
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
         """The 2-norm over all gradients accumulated in the open step."""
@@ -358,7 +291,7 @@ class HeadCalls:
         """
         request = head_pb2.SaveCheckpointRequest(head=head, name=name, keep=keep, cancel_with_call=cancel_with_call)
         tell = None if on_progress is None else lambda told: on_progress(read(SaveProgress, head_pb2.SaveProgress.FromString(told)))
-        return read(SavedCheckpoint, self._transfer("SaveCheckpoint", request, head_pb2.SaveCheckpointResponse, timeout,
+        return read(SavedCheckpoint, self._call("SaveCheckpoint", request, head_pb2.SaveCheckpointResponse, timeout,
                                                     on_progress=tell))
 
     def list_checkpoints(self, head: str = "", timeout: float | None = None) -> list[CheckpointInfo]:
@@ -370,27 +303,10 @@ class HeadCalls:
     def load_checkpoint(self, checkpoint: str, head: str = "",
                         timeout: float | None = None) -> HeadDescription:
         """Restores "<head>/<name>" into `head`; empty: the checkpoint's own head name."""
-        description = self._transfer("LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
+        description = self._call("LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
                                      head_pb2.HeadDescription, timeout)
-        self._start_over(description)
-        _loaded.note_loaded(description.spec.name, description.state.incarnation)
+        _loaded.note(description.spec.name, description.state)
         return read(HeadDescription, description)
-
-    def _reset(self, found: HeadDescription, scope: ResetScope, values: InitialValues,
-               timeout: float | None) -> HeadDescription:
-        """Resets a head that was found on this server process."""
-        request = head_pb2.ResetHeadRequest(head=found.spec.name, scope=scope_number(scope, values),
-                                            incarnation=found.state.incarnation)
-        if scope == "all":
-            values.put_into(request)
-        answer = self._transfer("ResetHead", request, head_pb2.ResetHeadResponse, timeout)
-        self._start_over(answer.head)
-        return read(HeadDescription, answer.head)
-
-    def _start_over(self, description: head_pb2.HeadDescription) -> None:
-        """The head has other values or another optimizer by this client: what the program remembers of it ends."""
-        _loaded.forget_loaded(description.spec.name, description.state.incarnation)
-        self._connections.sizes.pop(description.spec.name, None)
 
     def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
         """Removes "<head>/<name>" from the server's checkpoint directory; returns the bytes that it had.
@@ -399,58 +315,20 @@ class HeadCalls:
         repeated after its answer was lost: a checkpoint of that name that somebody has saved meanwhile stays.
         """
         request = head_pb2.DeleteCheckpointRequest(checkpoint=checkpoint)
-        return int(self._transfer("DeleteCheckpoint", request, head_pb2.DeleteCheckpointResponse, timeout).bytes)
-
-    def _call(self, method: str, request: Message, answer: type[M], timeout: float | None) -> M:
-        """A call that takes a moment."""
-        return self._connections.request(method, request, answer, check_timeout(timeout, self._call_timeout))
-
-    def _transfer(self, method: str, request: Message, answer: type[M], timeout: float | None, payload: memoryview | None = None,
-                  tensor_rows: int = 0, on_progress: Callable[[bytes], None] | None = None) -> M:
-        """A call that moves tensors, or waits until they are moved."""
-        return self._connections.request(method, request, answer, check_timeout(timeout, self._transfer_timeout),
-                                         payload=payload, tensor_rows=tensor_rows, on_progress=on_progress)
+        return int(self._call("DeleteCheckpoint", request, head_pb2.DeleteCheckpointResponse, timeout).bytes)
 
     def _describe(self, head: str, timeout: float | None = None) -> head_pb2.HeadDescription:
         return self._call("DescribeHead", head_pb2.DescribeHeadRequest(head=head), head_pb2.HeadDescription, timeout)
 
-    def _range_of(self, head: str, param: Param, rows: tuple[int, int] | None,
-                  clock: Clock) -> tuple[head_pb2.HeadDescription, int, int, tuple[int, ...]]:
-        """The head, first row, end, and the tensor's shape; `rows` None: all. InvalidArgument if the tensor has no such rows."""
-        description = self._describe(head, clock.rest())
-        shape = _tensor_shape(description.spec, types.PARAMS[param])
-        begin, end = rows or (0, shape[0])
-        if not 0 <= begin <= end <= shape[0]:
-            raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
-        return description, begin, end, shape
 
-    def _rows_for(self, head: str, param: Param, data: NDArray[Any], rows: tuple[int, int] | None,
-                  clock: Clock) -> tuple[types_pb2.RowRange | None, head_pb2.HeadDescription]:
-        """The rows that `data` is for (None: all), and the head. InvalidArgument for other data."""
-        description, begin, end, shape = self._range_of(head, param, rows, clock)
-        wanted = (end - begin, *shape[1:])
-        if data.shape != wanted:
-            raise errors.InvalidArgument(f'values has shape {data.shape}; {param} of head "{head}" takes {wanted}')
-        return types_pb2.RowRange(begin=begin, end=end) if rows else None, description
-
-    @contextlib.contextmanager
-    def _of_one_head(self, before: head_pb2.HeadDescription, param: Param, clock: Clock) -> Iterator[None]:
-        """Raises Aborted instead of an error that may be another head's: of one that was made again since `before`."""
-        try:
-            yield
-        except (errors.Internal, errors.InvalidArgument, errors.FailedPrecondition, errors.Aborted) as error:
-            if isinstance(error, (errors.Restarted, errors.StepDiscarded)):
-                raise
-            head, number = before.spec.name, types.PARAMS[param]
-            description = self._describe(head, clock.rest())
-            has, had = (_tensor_shape(each.spec, number) for each in (description, before))
-            again = f'head "{head}" was made again during the call'
-            if has != had:
-                raise errors.Aborted(f"{again}: {param} has shape {has}, and had {had}") from error
-            # A head of the same shape may be another one all the same, and a third one may have been there in between.
-            if _same_head(before.state, description.state):
-                raise
-            raise errors.Aborted(f"{again}, which failed with: {error}") from error
+def _row_range(rows: tuple[int, int] | None) -> types_pb2.RowRange | None:
+    """InvalidArgument if they are none of any tensor."""
+    if rows is None:
+        return None
+    begin, end = rows
+    if not 0 <= begin <= end < 2**63:
+        raise errors.InvalidArgument(f"rows is {rows}; it must be (begin, end) with 0 <= begin <= end")
+    return types_pb2.RowRange(begin=begin, end=end)
 
 
 def _tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, ...]:
@@ -458,10 +336,3 @@ def _tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, 
         return spec.vocab_size, spec.hidden_size
     by_class = param in (types.PARAMS["bias"], types.PARAMS["class_weights"])
     return (spec.vocab_size if by_class else spec.hidden_size,)
-
-
-def _same_head(before: types_pb2.HeadState, now: types_pb2.HeadState) -> bool:
-    """Whether two answers are about one head, which was not deleted between them; true if the server does not say."""
-    if not before.creation or not now.creation:
-        return True
-    return before.incarnation == now.incarnation and before.creation == now.creation

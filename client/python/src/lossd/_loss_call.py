@@ -7,260 +7,111 @@ import _thread
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import fields
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lossd import _native, errors
-from lossd._arrays import RowMemory, SoftTargets
+from lossd._arrays import RowMemory, host_rows
 from lossd._interrupts import Outcome
 from lossd._native import BackwardArguments, Connections, DepthArguments, LossArguments
-from lossd.types import MOST_DEPTHS, ClassOutput, Depth, EmbedResult, LossOptions, LossResult, Reduction, RowOutput
+from lossd.types import Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, whole_number
 from lossd.v1 import loss_pb2, types_pb2
-
-_MAX_ROWS = 2**31 - 1
 
 
 # ---- Arguments ----
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """What one computation is asked, and what it refers to until it has ended."""
-
-    for_library: LossArguments | BackwardArguments
-    memory: tuple[Any, ...]
-    head: str
-    rows: str = "hidden"  # the caller's name of the rows, for errors
-    streams: Sequence[tuple[int, int]] = ()  # to wait for before it begins, each with an address of its GPU
+_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63)}  # the least, and bits
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where results go; written in place. Only what is there is computed and sent."""
+class Asked:
+    """What one computation is asked, in a structure of the library, and the memory that it points to."""
 
-    grad_hidden: Sequence[RowMemory] = ()  # one, or one for each depth; empty: not wanted
-    rows: Mapping[RowOutput, NDArray[Any]] = field(default_factory=dict)  # [N] each
-    classes: Mapping[ClassOutput, NDArray[Any]] = field(default_factory=dict)  # [N, K] or [N, k] each
+    def __init__(self, arguments: LossArguments | BackwardArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
+                 rows: str = "hidden") -> None:
+        """`rows`: the caller's name of the rows, for errors."""
+        arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
+        self.arguments = arguments
+        self.rows = rows
+        self.streams: dict[int, int] = {}  # to wait for beside the one that the library waits for, each with an address of its GPU
+        self._kept: list[RowMemory] = []
 
-    @property
-    def class_count(self) -> int:
-        return self.classes["class_logprobs"].shape[1] if "class_logprobs" in self.classes else 0
+    def put(self, **arrays: NDArray[Any] | RowMemory | None) -> None:
+        """Has fields of the structure point to arrays; to none if they are None or empty."""
+        for name, array in arrays.items():
+            setattr(self.arguments, name, self.pointer_to(host_rows(array) if isinstance(array, np.ndarray) else array))
 
-    @property
-    def top_k(self) -> int:
-        return self.classes["top_classes"].shape[1] if "top_classes" in self.classes else 0
+    def pointer_to(self, memory: RowMemory | None) -> int | None:
+        """The address of memory that is kept."""
+        if memory is None or not memory.nbytes:
+            return None
+        self._kept.append(memory)
+        if memory.device:
+            self.arguments.on_device = 1
+        if memory.stream is not None and not self.arguments.has_stream:
+            self.arguments.has_stream, self.arguments.stream = 1, memory.stream
+        elif memory.stream is not None and memory.stream != (self.arguments.stream or 0):
+            self.streams.setdefault(memory.stream, memory.address)
+        return memory.address
 
-
-@dataclass(frozen=True)
-class Scale:
-    reduction: Reduction
-    normalizer: float | None  # mean only; None: the number of valid targets
-    grad_output: float
-
-    def check(self, use_class_weights: bool) -> None:
-        if not math.isfinite(self.grad_output):
-            raise errors.InvalidArgument(f"grad_output is {self.grad_output}; it must be finite")
-        if self.normalizer is None:
-            if self.reduction == "mean" and use_class_weights:
-                raise errors.InvalidArgument(
-                    "normalizer is None; with class weights a mean needs the sum of the weights of the targets")
-        elif self.reduction != "mean":
-            raise errors.InvalidArgument("normalizer is for reduction='mean' only")
-        elif not math.isfinite(self.normalizer) or self.normalizer < 0:
-            raise errors.InvalidArgument(f"normalizer is {self.normalizer}; it must be finite and not negative")
-
-
-@dataclass(frozen=True)
-class Common:
-    """What the arguments of loss, backward and embedding have in common."""
-
-    head: str
-    step: int | None
-    id: int
-    accumulate: bool
-    rows: int
-    hidden_size: int
-    streams: int | None = None
-    slice_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.head:
-            raise errors.InvalidArgument("head is empty")
-        for name, value in (("step", self.step), ("id", self.id)):
-            if value is not None and not 0 <= value < 2**64:
-                raise errors.InvalidArgument(f"{name} is {value}; it must be in [0, 2^64)")
-        if self.rows > _MAX_ROWS:
-            raise errors.InvalidArgument(f"the microbatch has {self.rows} rows; the most is {_MAX_ROWS}")
-        if self.hidden_size < 1:
-            raise errors.InvalidArgument("hidden: a row has no elements")
-        if self.accumulate and self.step is None:
-            raise errors.InvalidArgument("step is None; accumulate=True needs the step that the gradients belong to")
-        if self.slice_bytes is not None and self.slice_bytes < 1:
-            raise errors.InvalidArgument(f"slice_bytes is {self.slice_bytes}; it must be positive")
-        if self.streams is not None and not 1 <= self.streams <= 1024:
-            raise errors.InvalidArgument(f"streams is {self.streams}; it must be in [1, 1024]")
+    def put_rows(self, hidden: Sequence[RowMemory], grad_hidden: Sequence[RowMemory], depths: Sequence[Depth]) -> None:
+        """Hidden states and their gradients: one piece, or one for each depth; no gradients if none are wanted."""
+        apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
+        if not apart:
+            self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
+        self.arguments.depth_count = len(depths)
+        self.arguments.depths = (DepthArguments * len(depths))(*(
+            DepthArguments(depth.rows, self.pointer_to(hidden[index]) if apart else None,
+                           self.pointer_to(grad_hidden[index]) if apart and grad_hidden else None, depth.normalizer or 0.0,
+                           depth.weight, depth.normalizer is not None)
+            for index, depth in enumerate(depths)))
 
 
-def _pointer(array: NDArray[Any] | None) -> int | None:
-    return None if array is None or array.size == 0 else int(array.ctypes.data)
+def check_numbers(**numbers: int | None) -> None:
+    """InvalidArgument, naming it, for a number that is out of range; None is none."""
+    for name, value in numbers.items():
+        if value is not None:
+            whole_number(name, value, *_LIMITS[name])
 
 
-def _of_rows(arguments: LossArguments | BackwardArguments, memory: Sequence[RowMemory | None]) -> list[tuple[int, int]]:
-    """Says where rows are, and which stream comes before them. The library waits for one; returns those beside it
-    (Arguments.streams)."""
-    streams: dict[int, int] = {}
-    for each in memory:
-        if each is not None and each.nbytes and each.device:
-            arguments.on_device = 1
-            if each.stream is not None:
-                streams.setdefault(each.stream, each.address)
-    if not streams:
-        return []
-    (stream, _), *others = streams.items()
-    arguments.has_stream, arguments.stream = 1, stream
-    return others
-
-
-def forward(call: Common, *, hidden: Sequence[RowMemory], hidden_dtype: types_pb2.DType, targets: NDArray[np.int32],
-            row_weights: NDArray[np.float32] | None, options: LossOptions, scale: Scale, reduction: loss_pb2.Reduction,
-            retain: bool, outputs: Outputs, numbers: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
-            teacher: RowMemory | None = None, teacher_hidden_size: int = 0, classes: NDArray[np.int32] | None = None,
-            soft: SoftTargets | None = None, depths: Sequence[Depth] = ()) -> Arguments:
-    """Of a loss. `hidden`: one, or one for each depth. `numbers`: those of options.objective, by name. `classes`: [K] or [N, K],
-    those that outputs.classes is for. `soft`: with options.rest."""
-    scale.check(options.use_class_weights and not depths)
-    _check_depths(call, scale, options, depths)
-    weights = {} if row_weights is None else {"row_weights": row_weights}
-    for name, values in {**weights, **numbers}.items():
-        if len(values) != call.rows:
-            raise errors.InvalidArgument(f"{name} has {len(values)} entries for {call.rows} rows")
-    _check_objective(options, scale, numbers)
-    if (options.rest is None) != (soft is None):
-        raise errors.InvalidArgument("target_classes and target_weights come with options.rest, and only with it")
-    if soft is not None and (outputs.class_count or outputs.top_k):
-        raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
-    if (options.distillation is None) != (teacher is None):
-        raise errors.InvalidArgument("teacher_hidden comes with options.distillation, and only with it")
-    if options.distillation is not None and retain:
-        raise errors.InvalidArgument("retain is True; hidden states of a teacher are not retained")
-    deferred = scale.reduction == "none"
-    if retain and not deferred:
-        raise errors.InvalidArgument("retain=True goes with reduction='none' only")
-    if deferred and (call.accumulate or outputs.grad_hidden):
-        raise errors.InvalidArgument("with reduction='none' gradients come by backward(), after retain=True")
-
-    open_ = loss_pb2.OpenMicrobatch(
-        head=call.head, step=call.step, microbatch_id=call.id, hidden_dtype=hidden_dtype, options=options.to_proto(),
-        reduction=reduction, normalizer=scale.normalizer, grad_output=scale.grad_output,
-        accumulate_gradients=call.accumulate, retain=retain, class_count=outputs.class_count, top_k=outputs.top_k,
-        target_count=0 if soft is None else soft.count)
-    packed = open_.SerializeToString()
-    apart = len(hidden) > 1 or (len(hidden) == len(depths) == 1)
-    grads = outputs.grad_hidden
-    parts = (DepthArguments * len(depths))(*(
-        DepthArguments(depth.rows, hidden[index].pointer if apart else None,
-                       grads[index].pointer if apart and grads else None, depth.normalizer or 0.0, depth.weight,
-                       depth.normalizer is not None)
-        for index, depth in enumerate(depths)))
-    rows, of_classes = outputs.rows, outputs.classes
-    arguments = LossArguments(
-        open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size,
-        hidden=None if apart else hidden[0].pointer,
-        grad_hidden=grads[0].pointer if grads and not apart else None,
-        teacher_hidden=None if teacher is None else teacher.pointer, teacher_hidden_size=teacher_hidden_size,
-        targets=_pointer(targets), row_weights=_pointer(row_weights), advantages=_pointer(numbers.get("advantages")),
-        old_logprobs=_pointer(numbers.get("old_logprobs")), ref_logprobs=_pointer(numbers.get("ref_logprobs")),
-        classes=_pointer(classes), classes_size=0 if classes is None else classes.size,
-        target_classes=None if soft is None else _pointer(soft.classes),
-        target_weights=None if soft is None else _pointer(soft.weights),
-        depths=parts, depth_count=len(depths),
-        row_loss=_pointer(rows.get("loss")), row_lse=_pointer(rows.get("lse")), row_entropy=_pointer(rows.get("entropy")),
-        row_logprob=_pointer(rows.get("logprob")), row_argmax=_pointer(rows.get("argmax")),
-        class_logprobs=_pointer(of_classes.get("class_logprobs")), top_logprobs=_pointer(of_classes.get("top_logprobs")),
-        top_classes=_pointer(of_classes.get("top_classes")), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
-    streams = _of_rows(arguments, [*hidden, teacher, *grads])
-    memory = (packed, parts, hidden, teacher, targets, row_weights, dict(numbers), classes, soft, outputs)
-    return Arguments(arguments, memory, call.head, streams=streams)
-
-
-def _check_depths(call: Common, scale: Scale, options: LossOptions, depths: Sequence[Depth]) -> None:
-    if not depths:
-        return
-    if len(depths) > MOST_DEPTHS:
-        raise errors.InvalidArgument(f"depths has {len(depths)} entries; the most is {MOST_DEPTHS}")
-    if scale.reduction == "none":
-        raise errors.InvalidArgument("reduction is 'none'; with depths it must be 'sum' or 'mean'")
-    if scale.normalizer is not None:
-        raise errors.InvalidArgument(f"normalizer is {scale.normalizer}; depths have normalizers of their own")
-    rows = sum(depth.rows for depth in depths)
-    if rows != call.rows:
-        raise errors.InvalidArgument(f"depths have {rows} rows; targets has {call.rows}")
-    for index, depth in enumerate(depths):
-        try:
-            Scale(scale.reduction, depth.normalizer, 1.0).check(options.use_class_weights)
-        except errors.InvalidArgument as error:
-            raise errors.InvalidArgument(f"depths[{index}].{error}") from None
-
-
-def _check_objective(options: LossOptions, scale: Scale, numbers: Mapping[str, Any]) -> None:
+def check_objective(options: LossOptions, reduction: Reduction, per_row: Mapping[str, Any]) -> None:
+    """InvalidArgument unless the objective has the numbers of rows that it needs, and no others."""
     objective = options.objective
     needed = () if objective is None else objective.numbers
     for name in ("advantages", "old_logprobs", "ref_logprobs"):
-        if name in needed and name not in numbers:
+        if name in needed and name not in per_row:
             raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row")
-        if name in numbers and name not in needed:
+        if name in per_row and name not in needed:
             raise errors.InvalidArgument(f"{name} is given, but objective {objective} does not use it")
-    if objective is not None and scale.reduction == "none":
+    if objective is not None and reduction == "none":
         raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
 
 
-def backward(call: Common, *, hidden_dtype: types_pb2.DType, grad_loss: NDArray[np.float32], grad_lse: NDArray[np.float32] | None,
-             grad_entropy: NDArray[np.float32] | None, grad_hidden: Sequence[RowMemory]) -> Arguments:
-    """Of gradients of rows that the server retained."""
-    if call.rows == 0:
-        raise errors.InvalidArgument("grad_loss is empty")
-    for name, values in (("grad_lse", grad_lse), ("grad_entropy", grad_entropy)):
-        if values is not None and len(values) != call.rows:
-            raise errors.InvalidArgument(f"{name} has {len(values)} entries for {call.rows} rows")
-    packed = loss_pb2.OpenBackward(head=call.head, step=call.step, microbatch_id=call.id,
-                                   accumulate_gradients=call.accumulate).SerializeToString()
-    arguments = BackwardArguments(
-        open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size, hidden_dtype=hidden_dtype,
-        grad_loss=_pointer(grad_loss), grad_lse=_pointer(grad_lse), grad_entropy=_pointer(grad_entropy),
-        grad_hidden=grad_hidden[0].pointer if grad_hidden else None, streams=call.streams or 0)
-    streams = _of_rows(arguments, grad_hidden)
-    return Arguments(arguments, (packed, grad_loss, grad_lse, grad_entropy, grad_hidden), call.head, streams=streams)
-
-
-def embedding(call: Common, *, ids: NDArray[np.int32], padding_idx: int | None, dtype: types_pb2.DType,
-              gradients: RowMemory | None, scale: float, place: RowMemory | None) -> Arguments:
-    """Of rows of the weight, one for each id, which go to `place`; or of their `gradients`, which join that of the weight, times
+def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_size: int, dtype: types_pb2.DType,
+              streams: int | None, place: RowMemory | None = None, id: int = 0, gradients: RowMemory | None = None,
+              scale: float | None = None, padding_idx: int | None = None) -> Asked:
+    """Rows of the weight, one for each id, which go to `place`; or their `gradients`, which join that of the weight, times
     `scale`: those of ids that are `padding_idx` are left out."""
+    check_numbers(step=step, id=id, streams=streams)
     if (ids < 0).any():
         row = int((ids < 0).argmax())
         raise errors.InvalidArgument(f"ids[{row}] is {ids[row]}; an id is a row of the weight, so it must not be negative",
                                      types_pb2.ErrorDetail(field=f"ids[{row}]", value=str(ids[row])))
-    if not math.isfinite(scale):
+    if scale is not None and not math.isfinite(scale):
         raise errors.InvalidArgument(f"scale is {scale}; it must be finite")
-    open_ = loss_pb2.OpenMicrobatch(
-        head=call.head, step=call.step, microbatch_id=call.id, hidden_dtype=dtype,
-        options=loss_pb2.LossOptions(ignore_index=padding_idx), reduction=loss_pb2.REDUCTION_SUM,
-        accumulate_gradients=call.accumulate,
-        embedding=loss_pb2.EMBEDDING_ROWS if gradients is None else loss_pb2.EMBEDDING_GRADIENTS)
-    if gradients is not None:
-        open_.grad_output = scale
-    packed = open_.SerializeToString()
-    arguments = LossArguments(
-        open=packed, open_size=len(packed), rows=call.rows, hidden_size=call.hidden_size,
-        hidden=None if gradients is None else gradients.pointer, grad_hidden=None if place is None else place.pointer,
-        targets=_pointer(ids), slice_bytes=call.slice_bytes or 0, streams=call.streams or 0)
-    streams = _of_rows(arguments, [gradients, place])
-    return Arguments(arguments, (packed, ids, gradients, place), call.head, "out" if gradients is None else "gradients",
-                     streams)
+    reads = place is not None
+    asked = Asked(
+        LossArguments(rows=len(ids), hidden_size=hidden_size, streams=streams or 0),
+        loss_pb2.OpenMicrobatch(
+            head=head, step=step, microbatch_id=id, hidden_dtype=dtype, options=loss_pb2.LossOptions(ignore_index=padding_idx),
+            reduction=loss_pb2.REDUCTION_SUM, grad_output=scale, accumulate_gradients=not reads,
+            embedding=loss_pb2.EMBEDDING_ROWS if reads else loss_pb2.EMBEDDING_GRADIENTS),
+        "out" if reads else "gradients")
+    asked.put(targets=ids, hidden=gradients, grad_hidden=place)
+    return asked
 
 
 # ---- Computations under way ----
@@ -269,13 +120,14 @@ def embedding(call: Common, *, ids: NDArray[np.int32], padding_idx: int | None, 
 class LossCall:
     """One that runs in the library, on no thread of Python. What it refers to is kept until it has ended. Thread-safe."""
 
-    def __init__(self, connections: Connections, arguments: Arguments, on_end: Callable[[LossCall], None]) -> None:
+    def __init__(self, connections: Connections, asked: Asked, on_end: Callable[[LossCall], None]) -> None:
         """`on_end` is called when its end has been noticed, maybe more than once."""
         self._connections = connections
         self._on_end = on_end
-        self._arguments: Arguments | None = arguments
-        self._head, self._rows = arguments.head, arguments.rows
+        self._asked: Asked | None = asked
+        self._rows = asked.rows
         self._call = _native.Call()
+        connections.check(asked.arguments, self._call)
         self._begun: Outcome[None] | None = None  # of what has to be there before it begins
         self._lock = threading.Lock()  # guards what follows
         self._result: LossResult | None = None
@@ -287,22 +139,22 @@ class LossCall:
 
     def start(self, timeout: float, ready: Callable[[], None] | None) -> None:
         """`ready` runs on a thread of its own before the computation begins."""
-        assert self._arguments is not None
-        arguments: Arguments = self._arguments
-        arguments.for_library.timeout = timeout
+        assert self._asked is not None
+        asked: Asked = self._asked
+        asked.arguments.timeout = timeout
 
         def begin() -> None:
             try:
                 if ready is not None:
                     ready()
-                for stream, address in arguments.streams:
+                for stream, address in asked.streams.items():
                     _native.await_stream(stream, address)
             except BaseException:
                 self._call.cancel()
                 raise
-            self._connections.compute(arguments.for_library, self._call)
+            self._connections.compute(asked.arguments, self._call)
 
-        if ready is None and not arguments.streams:
+        if ready is None and not asked.streams:
             return begin()
         begun: Outcome[None] = Outcome()
         self._begun = begun
@@ -325,7 +177,7 @@ class LossCall:
             return False
         if not _native.await_end(self._call, clock.left()):
             return False
-        self._arguments = None
+        self._asked = None
         self._on_end(self)
         return True
 
@@ -349,17 +201,25 @@ class LossCall:
         error = self._call.error()
         if error is not None:
             if error.field == "hidden_size":
-                self._connections.sizes.pop(self._head, None)
                 error.replace(f"hidden_size is {error.value}", f"{self._rows}: a row has {error.value} elements")
             self._error = self._connections.meant(error)
             return
-        summary = loss_pb2.MicrobatchSummary.FromString(self._call.answer())
-        cost = self._call.cost()
-        result = LossResult(loss=cost.loss, normalizer=summary.normalizer, wall_seconds=cost.wall_seconds,
-                            sent_bytes=cost.sent_bytes, received_bytes=cost.received_bytes, streams=cost.streams,
-                            repeats=cost.repeats)
-        result.add(summary)
-        self._result = result
+        self._result = _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.cost())
+
+
+def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Cost) -> LossResult:
+    """Fields have the names that they have in the messages."""
+    def same(message: Any, kind: type[Any]) -> dict[str, Any]:
+        return {each.name: getattr(message, each.name) for each in fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
+
+    depths = [DepthResult(**same(depth, DepthResult)) for depth in summary.depths]
+    for depth in depths:
+        depth.loss = depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0
+    values: dict[str, Any] = {
+        **same(summary, LossResult), **same(summary.state, LossResult), "depths": depths,
+        "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
+        **{name: getattr(cost, name) for name, *_ in cost._fields_}}
+    return LossResult(**values)
 
 
 R = TypeVar("R")

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from lossd import errors
 from lossd._interrupts import SIGNAL_SECONDS, Outcome, run_apart
@@ -27,6 +28,7 @@ from lossd.types import RetryOptions
 from lossd.v1 import types_pb2
 
 M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound=ctypes.Structure)
 
 _NAME = "liblossd.so"
 _PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
@@ -47,7 +49,8 @@ class _ClientOptions(ctypes.Structure):
         ("shared_memory_bytes", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout",
                                                "dead_peer_timeout", "initial_backoff", "max_backoff")),
-        *((name, ctypes.c_int32) for name in ("max_attempts", "channels", "wait_for_server", "gpu"))]
+        *((name, ctypes.c_int32) for name in ("max_attempts", "channels", "has_channels", "has_shared_memory_bytes",
+                                              "wait_for_server", "gpu"))]
 
 
 class DepthArguments(ctypes.Structure):
@@ -89,6 +92,15 @@ class Cost(ctypes.Structure):
                 ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
 
 
+class RequestArguments(ctypes.Structure):
+    """lossd_request."""
+
+    _fields_ = [
+        ("method", _TEXT), ("message", _TEXT), ("message_size", ctypes.c_uint64), ("payload", _P), ("payload_size", ctypes.c_uint64),
+        ("shape", ctypes.POINTER(ctypes.c_uint64)), ("dimensions", ctypes.c_uint64), ("head", _TEXT), ("head_size", ctypes.c_uint64),
+        ("timeout", ctypes.c_double), ("if_exists", ctypes.c_int32)]
+
+
 _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     # Of the server.
     ("lossd_version", _TEXT, ()),
@@ -112,17 +124,21 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_call_progress", _P, (_P, _SIZE)),
     ("lossd_call_cost", None, (_P, ctypes.POINTER(Cost))),
     ("lossd_call_free", None, (_P,)),
+    ("lossd_client_complete", None, (ctypes.POINTER(_ClientOptions), _TEXT, _P)),
     ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
     ("lossd_client_close", None, (_P,)),
     ("lossd_client_free", None, (_P,)),
-    ("lossd_client_request", None, (_P, _TEXT, _TEXT, ctypes.c_size_t, _P, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double, _P)),
+    ("lossd_client_request", None, (_P, ctypes.POINTER(RequestArguments), _P)),
     ("lossd_client_describe", None, (_P, _P)),
     ("lossd_client_open_memory", ctypes.c_int, (_P, ctypes.c_int32)),
+    ("lossd_client_known_hidden_size", ctypes.c_uint64, (_P, _TEXT)),
     ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
     ("lossd_current_gpu", ctypes.c_int, (_TEXT,)),
     ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
     ("lossd_await_stream", None, (_P, _P, _P)),
     ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
+    ("lossd_check_loss", ctypes.c_int, (ctypes.POINTER(LossArguments), _P)),
+    ("lossd_check_backward", ctypes.c_int, (ctypes.POINTER(BackwardArguments), _P)),
     ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
     ("lossd_client_backward", None, (_P, ctypes.POINTER(BackwardArguments), _P)),
 )
@@ -182,8 +198,7 @@ def await_stream(stream: int, address: int) -> None:
     """Waits for what a stream has been given; `address`: memory of its GPU. Unavailable if that is lost."""
     call = Call()
     library().lossd_await_stream(stream, address, call.pointer)
-    if (error := call.error()) is not None:
-        raise error
+    call.check()
 
 
 class Call:
@@ -223,6 +238,11 @@ class Call:
         message = self._library.lossd_call_message(self.pointer).decode(errors="replace")
         return errors.from_native(code, message, detail, _REASONS.get(self._library.lossd_call_reason(self.pointer)))
 
+    def check(self) -> None:
+        """Raises its error."""
+        if (error := self.error()) is not None:
+            raise error
+
     def answer(self) -> bytes:
         return self._bytes(self._library.lossd_call_answer) or b""
 
@@ -236,64 +256,44 @@ class Call:
         return self._bytes(self._library.lossd_call_progress)
 
 
-@dataclass(frozen=True)
-class ConnectionOptions:
-    """Those of lossd.Client, decided: nothing is left to the environment."""
-
-    target: str
-    ca: str = ""
-    cert: str = ""
-    key: str = ""
-    token: str = field(default="", repr=False)
-    transport: str = "auto"
-    run: str = ""
-    expected_incarnation: int = 0
-    channels: int | None = None
-    connect_timeout: float = 10.0
-    wait_for_server: bool = False
-    max_message_bytes: int = 64 << 20
-    call_timeout: float = 60.0
-    transfer_timeout: float = 1800.0
-    loss_timeout: float = 600.0
-    dead_peer_timeout: float = 30.0
-    retry: RetryOptions = RetryOptions()
-    shared_memory_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        _require("channels", self.channels, self.channels is None or 1 <= self.channels <= 64, "in [1, 64]")
-        size = self.max_message_bytes
-        _require("max_message_bytes", size, 1024 <= size < 2**31, "in [1 KiB, 2 GiB)")
-        shared = self.shared_memory_bytes
-        _require("shared_memory_bytes", shared, shared is None or shared >= 1, "at least 1")
-        for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout"):
-            _require(name, getattr(self, name), getattr(self, name) > 0, "positive")
-        _require("dead_peer_timeout", self.dead_peer_timeout, 0 < self.dead_peer_timeout <= 86400, "in (0, 86400] s")
-        _require("retry.max_attempts", self.retry.max_attempts, self.retry.max_attempts >= 1, "at least 1")
-
-    def for_library(self) -> _ClientOptions:
-        texts = {name: getattr(self, name).encode() for name in ("ca", "cert", "key", "token", "transport", "run", "target")}
-        same = {name: getattr(self, name) for name in (
-            "expected_incarnation", "connect_timeout", "wait_for_server", "max_message_bytes", "call_timeout", "transfer_timeout",
-            "loss_timeout", "dead_peer_timeout")}
-        # Of the thread that connects, as the library does that on another one.
-        current = current_gpu() if self.transport == "cuda_ipc" else None
-        return _ClientOptions(
-            **texts, **same, channels=self.channels or 0, shared_memory_bytes=self.shared_memory_bytes or 0,
-            gpu=-1 if current is None else current[0],
-            max_attempts=self.retry.max_attempts, initial_backoff=self.retry.initial_backoff, max_backoff=self.retry.max_backoff)
+_TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of _ClientOptions
 
 
-def _require(name: str, value: object, holds: bool, rule: str) -> None:
-    if not holds:
-        raise errors.InvalidArgument(f"{name} is {value!r}; it must be {rule}")
+def completed(context: str | None, texts: Mapping[str, str | None]) -> dict[str, str]:
+    """Texts of the options of a client; the environment and the server that `context` names say what is None
+    (lossd_client_complete)."""
+    call = Call()
+    given = _ClientOptions(**{name: _encoded(name, text) for name, text in texts.items()})
+    library().lossd_client_complete(ctypes.byref(given), _encoded("context", context), call.pointer)
+    call.check()
+    return dict(zip(_TEXTS, map(os.fsdecode, call.answer().split(b"\0"))))
 
 
-def check_timeout(timeout: float | None, default: float) -> float:
-    """`timeout`, or the default for None or 0. InvalidArgument unless it is positive."""
-    seconds = timeout or default
-    if not seconds > 0:
-        raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
-    return seconds
+def _encoded(name: str, text: Any) -> bytes | None:
+    """InvalidArgument, naming it, if it is no text, and for a certificate no path either."""
+    if text is None:
+        return None
+    if not isinstance(text, (str, os.PathLike) if name in ("ca", "cert", "key") else str):
+        raise errors.InvalidArgument(f"{name} is {text!r}; it must be a string", types_pb2.ErrorDetail(field=name, value=str(text)))
+    encoded = os.fsencode(text)
+    if b"\0" in encoded:
+        raise errors.InvalidArgument(f"{name} is no text: it has a NUL character")
+    return encoded
+
+
+def _filled(kind: type[S], values: Mapping[str, Any]) -> S:
+    """A structure with those of the values that are not None; fields has_NAME say which are. InvalidArgument, naming it, if a
+    number does not fit its field."""
+    made = kind()
+    for name, value in values.items():
+        if value is None:
+            continue
+        setattr(made, name, value)
+        if hasattr(made, f"has_{name}"):
+            setattr(made, f"has_{name}", 1)
+        if isinstance(value, int) and getattr(made, name) != value:  # the field has some of its bits
+            raise errors.InvalidArgument(f"{name} is {value}; it must fit in {8 * getattr(kind, name).size} bits")
+    return made
 
 
 @dataclass(frozen=True)
@@ -319,12 +319,12 @@ def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: Callable[[], Any
         loaded.lossd_client_free(pointer)
 
 
-def _with_hint(error: errors.LossdError, options: ConnectionOptions) -> errors.LossdError:
+def _with_hint(error: errors.LossdError, wait_for_server: bool) -> errors.LossdError:
     """What to do if there is no server."""
     if isinstance(error, errors.Unavailable) and error.field == "options.target":
         error.field = "target"
         error.add("; start lossd, or give the address that its --listen names (LOSSD_SERVER)")
-        if not options.wait_for_server:
+        if not wait_for_server:
             error.add("; if it is being started, wait_for_server=True waits for it")
     return error
 
@@ -332,19 +332,28 @@ def _with_hint(error: errors.LossdError, options: ConnectionOptions) -> errors.L
 class Connections:
     """A client of the library (lossd_client). Thread-safe."""
 
-    def __init__(self, options: ConnectionOptions) -> None:
-        self.options = options
+    def __init__(self, context: str | None, texts: Mapping[str, str | None], numbers: Mapping[str, Any],
+                 retry: RetryOptions) -> None:
+        """`texts` and `numbers` are options of lossd_client_options, which are those of lossd.Client. A text that is None is
+        left to the environment and to the server that `context` names, a number that is None to the library."""
+        found = completed(context, texts)
+        # Of the thread that connects, as the library does that on another one.
+        gpu = current_gpu() if found["transport"] == "cuda_ipc" else None
+        given = _filled(_ClientOptions, {
+            **{name: os.fsencode(text) for name, text in found.items()}, **numbers, **dataclasses.asdict(retry),
+            "gpu": -1 if gpu is None else gpu[0]})
+        self.target, self.run = found["target"], found["run"]
+        self.loss_timeout, self.transfer_timeout = given.loss_timeout, given.transfer_timeout
         self._library = library()
         self._pid = os.getpid()
         self._closed = False
-        self.sizes: dict[str, int] = {}  # D, by head, as it was found last
         self._ended = ""  # why the server has ended, if something other than a call has told
-        call, given = Call(), options.for_library()
+        call = Call()
         pointer = run_apart(lambda: self._library.lossd_client_connect(ctypes.byref(given), call.pointer), call.cancel)
         if pointer is None:
             error = call.error()
             assert error is not None
-            raise _with_hint(error, options)
+            raise _with_hint(error, given.wait_for_server)
         self.pointer: int = pointer
         # At the end of the process the client is closed and not freed: daemon threads may still call it.
         closing = weakref.finalize(self, _close, self._library, pointer, self._pid)
@@ -389,16 +398,22 @@ class Connections:
 
     # ---- Calls ----
 
-    def request(self, method: str, request: Message, answer: type[M], timeout: float, *, payload: memoryview | None = None,
-                tensor_rows: int = 0, on_progress: Callable[[bytes], None] | None = None) -> M:
-        """One method of the services (lossd_client_request). `payload`: contiguous memory, which is read or written."""
+    def request(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
+                payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
+                on_progress: Callable[[bytes], None] | None = None) -> M:
+        """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
         self.check_usable()
         call, message = Call(), request.SerializeToString()
-        address, size = address_of(payload)
+        asked = RequestArguments(method=method.encode(), message=message, message_size=len(message), timeout=timeout or 0.0,
+                                 if_exists=if_exists)
+        if payload is not None:
+            asked.payload, asked.payload_size = payload.ctypes.data, payload.nbytes
+            asked.shape, asked.dimensions = (ctypes.c_uint64 * payload.ndim)(*payload.shape), payload.ndim
+        if head is not None:
+            asked.head, asked.head_size = head.SerializeToString(), head.ByteSize()
 
-        def body() -> None:
-            self._library.lossd_client_request(self.pointer, method.encode(), message, len(message), address, size, tensor_rows,
-                                               timeout, call.pointer)
+        def body(kept: Any = payload) -> None:  # also when interrupts leave the call to itself
+            self._library.lossd_client_request(self.pointer, ctypes.byref(asked), call.pointer)
 
         if on_progress is None:
             run_apart(body, call.cancel)
@@ -421,19 +436,23 @@ class Connections:
         return bool(run_apart(
             lambda: self._library.lossd_client_open_memory(self.pointer, -1 if device is None else device)))
 
+    def known_hidden_size(self, head: str) -> int:
+        """D of a head, as the client has learnt it; 0: it has not."""
+        return int(self._library.lossd_client_known_hidden_size(self.pointer, head.encode()))
+
     def acknowledge_restart(self, head: str) -> None:
         self.check_usable()
         self._library.lossd_client_acknowledge_restart(self.pointer, head.encode())
 
     def enter(self, call: Call, most: int, seconds: float) -> bool:
         """Whether the call has got one of `most` places for loss computations within so many seconds."""
-        clock = Clock(seconds)
-        while True:
-            left = clock.left() or 0.0
-            if self._library.lossd_client_enter(self.pointer, call.pointer, most, min(left, _slice())):
-                return True
-            if left == 0.0:
-                return False
+        return _in_time(lambda left: bool(self._library.lossd_client_enter(self.pointer, call.pointer, most, left)), seconds)
+
+    def check(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
+        """InvalidArgument for what the server need not be asked about; then the call has ended."""
+        check = self._library.lossd_check_loss if isinstance(arguments, LossArguments) else self._library.lossd_check_backward
+        if not check(ctypes.byref(arguments), call.pointer):
+            call.check()
 
     def compute(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
         """Starts a loss computation; the arrays that the arguments point to stay until it has ended."""
@@ -459,20 +478,22 @@ class Clock:
         return left
 
 
-def _slice() -> float:
-    """How long a wait of this thread in the library may be: signals are noticed between two."""
-    return _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
-
-
-def await_end(call: Call, timeout: float | None = None) -> bool:
-    """Whether the call has ended within so many seconds; None: waits without a limit. Signal handlers run meanwhile."""
+def _in_time(wait: Callable[[float], bool], timeout: float | None) -> bool:
+    """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
+    handlers run between two waits."""
+    most = _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
     clock = Clock(timeout)
     while True:
         left = clock.left()
-        if call.wait(_slice() if left is None else min(left, _slice())):
+        if wait(most if left is None else min(left, most)):
             return True
         if left == 0.0:
             return False
+
+
+def await_end(call: Call, timeout: float | None = None) -> bool:
+    """Whether the call has ended within so many seconds; None: waits without a limit."""
+    return _in_time(call.wait, timeout)
 
 
 def _run_watched(body: Callable[[], None], call: Call, on_progress: Callable[[bytes], None]) -> None:
@@ -493,11 +514,3 @@ def _run_watched(body: Callable[[], None], call: Call, on_progress: Callable[[by
 def _tell(call: Call, on_progress: Callable[[bytes], None]) -> None:
     if (told := call.progress()) is not None:
         on_progress(told)
-
-
-def address_of(memory: memoryview | None) -> tuple[int | None, int]:
-    """Where the bytes are, and how many."""
-    if memory is None or memory.nbytes == 0:
-        return None, 0
-    # NumPy takes the address of memory that is not writeable, too.
-    return int(np.frombuffer(memory, np.uint8).ctypes.data), memory.nbytes

@@ -58,8 +58,3 @@ def text_of_bytes(count: int) -> str:
         units.pop(0)
     digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:.{digits}f} {units[0]}"
-
-
-def exact_bytes(count: int) -> str:
-    """For errors, as the server and the C++ client say it: "4096 bytes", "1610612736 bytes (1.50 GiB)"."""
-    return f"{count} bytes" + (f" ({text_of_bytes(count)})" if count >= 10_000 else "")

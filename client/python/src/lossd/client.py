@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -13,11 +12,11 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _contexts, _loss_call, _native, _run, errors, types
+from lossd import _arrays, _loss_call, _native, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._interrupts import run_apart
-from lossd._loss_call import Arguments, Common, LossCall, Outputs, PendingLoss, Scale
-from lossd._native import Connections
+from lossd._loss_call import Asked, LossCall, PendingLoss
+from lossd._native import BackwardArguments, Connections, LossArguments
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
@@ -98,12 +97,14 @@ class Client(EmbeddingCalls):
         """
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
-        address, credentials = _contexts.resolve(target, context, ca, cert, key, token)
-        super().__init__(Connections(_native.ConnectionOptions(
-            address, credentials.ca, credentials.cert, credentials.key, credentials.token,
-            os.environ.get("LOSSD_TRANSPORT") or "auto" if transport is None else transport, _run.given_or_default(run),
-            expected_incarnation, channels, connect_timeout, wait_for_server, max_message_bytes, call_timeout,
-            transfer_timeout, loss_timeout, dead_peer_timeout, retry, shared_memory_bytes)))
+        super().__init__(Connections(
+            context,
+            {"target": target, "ca": ca, "cert": cert, "key": key, "token": token, "transport": transport, "run": run},
+            {"channels": channels, "connect_timeout": connect_timeout, "wait_for_server": wait_for_server,
+             "max_message_bytes": max_message_bytes, "call_timeout": call_timeout, "transfer_timeout": transfer_timeout,
+             "loss_timeout": loss_timeout, "dead_peer_timeout": dead_peer_timeout, "expected_incarnation": expected_incarnation,
+             "shared_memory_bytes": shared_memory_bytes},
+            retry))
         self._max_pending = max_pending
         self._lock = threading.Lock()
         self._pending: set[LossCall] = set()  # those under way, which keep their arrays; guarded by _lock
@@ -137,7 +138,7 @@ class Client(EmbeddingCalls):
     @property
     def target(self) -> str:
         """The address of the server, as it was given."""
-        return self._connections.options.target
+        return self._connections.target
 
     @property
     def run(self) -> str:
@@ -266,30 +267,48 @@ class Client(EmbeddingCalls):
             lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
         """
         self._connections.check_usable()
-        kind, shape, data = _arrays.rows_of_depths(hidden, dtype, depths)
+        kind, (count, width), data = _arrays.rows_of_depths(hidden, dtype, depths)
         labels = _arrays.as_targets(targets)
-        if len(labels) != shape[0]:
-            raise errors.InvalidArgument(f"targets has {len(labels)} entries for {shape[0]} rows of hidden")
+        if len(labels) != count:
+            raise errors.InvalidArgument(f"targets has {len(labels)} entries for {count} rows of hidden")
         if depths and isinstance(hidden, (list, tuple)):
-            gradient, places = _arrays.gradients_of_depths(grad_hidden, kind, shape[1], data, depths)
+            gradient, places = _arrays.gradients_of_depths(grad_hidden, kind, width, data, depths)
         else:
-            gradient, place = _arrays.gradient_rows(grad_hidden, kind, shape, data[0])
+            gradient, place = _arrays.gradient_rows(grad_hidden, kind, (count, width), data[0])
             places = [] if place is None else [place]
-        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, shape[0], data)
-        wanted = _arrays.row_arrays(rows, len(labels))
-        named = _arrays.as_classes(classes, len(labels))
-        outputs = Outputs(places, wanted, _arrays.class_arrays(named, top_k, len(labels)))
-        given = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        floats = {name: _arrays.as_floats(name, values) for name, values in given.items()}
-        arguments = _loss_call.forward(
-            Common(head, step, id, accumulate, len(labels), shape[1], streams, slice_bytes), hidden=data,
-            hidden_dtype=types.DTYPES[kind], targets=labels, row_weights=_arrays.as_floats("row_weights", row_weights),
-            options=options, scale=Scale(reduction, normalizer, grad_output),
-            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), retain=retain, outputs=outputs,
-            numbers={name: values for name, values in floats.items() if values is not None}, teacher=teacher,
-            teacher_hidden_size=teacher_size, classes=named,
-            soft=_arrays.as_soft_targets(target_classes, target_weights, len(labels)), depths=depths)
-        return self._start(arguments, outputs, _per_depth(gradient, depths), timeout, ready)
+        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, count, data)
+        given = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        per_row = {name: _arrays.as_floats(name, values, count) for name, values in given.items() if values is not None}
+        soft = _arrays.as_soft_targets(target_classes, target_weights, count)
+        named = _arrays.as_classes(classes, count)
+        of_rows, of_classes = _arrays.row_arrays(rows, count), _arrays.class_arrays(named, top_k, count)
+        if soft and of_classes:
+            raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
+        _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes)
+        _loss_call.check_objective(options, reduction, per_row)
+        open_ = loss_pb2.OpenMicrobatch(
+            head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], options=options.to_proto(),
+            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,
+            accumulate_gradients=accumulate, retain=retain, top_k=top_k,
+            class_count=0 if named is None else named.shape[-1], target_count=soft["target_classes"].shape[1] if soft else 0)
+        asked = Asked(LossArguments(
+            rows=count, hidden_size=width, teacher_hidden_size=teacher_size, classes_size=0 if named is None else named.size,
+            streams=streams or 0, slice_bytes=slice_bytes or 0), open_)
+        asked.put(targets=labels, classes=named, **per_row, **soft, **of_classes)
+        asked.put(**{f"row_{name}": array for name, array in of_rows.items()})
+        asked.put_rows(data, places, depths)
+        asked.put(teacher_hidden=teacher)
+        whole, of_depths = _per_depth(gradient, depths)
+
+        def finish(result: LossResult) -> LossResult:
+            result.grad_hidden, result.rows = whole, of_rows
+            for name, array in of_classes.items():
+                setattr(result, name, array)
+            for depth, part in zip(result.depths, of_depths):
+                depth.grad_hidden = part
+            return result
+
+        return PendingLoss(self._launch(asked, timeout, ready), finish)
 
     def distill(
             self, head: str, hidden: NDArray[Any], teacher_hidden: NDArray[Any], distillation: Distillation,
@@ -349,14 +368,21 @@ class Client(EmbeddingCalls):
         """
         self._connections.check_usable()
         upstream = _arrays.as_floats("grad_loss", grad_loss)
-        assert upstream is not None
+        given = {"grad_lse": grad_lse, "grad_entropy": grad_entropy}
+        others = {name: _arrays.as_floats(name, values, len(upstream)) for name, values in given.items() if values is not None}
         types.enum_value("dtype", types.DTYPES, dtype)
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
-        arguments = _loss_call.backward(
-            Common(head, step, id, accumulate, len(upstream), hidden_size, streams), hidden_dtype=types.DTYPES[dtype],
-            grad_loss=upstream, grad_lse=_arrays.as_floats("grad_lse", grad_lse),
-            grad_entropy=_arrays.as_floats("grad_entropy", grad_entropy), grad_hidden=[] if place is None else [place])
-        return self._start(arguments, Outputs(), (gradient, []), timeout, None)
+        _loss_call.check_numbers(step=step, id=id, streams=streams)
+        asked = Asked(
+            BackwardArguments(rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype], streams=streams or 0),
+            loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
+        asked.put(grad_loss=upstream, grad_hidden=place, **others)
+
+        def finish(result: LossResult) -> LossResult:
+            result.grad_hidden = gradient
+            return result
+
+        return PendingLoss(self._launch(asked, timeout, None), finish)
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
@@ -381,26 +407,13 @@ class Client(EmbeddingCalls):
         request = server_pb2.ListStreamsRequest(max_streams=max_streams)
         return read(StreamList, self._call("ListStreams", request, server_pb2.ListStreamsResponse, timeout))
 
-    def _start(self, arguments: Arguments, outputs: Outputs, gradients: tuple[Any, list[Any]], timeout: float | None,
-               ready: Callable[[], None] | None) -> PendingLoss:
-        def finish(result: LossResult) -> LossResult:
-            result.rows = dict(outputs.rows)
-            result.class_logprobs = outputs.classes.get("class_logprobs")
-            result.top_classes, result.top_logprobs = outputs.classes.get("top_classes"), outputs.classes.get("top_logprobs")
-            result.grad_hidden, of_depths = gradients
-            for depth, gradient in zip(result.depths, of_depths):
-                depth.grad_hidden = gradient
-            return result
-
-        return PendingLoss(self._launch(arguments, timeout, ready), finish)
-
-    def _launch(self, arguments: Arguments, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
-        seconds = self._connections.options.loss_timeout if timeout is None else timeout
+    def _launch(self, asked: Asked, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
+        seconds = self._connections.loss_timeout if timeout is None else timeout
         if not seconds > 0:
             raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
         clock = _native.Clock(seconds)
         self._sweep()
-        call = LossCall(self._connections, arguments, self._forget)
+        call = LossCall(self._connections, asked, self._forget)
         if not call.enter(self._max_pending, seconds):
             raise errors.DeadlineExceeded(
                 f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")

@@ -21,14 +21,7 @@ from lossd.v1 import head_pb2, server_pb2
 
 T = TypeVar("T", bound=Shown)
 SavePhase = Literal["waiting", "reading", "writing"]
-_SAVE_PHASES: Mapping[str, Any] = {
-    "waiting": head_pb2.SAVE_PHASE_WAITING, "reading": head_pb2.SAVE_PHASE_READING,
-    "writing": head_pb2.SAVE_PHASE_WRITING}
-
 StreamWait = Literal["open", "client", "server", "send", "end"]
-_STREAM_WAITS: Mapping[str, Any] = {
-    "open": server_pb2.STREAM_WAIT_OPEN, "client": server_pb2.STREAM_WAIT_CLIENT,
-    "server": server_pb2.STREAM_WAIT_SERVER, "send": server_pb2.STREAM_WAIT_SEND, "end": server_pb2.STREAM_WAIT_END}
 
 
 def _word(names: Mapping[str, Any], unspecified: str | None) -> Any:
@@ -302,7 +295,7 @@ class StreamDescription(Shown):
     received_bytes: int = 0
     sent_bytes: int = 0
     staging_bytes: int = 0
-    waits_for: StreamWait | None = _word(_STREAM_WAITS, None)  # the client, the server, or that an answer is taken
+    waits_for: StreamWait | None = _word(types.numbers_of(StreamWait, server_pb2.StreamWait), None)  # the client, the server, or that an answer is taken
     wait_seconds: float = 0.0
     age_seconds: float = 0.0
 
@@ -354,7 +347,7 @@ class AddedGradient(Shown):
 class SaveProgress(Shown):
     """How far Client.save_checkpoint is."""
 
-    phase: SavePhase | None = _word(_SAVE_PHASES, None)  # "reading": calls that change the head wait
+    phase: SavePhase | None = _word(types.numbers_of(SavePhase, head_pb2.SavePhase), None)  # "reading": calls that change the head wait
     total_bytes: int = 0  # of all tensors
     read_bytes: int = 0  # from the device
     written_bytes: int = 0  # to the disk, or on their way

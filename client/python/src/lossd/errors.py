@@ -135,8 +135,11 @@ class ForkedClient(LossdError, RuntimeError):
 _CLASSES: dict[int, type[LossdError]] = {  # by gRPC's status codes
     1: Cancelled, 3: InvalidArgument, 4: DeadlineExceeded, 5: NotFound, 6: AlreadyExists, 7: PermissionDenied, 8: ResourceExhausted,
     9: FailedPrecondition, 10: Aborted, 11: NonFinite, 12: Unimplemented, 14: Unavailable, 15: DataLoss, 16: Unauthenticated}
-# Where the C++ client has an argument of lossd.Client's methods.
-_PLACES = re.compile(r"^(options\.credentials|options\.loss|options|microbatch|outputs|gradients)\.")
+# What the C++ client calls otherwise than lossd.Client's methods do: its structs are gone, and some arguments have other names.
+_STRUCTS = re.compile(r"(options\.credentials|options|microbatch|outputs|gradients)\.")
+_WORDS = {"options.loss.": "options.", "accumulate_gradients": "accumulate", "REDUCTION_NONE": "reduction 'none'",
+          "Backward": "backward()"}
+_OTHERWISE = re.compile(rf"\b({'|'.join(map(re.escape, _WORDS))}|{_STRUCTS.pattern}(?=\w))")
 
 
 def from_code(code: int, message: str) -> LossdError:
@@ -146,9 +149,11 @@ def from_code(code: int, message: str) -> LossdError:
 
 def from_native(code: int, message: str, detail: types_pb2.ErrorDetail | None, kind: type[LossdError] | None) -> LossdError:
     """The error of a call of the library. `kind`: what an Aborted is, if that is known."""
-    if detail is not None and _PLACES.match(detail.field) and message.startswith(detail.field):  # what the client refused itself
-        name = _PLACES.sub("", detail.field)
-        message = name + message[len(detail.field):]
-        detail.field = name
+    if detail is not None and _STRUCTS.match(detail.field) and message.startswith(detail.field):  # what the client refused itself
+        message, detail.field = _in_python(message), _in_python(detail.field)
     made = kind if kind is not None else _CLASSES.get(code, Internal)
     return made(message, detail)
+
+
+def _in_python(text: str) -> str:
+    return _OTHERWISE.sub(lambda found: _WORDS.get(found[0], ""), text)

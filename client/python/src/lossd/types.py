@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,43 +31,28 @@ Norm = Literal["none", "layernorm", "rmsnorm"]
 OptimizerState = Literal["none", "momentum", "adam"]
 # Results per row. Natural logarithms; 0 for ignored rows (argmax: -1).
 RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
-ROW_OUTPUTS: tuple[RowOutput, ...] = ("loss", "lse", "entropy", "logprob", "argmax")
-# Several results per row, of single classes.
-ClassOutput = Literal["class_logprobs", "top_logprobs", "top_classes"]
+ROW_OUTPUTS: tuple[RowOutput, ...] = get_args(RowOutput)
 
-DTYPES: Mapping[str, types_pb2.DType] = {
-    "fp32": types_pb2.DTYPE_FP32, "fp16": types_pb2.DTYPE_FP16, "bf16": types_pb2.DTYPE_BF16}
-REDUCTIONS: Mapping[str, loss_pb2.Reduction] = {
-    "sum": loss_pb2.REDUCTION_SUM, "mean": loss_pb2.REDUCTION_MEAN, "none": loss_pb2.REDUCTION_NONE}
-LOGITS: Mapping[str, head_pb2.Logits] = {
-    "stored": head_pb2.LOGITS_STORED, "recomputed": head_pb2.LOGITS_RECOMPUTED}
-SPLITS: Mapping[str, head_pb2.Split] = {
-    "any": head_pb2.SPLIT_UNSPECIFIED, "rows": head_pb2.SPLIT_ROWS, "vocabulary": head_pb2.SPLIT_VOCABULARY}
-RESIDENCIES: Mapping[str, head_pb2.Residency] = {
-    "device": head_pb2.RESIDENCY_DEVICE, "host": head_pb2.RESIDENCY_HOST}
-GRADIENTS: Mapping[str, loss_pb2.Gradients] = {
-    "exact": loss_pb2.GRADIENTS_EXACT, "filtered": loss_pb2.GRADIENTS_FILTERED, "sampled": loss_pb2.GRADIENTS_SAMPLED,
-    "auto": loss_pb2.GRADIENTS_AUTO}
-OBJECTIVES: Mapping[str, loss_pb2.ObjectiveKind] = {
-    "reinforce": loss_pb2.OBJECTIVE_REINFORCE, "importance_sampling": loss_pb2.OBJECTIVE_IMPORTANCE_SAMPLING,
-    "ppo": loss_pb2.OBJECTIVE_PPO, "cispo": loss_pb2.OBJECTIVE_CISPO, "dft": loss_pb2.OBJECTIVE_DFT}
-KLS: Mapping[str, loss_pb2.KlEstimator] = {"k1": loss_pb2.KL_K1, "k2": loss_pb2.KL_K2, "k3": loss_pb2.KL_K3}
-DIVERGENCES: Mapping[str, loss_pb2.Divergence] = {
-    "forward_kl": loss_pb2.DIVERGENCE_FORWARD_KL, "reverse_kl": loss_pb2.DIVERGENCE_REVERSE_KL,
-    "jensen_shannon": loss_pb2.DIVERGENCE_JENSEN_SHANNON, "total_variation": loss_pb2.DIVERGENCE_TOTAL_VARIATION}
-RESTS: Mapping[str, loss_pb2.Rest] = {
-    "none": loss_pb2.REST_NONE, "renormalized": loss_pb2.REST_RENORMALIZED, "one_class": loss_pb2.REST_ONE_CLASS}
-PARAMS: Mapping[str, head_pb2.Param] = {
-    "weight": head_pb2.PARAM_WEIGHT, "bias": head_pb2.PARAM_BIAS, "norm_gain": head_pb2.PARAM_NORM_GAIN,
-    "norm_shift": head_pb2.PARAM_NORM_SHIFT, "class_weights": head_pb2.PARAM_CLASS_WEIGHTS}
-ROLES: Mapping[str, head_pb2.Role] = {
-    "value": head_pb2.ROLE_VALUE, "gradient": head_pb2.ROLE_GRADIENT, "moment1": head_pb2.ROLE_MOMENT1,
-    "moment2": head_pb2.ROLE_MOMENT2}
-NORMS: Mapping[str, head_pb2.Norm] = {
-    "none": head_pb2.NORM_NONE, "layernorm": head_pb2.NORM_LAYERNORM, "rmsnorm": head_pb2.NORM_RMSNORM}
-OPTIMIZER_STATES: Mapping[str, head_pb2.OptimizerState] = {
-    "none": head_pb2.OPTIMIZER_STATE_NONE, "momentum": head_pb2.OPTIMIZER_STATE_MOMENTUM,
-    "adam": head_pb2.OPTIMIZER_STATE_ADAM}
+def numbers_of(words: Any, kind: Any) -> Mapping[str, Any]:
+    """The protocol's numbers of words, which are a Literal: "rmsnorm" is NORM_RMSNORM."""
+    prefix = kind.Name(0).removesuffix("UNSPECIFIED")
+    return {word: kind.Value(prefix + word.upper()) for word in get_args(words)}
+
+
+DTYPES = numbers_of(DType, types_pb2.DType)
+REDUCTIONS = numbers_of(Reduction, loss_pb2.Reduction)
+LOGITS = numbers_of(Logits, head_pb2.Logits)
+SPLITS = {"any": head_pb2.SPLIT_UNSPECIFIED, "rows": head_pb2.SPLIT_ROWS, "vocabulary": head_pb2.SPLIT_VOCABULARY}
+RESIDENCIES = numbers_of(Residency, head_pb2.Residency)
+GRADIENTS = numbers_of(Gradients, loss_pb2.Gradients)
+OBJECTIVES = numbers_of(ObjectiveKind, loss_pb2.ObjectiveKind)
+KLS = numbers_of(Kl, loss_pb2.KlEstimator)
+DIVERGENCES = numbers_of(Divergence, loss_pb2.Divergence)
+RESTS = numbers_of(Rest, loss_pb2.Rest)
+PARAMS = numbers_of(Param, head_pb2.Param)
+ROLES = numbers_of(Role, head_pb2.Role)
+NORMS = numbers_of(Norm, head_pb2.Norm)
+OPTIMIZER_STATES = numbers_of(OptimizerState, head_pb2.OptimizerState)
 
 # How elements lie in NumPy's memory. NumPy has no bf16: its bits are uint16, the upper half of a float32.
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
@@ -79,6 +64,14 @@ def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
     if name in names:
         return names[name]
     raise errors.InvalidArgument(f"{field_name} is {name!r}; it must be one of {', '.join(names)}")
+
+
+def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
+    """The value. InvalidArgument, naming the field, unless it is a whole number in [least, 2^bits)."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= int(value) < 1 << bits:
+        raise errors.InvalidArgument(f"{field_name} is {value!r}; it must be a whole number in [{least}, 2^{bits})",
+                                     types_pb2.ErrorDetail(field=field_name, value=str(value)))
+    return int(value)
 
 
 _RATIO_KINDS = ("importance_sampling", "ppo", "cispo")
@@ -320,9 +313,6 @@ def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
         raise errors.InvalidArgument(f"{field_name} is {value}; it must be {rule}")
 
 
-MOST_DEPTHS = 64  # of a microbatch
-
-
 @dataclass(frozen=True)
 class Depth:
     """A run of rows of a microbatch with a part of its own in the loss, such as the rows that predict the token after the next.
@@ -423,18 +413,6 @@ class DepthResult:
     repeated_rows: int = 0
     grad_hidden: NDArray[Any] | None = field(default=None, repr=False)  # [rows of the depth, D], if wanted
 
-    def add(self, summary: loss_pb2.DepthSummary) -> None:
-        """Adds the sums of one call, whose normalizer it takes."""
-        self.normalizer = summary.normalizer
-        self.loss = summary.loss_sum / summary.normalizer if summary.valid_rows else 0.0
-        self.loss_sum += summary.loss_sum
-        self.z_loss_sum += summary.z_loss_sum
-        self.entropy_sum += summary.entropy_sum
-        self.valid_rows += summary.valid_rows
-        self.correct_rows += summary.correct_rows
-        self.accumulated_rows += summary.accumulated_rows
-        self.repeated_rows += summary.repeated_rows
-
 
 @dataclass(repr=False)
 class LossResult(Shown):
@@ -496,32 +474,6 @@ class LossResult(Shown):
         `squared_gradient`.
         """
         return math.sqrt(self.sampling_variance / self.squared_gradient) if self.squared_gradient > 0 else 0.0
-
-    def add(self, summary: loss_pb2.MicrobatchSummary) -> None:
-        """Adds the sums of one call."""
-        self.loss_sum += summary.loss_sum
-        self.z_loss_sum += summary.z_loss_sum
-        self.entropy_sum += summary.entropy_sum
-        self.dropped_mass += summary.dropped_mass
-        self.sampling_variance += summary.sampling_variance
-        self.squared_gradient += summary.squared_gradient
-        for sums in fields(ObjectiveSums):
-            setattr(self.objective, sums.name, getattr(self.objective, sums.name) + getattr(summary.objective, sums.name))
-        self.divergence_sum += summary.divergence_sum
-        self.target_loss_sum += summary.target_loss_sum
-        self.depths += [DepthResult() for _ in range(len(summary.depths) - len(self.depths))]
-        for depth, sums_of_depth in zip(self.depths, summary.depths):
-            depth.add(sums_of_depth)
-        self.valid_rows += summary.valid_rows
-        self.unlisted_rows += summary.unlisted_rows
-        self.correct_rows += summary.correct_rows
-        self.accumulated_rows += summary.accumulated_rows
-        self.repeated_rows += summary.repeated_rows
-        self.queue_seconds += summary.queue_seconds
-        self.compute_seconds += summary.compute_seconds
-        self.incarnation = summary.state.incarnation
-        self.step = summary.state.step
-        self.weights_version = summary.state.weights_version
 
 
 @dataclass(repr=False)

@@ -243,7 +243,7 @@ def test_a_head_that_exists(client, head_name):
     with pytest.raises(lossd.AlreadyExists):
         patch(make_model("llama"), client, head_name, "llama")
     patch(make_model("llama"), client, head_name, "llama", if_exists="keep")
-    with pytest.raises(lossd.AlreadyExists, match="frozen False instead of True"):
+    with pytest.raises(lossd.AlreadyExists, match="frozen false instead of true"):
         patch(make_model("llama"), client, head_name, "llama", if_exists="keep", freeze=True)
     assert model.config.vocab_size == V
 

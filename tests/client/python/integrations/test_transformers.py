@@ -423,5 +423,5 @@ def test_the_old_word(client, head_name):
         patched(make_model("llama"), client, head_name, exist_ok=True, if_exists="reset")
     with pytest.raises(ValueError, match="if_exists is 'new'"):
         patched(make_model("llama"), client, head_name, if_exists="new")
-    with pytest.raises(lossd.AlreadyExists, match="frozen False instead of True"):
+    with pytest.raises(lossd.AlreadyExists, match="frozen false instead of true"):
         patched(make_model("llama"), client, head_name, if_exists="reset", freeze=True)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 import lossd
 from lossd.torch import _input
 from lossd.torch._job import Job, LossExtras
-from lossd.types import MOST_DEPTHS
+
+_MOST_DEPTHS = 64  # of a microbatch
 
 
 @dataclass
@@ -63,8 +64,8 @@ def read(head: str, hidden_size: int, hidden: Any, targets: Any, row_weights: An
     parts = _parts(hidden)
     views = parts if len(parts) > 1 else parts[0].unbind(0)
     count = len(views)
-    if not 1 <= count <= MOST_DEPTHS:
-        raise ValueError(f"hidden has {count} depths; it must have 1 to {MOST_DEPTHS}")
+    if not 1 <= count <= _MOST_DEPTHS:
+        raise ValueError(f"hidden has {count} depths; it must have 1 to {_MOST_DEPTHS}")
     _input.check_tensors(views[0], targets, {"row_weights": row_weights})
     factors = _weights(weights, count)
     rows_of_one = targets.dim() == views[0].dim() - 1

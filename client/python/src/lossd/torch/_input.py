@@ -4,10 +4,13 @@ written into."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +21,33 @@ from lossd import errors, types
 from lossd._arrays import as_targets
 from lossd.types import DType
 from lossd.v1 import types_pb2
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, whose TypeError for an unknown keyword argument names the one that was probably meant.
+
+    Its signature and documentation stay visible.
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    called = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"{called}() has no argument {name!r}{_suggestion(name, names)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _suggestion(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"
 
 
 def check_words(client: Any, head: Any, reduction: Any, state: Any) -> None:
@@ -75,6 +105,13 @@ def names_of_extras(extras: Any, known: tuple[str, ...]) -> tuple[Any, ...]:
 
 def _a(value: Any) -> str:
     return f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+
+
+def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which targets are among the classes of a head, which are ascending."""
+    places = np.minimum(np.searchsorted(classes, targets), len(classes) - 1)
+    found: NDArray[np.bool_] = classes[places] == targets
+    return found
 
 
 # ---- Arguments of forward ----

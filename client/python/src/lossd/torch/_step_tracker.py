@@ -318,12 +318,12 @@ class Continuation:
     @property
     def is_loaded(self) -> bool:
         """Whether this program has, and no step came after that."""
-        return self._loaded or _loaded.loaded(self._head, self._description.state.incarnation)
+        return self._loaded or _loaded.has(self._head, self._description.state)
 
     def forget(self) -> None:
         """What was restored was the start of something else: a step has come after it."""
         self._loaded = False
-        _loaded.forget_loaded(self._head, self._description.state.incarnation)
+        _loaded.forget(self._head, self._description.state)
 
     def begin(self) -> None:
         """Before a forward in training: the first one says what it continues."""

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 import lossd
 from lossd import errors
-from lossd._arrays import known_arguments
 from lossd.torch import _data_parallel, _input, _modes
+from lossd.torch._input import known_arguments
 from lossd.torch._modes import Pass, checkpoint_pass, outside_of_compile
 from lossd.torch.head import LossHead
 

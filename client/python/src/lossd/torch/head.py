@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 import lossd
 from lossd import errors
-from lossd._arrays import known_arguments, listed
 from lossd.torch import _data_parallel, _depths, _input, _modes, _step_tracker
 from lossd.torch._depths import DepthLosses
+from lossd.torch._input import known_arguments, listed
 from lossd.torch._modes import outside_of_compile
 from lossd.torch._row_gradients import RowGradients
 from lossd.torch._job import EXTRAS, Extra, GradientScale, Job, LossOutput

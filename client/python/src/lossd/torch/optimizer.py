@@ -11,8 +11,8 @@ import torch
 
 import lossd
 from lossd import errors
-from lossd._arrays import known_arguments
 from lossd.torch import _step_tracker
+from lossd.torch._input import known_arguments
 from lossd.torch._stand_in import Gradient, Notes, StandIn
 from lossd.torch.embedding import ServedEmbedding
 from lossd.torch.head import LossHead

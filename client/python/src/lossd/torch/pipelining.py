@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lossd._arrays import known_arguments
+from lossd.torch._input import known_arguments
 from lossd.torch._modes import Asked, asked_by_schedule
 from lossd.torch.head import LossHead
 

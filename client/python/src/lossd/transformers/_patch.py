@@ -15,8 +15,8 @@ import torch
 from transformers.utils import ModelOutput
 
 import lossd
-from lossd._arrays import known_arguments
 from lossd.torch import LossHead, TiedEmbedding, _data_parallel
+from lossd.torch._input import known_arguments
 from lossd.transformers._head_module import IfExists, ModelHead, ServedHead, Tied, base_of, existing, head_options
 from lossd.transformers._logits import IGNORED, HeadPlace, inputs_without_labels, measure, random_tokens_loss
 from lossd.transformers._served_rows import InputPlaces

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 import lossd
-from lossd._arrays import known_arguments
 from lossd.torch import HeadOptimizer, LossHead, TiedEmbedding, _data_parallel
+from lossd.torch._input import known_arguments
 from lossd.torch._job import Extra
 from lossd.transformers._head_module import (
     IfExists,

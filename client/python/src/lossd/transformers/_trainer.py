@@ -16,8 +16,8 @@ import torch
 from transformers import TrainerCallback
 
 import lossd
-from lossd._arrays import known_arguments
 from lossd.torch import HeadOptimizer
+from lossd.torch._input import known_arguments
 from lossd.transformers import _remote
 from lossd.transformers._head_module import ServedHead, base_of, served_head
 from lossd.transformers._patch import summed_loss, wrap_forward
