@@ -45,11 +45,13 @@ struct StreamFacts {
   const Duty* duty = nullptr;
   RowRange rows;
   bool accumulates = false, retains = false, backward = false;
+  kernels::Embedding embedding = kernels::Embedding::kNone;
   int64_t row_grid = 0;
   // When it was opened: the time, and what the device was like.
   int64_t opened = 0;
   int64_t generation = -1;
   int64_t version = 0;
+  uint64_t weights_version = 0;  // the engine's number of it
   int64_t failed_results = 0, broken = 0;
   // What its caller did.
   bool cut = false, broke_a_rule = false;
@@ -68,15 +70,26 @@ inline float UpstreamOf(int64_t row) { return static_cast<float>(1 + row % 3); }
 // Why a stream was not opened.
 std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
                          const Device& device, const Setup& setup, bool stopping);
+// Why a stream was not opened whose fields do not go together, or that contradicts a duty.
+std::string CheckRightlyRefused(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
+                                const Device& device, const Setup& setup, bool stopping);
 // The results of a slice; notes them.
 std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t newest_version,
                        StreamFacts& stream);
-// The end of a stream.
 // Behind the last row of the depth of `row`; the end of a microbatch that is not divided.
 int64_t EndOfDepth(const Duty& duty, int64_t row);
 
+// The end of a stream.
 std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,
                      const HeadFacts& head, const Device& device, bool stopping);
+
+// What the device calls the version of the weights that a result is of, by the name that the result gives it.
+using VersionNames = std::map<uint64_t, int64_t>;
+// A result of the version `weights_version` that was computed with version `on_device`; notes the pair.
+std::string CheckVersion(uint64_t weights_version, int64_t on_device, VersionNames& names);
+
+// What is counted while a call is refused: "" if it has changed nothing.
+std::string CheckBookedNothing(const EngineStats& before, const EngineStats& after);
 
 // A generation at the end of the run. `streams` by number.
 std::string CheckGeneration(const Generation& generation, int64_t number,
