@@ -408,15 +408,20 @@ std::string CheckBookedNothing(const EngineStats& before, const EngineStats& aft
   return "";
 }
 
-std::string CheckGeneration(const Generation& generation, int64_t number,
-                            const std::map<int64_t, int64_t>& generation_of_stream,
-                            const std::vector<Duty>& duties, bool deterministic, int64_t row_grid) {
-  if (generation.broken) return "";
+std::string CheckOnce(const Generation& generation) {
   for (const auto& [name, times] : generation.times) {
     if (times != 1)
       return absl::StrCat("row ", name % kMostRows, " of ", name / kMostRows, " was accumulated ", times,
                           " times");
   }
+  return "";
+}
+
+std::string CheckGeneration(const Generation& generation, int64_t number,
+                            const std::map<int64_t, int64_t>& generation_of_stream,
+                            const std::vector<Duty>& duties, bool deterministic, int64_t row_grid) {
+  if (generation.broken) return "";
+  if (std::string wrong = CheckOnce(generation); !wrong.empty()) return wrong;
   if (std::string wrong = CheckPromises(generation); !wrong.empty()) return wrong;
   SerialOrder order(duties, row_grid);
   for (const Added& added : generation.added) {

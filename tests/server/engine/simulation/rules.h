@@ -91,6 +91,8 @@ std::string CheckVersion(uint64_t weights_version, int64_t on_device, VersionNam
 // What is counted while a call is refused: "" if it has changed nothing.
 std::string CheckBookedNothing(const EngineStats& before, const EngineStats& after);
 
+// Whether each row of a generation is in it once.
+std::string CheckOnce(const Generation& generation);
 // A generation at the end of the run. `streams` by number.
 std::string CheckGeneration(const Generation& generation, int64_t number,
                             const std::map<int64_t, int64_t>& generation_of_stream,

@@ -804,7 +804,9 @@ void RunRefused(World& world, HeadWorld& head, const Action& action) {
   const uint64_t step = OpenStepOf(world, head);
   StreamFacts facts{.duty = &duty, .rows = {0, duty.rows}, .accumulates = true};
   facts.opened = world.Tick();
-  if (duty.adds_row_gradients()) facts.embedding = kernels::Embedding::kGradients;
+  // What has the id of a contribution may be of either kind.
+  const bool any_kind = duty.kind == Kind::kContribution && random() % 2 == 0;
+  if (duty.adds_row_gradients() || any_kind) facts.embedding = kernels::Embedding::kGradients;
   const int64_t added = random() % 4 == 0 ? -1 : FirstAdded(world, head, duty, facts.opened);
   if (added < 0) {
     facts.embedding = random() % 2 == 0 ? kernels::Embedding::kRows : kernels::Embedding::kGradients;
@@ -900,6 +902,7 @@ std::string CheckClosed(World& world, const HeadWorld& head, const StepRequest& 
   std::string wrong = "no generation has its rows";
   for (int64_t number = first; number < on_device->generation_number(); ++number) {
     const Generation& generation = world.device.Of(number);
+    if (std::string twice = CheckOnce(generation); !generation.broken && !twice.empty()) return twice;
     if (generation.rows != result.rows) continue;
     wrong = whole ? CheckWholeStep(generation, head.duties) : "";
     if (generation.closed_lazily != request.optimizer.lazy_rows) wrong = "its rows are lazy, or should be";
