@@ -818,14 +818,21 @@ void RunRefused(World& world, HeadWorld& head, const Action& action) {
   } else {
     Contradict(random, added, facts, spec);
   }
+  // So is the id of a microbatch for a contribution.
+  const bool contributes = added >= 0 && duty.kind != Kind::kContribution && random() % 4 == 0;
+  const auto call = [&] {
+    if (!contributes) return world.engine->Open(spec, std::make_shared<Inbox>(&world)).status();
+    const ContributionSpec contribution{
+        .head = head.name, .step = step, .contribution_id = duty.id, .rows = RowRange{0, 1}};
+    return world.engine->OpenContribution(contribution).status();
+  };
   const EngineStats before = world.engine->stats();
-  const auto stream = world.engine->Open(spec, std::make_shared<Inbox>(&world));
+  const absl::Status status = call();
   const EngineStats after = world.engine->stats();
-  world.Note("a call for microbatch ", duty.id, " that is to be refused: ", stream.status());
-  world.Judge(
-      CheckRightlyRefused(stream.status(), facts, head.facts, world.device, world.plan.setup, world.stopping),
-      head.name, ", microbatch ", duty.id, added < 0 ? "" : ", in contradiction");
-  if (!stream.ok()) world.Judge(CheckBookedNothing(before, after), stream.status().message());
+  world.Note("a call for ", duty.id, " that is to be refused: ", status);
+  world.Judge(CheckRightlyRefused(status, facts, head.facts, world.device, world.plan.setup, world.stopping),
+              head.name, ", ", duty.id, added < 0 ? "" : ", in contradiction");
+  world.Judge(CheckBookedNothing(before, after), status.message());
 }
 
 absl::Status RunContribution(World& world, HeadWorld& head, const Duty& duty, RowRange rows, uint64_t step,
