@@ -86,11 +86,10 @@ struct Duty {
   std::vector<RowRange> parts;     // each sent by a task
   std::vector<Depth> depths;       // empty: the rows are not divided
   bool want_grad_hidden = false;
-  float scale = 1.0f;  // kRowGradients: of all its gradients
-  bool embeds_before =
-      false;             // likewise: every attempt gets the rows first, as a trainer's forward pass does
-  int cut_attempts = 0;  // of the first attempts of each part, so many end in the middle
-  int bad_attempts = 0;  // so many have a row that is not finite
+  float scale = 1.0f;          // kRowGradients: of all its gradients
+  bool embeds_before = false;  // kRowGradients: each attempt gets the rows first, as a forward pass does
+  int cut_attempts = 0;        // of the first attempts of each part, so many end in the middle
+  int bad_attempts = 0;        // so many have a row that is not finite
   int64_t valid_rows() const;
   bool adds_row_gradients() const { return kind == Kind::kRowGradients; }
 };

@@ -298,8 +298,10 @@ class SerialOrder {
 // Gradients of an embedding reach the row of the weight that their id names, and a loss the row of its
 // target.
 std::string CheckAddedRow(const Added& added, const Added::Row& row, const std::vector<Duty>& duties) {
-  const Duty& duty = duties[static_cast<size_t>(row.name / kMostRows)];
+  const auto id = static_cast<size_t>(row.name / kMostRows);
   const int64_t number = row.name % kMostRows;
+  if (id >= duties.size() || number >= duties[id].rows) return "a row was accumulated that nobody sent";
+  const Duty& duty = duties[id];
   if (added.row_gradients != duty.adds_row_gradients())
     return absl::StrCat("row ", number, " of ", duty.id, " was accumulated as one of another kind");
   if (row.target != duty.targets[static_cast<size_t>(number)])
@@ -349,10 +351,11 @@ std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, 
   return absl::StrCat("a stream was refused without a reason: ", status.ToString());
 }
 
-std::string CheckRightlyRefused(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
-                                const Device& device, const Setup& setup, bool stopping) {
-  if (status.ok()) return "a stream was opened that is to be refused";
-  if (absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status)) return "";
+std::string CheckRightlyRefused(const absl::Status& status, absl::StatusCode code, const StreamFacts& stream,
+                                const HeadFacts& head, const Device& device, const Setup& setup,
+                                bool stopping) {
+  if (status.ok()) return "a call was opened that is to be refused";
+  if (status.code() == code) return "";
   return CheckRefusal(status, stream, head, device, setup, stopping);
 }
 

@@ -70,9 +70,10 @@ inline float UpstreamOf(int64_t row) { return static_cast<float>(1 + row % 3); }
 // Why a stream was not opened.
 std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
                          const Device& device, const Setup& setup, bool stopping);
-// Why a stream was not opened whose fields do not go together, or that contradicts a duty.
-std::string CheckRightlyRefused(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
-                                const Device& device, const Setup& setup, bool stopping);
+// What a call came to that is to be refused with `code`, unless the head or the server refuses all calls.
+std::string CheckRightlyRefused(const absl::Status& status, absl::StatusCode code, const StreamFacts& stream,
+                                const HeadFacts& head, const Device& device, const Setup& setup,
+                                bool stopping);
 // The results of a slice; notes them.
 std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t newest_version,
                        StreamFacts& stream);
@@ -83,12 +84,13 @@ int64_t EndOfDepth(const Duty& duty, int64_t row);
 std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,
                      const HeadFacts& head, const Device& device, bool stopping);
 
-// What the device calls the version of the weights that a result is of, by the name that the result gives it.
+// The device's number of each version of the weights, by the engine's number.
 using VersionNames = std::map<uint64_t, int64_t>;
-// A result of the version `weights_version` that was computed with version `on_device`; notes the pair.
+// A result says that it is of `weights_version`, and was computed with the device's version `on_device`.
+// Notes the pair.
 std::string CheckVersion(uint64_t weights_version, int64_t on_device, VersionNames& names);
 
-// What is counted while a call is refused: "" if it has changed nothing.
+// What the engine counts before and after a call that it refused.
 std::string CheckBookedNothing(const EngineStats& before, const EngineStats& after);
 
 // Whether each row of a generation is in it once.

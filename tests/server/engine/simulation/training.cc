@@ -730,7 +730,7 @@ absl::Status RunStream(World& world, HeadWorld& head, const Duty& duty, RowRange
 
 namespace {
 
-// Makes the fields of a stream of an embedding fit together no more.
+// Breaks one rule about the fields of a stream of an embedding.
 void BreakEmbedding(std::mt19937_64& random, const kernels::HeadConfig& config, StreamSpec& spec) {
   const uint64_t rule = spec.rows.size() > 0 ? random() % 10 : random() % 7;
   switch (rule) {
@@ -765,14 +765,17 @@ void BreakEmbedding(std::mt19937_64& random, const kernels::HeadConfig& config, 
   }
 }
 
-// Makes a stream contradict what has been accumulated of row `row` of its microbatch: as a row for another
-// target, by another factor, or as one of another kind.
-void Contradict(std::mt19937_64& random, int64_t row, StreamFacts& stream, StreamSpec& spec) {
-  const uint64_t how = stream.duty->kind == Kind::kContribution ? 3 : random() % 3;
-  int32_t& target = spec.targets[static_cast<size_t>(row - spec.rows.begin)];
-  if (how == 0) target = (target + 1) % kVocab;
-  if (how == 1) spec.grad_output *= 2.0f;
-  if (how == 2) {
+// Makes a stream contradict what has been accumulated of row `row` of its microbatch: the row has another
+// target, another factor, or is of another kind. The id of a contribution is enough of a contradiction.
+void Contradict(std::mt19937_64& random, int64_t row, const StreamFacts& stream, StreamSpec& spec) {
+  if (stream.duty->kind == Kind::kContribution) return;
+  const uint64_t how = random() % 3;
+  if (how == 0) {
+    int32_t& target = spec.targets[static_cast<size_t>(row - spec.rows.begin)];
+    target = (target + 1) % kVocab;
+  } else if (how == 1) {
+    spec.grad_output *= 2.0f;
+  } else {
     spec.options.embedding = stream.embedding == kernels::Embedding::kNone ? kernels::Embedding::kGradients
                                                                            : kernels::Embedding::kNone;
     spec.want_grad_hidden = false;
@@ -804,7 +807,7 @@ void RunRefused(World& world, HeadWorld& head, const Action& action) {
   const uint64_t step = OpenStepOf(world, head);
   StreamFacts facts{.duty = &duty, .rows = {0, duty.rows}, .accumulates = true};
   facts.opened = world.Tick();
-  // What has the id of a contribution may be of either kind.
+  // A microbatch with the id of a contribution may be of either kind.
   const bool any_kind = duty.kind == Kind::kContribution && random() % 2 == 0;
   if (duty.adds_row_gradients() || any_kind) facts.embedding = kernels::Embedding::kGradients;
   const int64_t added = random() % 4 == 0 ? -1 : FirstAdded(world, head, duty, facts.opened);
@@ -818,7 +821,7 @@ void RunRefused(World& world, HeadWorld& head, const Action& action) {
   } else {
     Contradict(random, added, facts, spec);
   }
-  // So is the id of a microbatch for a contribution.
+  // A contribution may not have the id of a microbatch either.
   const bool contributes = added >= 0 && duty.kind != Kind::kContribution && random() % 4 == 0;
   const auto call = [&] {
     if (!contributes) return world.engine->Open(spec, std::make_shared<Inbox>(&world)).status();
@@ -830,8 +833,10 @@ void RunRefused(World& world, HeadWorld& head, const Action& action) {
   const absl::Status status = call();
   const EngineStats after = world.engine->stats();
   world.Note("a call for ", duty.id, " that is to be refused: ", status);
-  world.Judge(CheckRightlyRefused(status, facts, head.facts, world.device, world.plan.setup, world.stopping),
-              head.name, ", ", duty.id, added < 0 ? "" : ", in contradiction");
+  const auto code = added < 0 ? absl::StatusCode::kInvalidArgument : absl::StatusCode::kFailedPrecondition;
+  world.Judge(
+      CheckRightlyRefused(status, code, facts, head.facts, world.device, world.plan.setup, world.stopping),
+      head.name, ", ", duty.id, added < 0 ? "" : ", in contradiction");
   world.Judge(CheckBookedNothing(before, after), status.message());
 }
 

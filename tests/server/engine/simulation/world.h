@@ -77,10 +77,10 @@ class World {
   std::deque<absl::AnyInvocable<void()>> memory_ready;  // what OnMemory was given
   int64_t receiving = 0;                                // of them, those that run now
   std::map<int64_t, int64_t> generation_of_stream;      // by number
-  VersionNames version_names;
-  int64_t streams = 0;     // so far, and their last number
-  int64_t live_calls = 0;  // on_queued functions that the engine has
-  int64_t results = 0;     // slices and ends that were checked
+  VersionNames version_names;                           // of all heads
+  int64_t streams = 0;                                  // so far, and their last number
+  int64_t live_calls = 0;                               // on_queued functions that the engine has
+  int64_t results = 0;                                  // slices and ends that were checked
 
   // The simulation's time, finer than the scheduler's: another one for each event.
   int64_t Tick() { return ++ticks_; }
