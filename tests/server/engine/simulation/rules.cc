@@ -173,6 +173,15 @@ bool BelongsToStep(const StreamFacts& stream) {
   return stream.accumulates || stream.retains || stream.backward;
 }
 
+// A reset ends streams. It is refused while streams that accumulate are open, so it ends those of them alone
+// that were opened while it was under way.
+bool EndedByReset(const StreamFacts& stream, const HeadFacts& head) {
+  return std::any_of(head.changes.begin(), head.changes.end(), [&](const Change& change) {
+    return change.what == Change::What::kReset && change.end >= stream.opened &&
+           (!stream.accumulates || change.begin < stream.opened);
+  });
+}
+
 // Another call may have sent the same rows.
 bool BadRowsAmong(const StreamFacts& stream, const HeadFacts& head) {
   const auto it = head.bad_rows.find(stream.duty->id);
@@ -198,7 +207,8 @@ bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFact
              (device.broken > 0 && head.Changed({Change::What::kStep}, stream.opened));
     case absl::StatusCode::kAborted:
       return head.Changed({Change::What::kStep, Change::What::kLoad, Change::What::kWrite}, stream.opened) ||
-             (BelongsToStep(stream) && head.Changed({Change::What::kZero}, stream.opened));
+             (BelongsToStep(stream) && head.Changed({Change::What::kZero}, stream.opened)) ||
+             EndedByReset(stream, head);
     case absl::StatusCode::kUnavailable:
       return stopping;
     default:
@@ -330,7 +340,7 @@ std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, 
       if (recreated || stream.backward) return "";
       break;
     case absl::StatusCode::kUnavailable:
-      if (recreated || stopping || head.Changed({Change::What::kLoad}, 0)) return "";
+      if (recreated || stopping || head.Changed({Change::What::kLoad, Change::What::kReset}, 0)) return "";
       if (head.Changed({Change::What::kWrite, Change::What::kStep}, stream.opened)) return "";
       break;
     case absl::StatusCode::kInternal:

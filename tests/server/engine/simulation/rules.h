@@ -24,7 +24,7 @@ namespace lossd::engine::simulation {
 
 // A call that changes what streams depend on, from its request to its answer.
 struct Change {
-  enum class What : uint8_t { kStep, kZero, kLoad, kRecreate, kWrite };
+  enum class What : uint8_t { kStep, kZero, kLoad, kReset, kRecreate, kWrite };
   What what = What::kZero;
   int64_t begin = 0;
   int64_t end = std::numeric_limits<int64_t>::max();  // it is under way

@@ -17,7 +17,7 @@ namespace {
 
 bool CompleteAt(const HeadFacts& facts, int64_t opened) {
   using What = Change::What;
-  return !facts.Changed({What::kStep, What::kZero, What::kLoad, What::kRecreate}, opened);
+  return !facts.Changed({What::kStep, What::kZero, What::kLoad, What::kReset, What::kRecreate}, opened);
 }
 
 // One step of one head: its parts, each a task that repeats until it has succeeded.
@@ -789,8 +789,8 @@ void Contradict(std::mt19937_64& random, int64_t row, const StreamFacts& stream,
 int64_t FirstAdded(const World& world, const HeadWorld& head, const Duty& duty, int64_t now) {
   using What = Change::What;
   DeviceHead* const on_device = world.On(head);
-  const bool changing =
-      head.facts.Changed({What::kStep, What::kZero, What::kLoad, What::kRecreate, What::kWrite}, now);
+  const bool changing = head.facts.Changed(
+      {What::kStep, What::kZero, What::kLoad, What::kReset, What::kRecreate, What::kWrite}, now);
   if (changing || on_device == nullptr || on_device->generation().broken) return -1;
   const std::map<int64_t, int>& times = on_device->generation().times;
   for (int64_t row = 0; row < duty.rows; ++row) {
@@ -988,7 +988,7 @@ absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
 void Reset(World& world, HeadWorld& head, ResetScope scope) {
   const HeadLock lock(world, head);
   const bool all = scope == ResetScope::kAll;
-  const ChangeScope change(world, head, all ? Change::What::kLoad : Change::What::kZero);
+  const ChangeScope change(world, head, Change::What::kReset);
   const absl::StatusOr<HeadState> state = world.engine->Reset(head.name, scope);
   world.Note(head.name, " resets ", all ? "all: " : "its optimizer: ", state.status());
   if (absl::IsFailedPrecondition(state.status())) return;  // calls are open on it
