@@ -317,7 +317,8 @@ std::string CheckAddedRow(const Added& added, const Added::Row& row, const std::
   if (row.target != duty.targets[static_cast<size_t>(number)])
     return absl::StrCat("row ", number, " of ", duty.id, " was accumulated for class ", row.target);
   if (row.scale == duty.scale) return "";
-  return absl::StrCat("row ", number, " of ", duty.id, " was accumulated ", row.scale, " times");
+  return absl::StrCat("row ", number, " of ", duty.id, " was accumulated with the factor ", row.scale,
+                      " instead of ", duty.scale);
 }
 
 bool AnyAccumulated(const Added& added) {
