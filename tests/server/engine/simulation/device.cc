@@ -32,6 +32,10 @@ bool IsGap(const kernels::Slice& slice) {
   return slice.hidden != nullptr && static_cast<const float*>(slice.hidden)[1] == 0.0f;
 }
 
+bool IsAccumulated(const kernels::Slice& slice, int64_t row) {
+  return slice.accumulate == nullptr || slice.accumulate[row] != 0;
+}
+
 }  // namespace
 
 // ---- Heads ----
@@ -88,11 +92,14 @@ void DeviceHead::Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbac
   int64_t total = 0, position = 0;
   for (const kernels::Slice& slice : chunk.slices) {
     total += CountValid(slice);
-    if (!IsGap(slice)) device_->computed_rows += slice.rows;
+    if (!IsGap(slice)) {
+      device_->computed_rows += slice.rows;
+      device_->rows_of_kind[chunk.options.embedding] += slice.rows;
+    }
     if (!IsGap(slice) && !device_->failures.results.contains(number))
       device_->computed_valid_rows += CountValid(slice);
   }
-  Added added;
+  Added added{.row_gradients = chunk.options.embedding == kernels::Embedding::kGradients};
   const bool failed = device_->failures.results.contains(number);
   const bool breaks = !failed && device_->failures.done.contains(number);
   if (failed) {
@@ -123,6 +130,10 @@ void DeviceHead::Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbac
 
 void DeviceHead::ComputeSlice(const kernels::Chunk& chunk, kernels::Slice& slice, int64_t total,
                               int64_t& position, Added& added) {
+  if (chunk.options.is_embedding()) {
+    CheckEmbedding(chunk, slice);
+    return added.row_gradients ? TakeRowGradients(chunk, slice, added) : EmbedSlice(slice);
+  }
   auto* kept = static_cast<Memory*>(chunk.retained);
   float* const retained = slice.retained_offset < 0
                               ? nullptr
@@ -152,9 +163,58 @@ void DeviceHead::ComputeSlice(const kernels::Chunk& chunk, kernels::Slice& slice
     if (!std::isfinite(name)) continue;
     slice.sums.correct_rows += static_cast<int64_t>(name) % kVocab == slice.targets[i] ? 1 : 0;
     rows.push_back({.name = static_cast<int64_t>(name),
-                    .accumulated = slice.accumulate == nullptr || slice.accumulate[i] != 0,
-                    .stream = static_cast<int64_t>(stream)});
+                    .accumulated = IsAccumulated(slice, i),
+                    .stream = static_cast<int64_t>(stream),
+                    .target = slice.targets[i]});
   }
+  NoteRows(chunk, slice, std::move(rows), added);
+}
+
+void DeviceHead::EmbedSlice(kernels::Slice& slice) {
+  auto* const out = static_cast<float*>(slice.grad_hidden);
+  for (int64_t i = 0; i < slice.rows; ++i) {
+    const bool valid = slice.targets[i] != kernels::kIgnoredTarget;
+    out[i * kHidden] = valid ? static_cast<float>(version_) : 0.0f;
+    out[i * kHidden + 1] = valid ? static_cast<float>(slice.targets[i] + 1) : 0.0f;
+    slice.sums.valid_rows += valid ? 1 : 0;
+  }
+}
+
+void DeviceHead::TakeRowGradients(const kernels::Chunk& chunk, kernels::Slice& slice, Added& added) {
+  const auto* const gradients = static_cast<const float*>(slice.hidden);
+  std::vector<Added::Row> rows;
+  for (int64_t i = 0; i < slice.rows; ++i) {
+    if (slice.targets[i] == kernels::kIgnoredTarget) continue;
+    ++slice.sums.valid_rows;
+    const float name = gradients[i * kHidden];
+    if (std::isfinite(name)) {
+      rows.push_back({.name = static_cast<int64_t>(name),
+                      .accumulated = IsAccumulated(slice, i),
+                      .stream = static_cast<int64_t>(gradients[i * kHidden + 1]),
+                      .target = slice.targets[i],
+                      .scale = slice.grad_scale});
+    } else if (slice.first_nonfinite_row < 0) {
+      slice.first_nonfinite_row = i;
+    }
+  }
+  NoteRows(chunk, slice, std::move(rows), added);
+}
+
+void DeviceHead::CheckEmbedding(const kernels::Chunk& chunk, const kernels::Slice& slice) {
+  const bool gradients = chunk.options.embedding == kernels::Embedding::kGradients;
+  const bool goes_in = slice.hidden != nullptr, goes_out = slice.grad_hidden != nullptr;
+  const kernels::RowOutputs& out = slice.out;
+  const bool wants = out.loss != nullptr || out.lse != nullptr || out.entropy != nullptr ||
+                     out.target_logprob != nullptr || out.argmax != nullptr;
+  const bool has_more = slice.row_weights != nullptr || slice.grad_loss != nullptr ||
+                        slice.retained_offset >= 0 || slice.target_count > 0;
+  if (goes_in != gradients || goes_out == gradients || chunk.accumulate_gradients != gradients || wants ||
+      has_more)
+    device_->violation_("a chunk of an embedding that does not keep to its contract");
+}
+
+void DeviceHead::NoteRows(const kernels::Chunk& chunk, const kernels::Slice& slice,
+                          std::vector<Added::Row> rows, Added& added) {
   if (slice.first_nonfinite_row < 0) {
     added.rows.insert(added.rows.end(), rows.begin(), rows.end());
   } else if (chunk.accumulate_gradients) {
@@ -208,7 +268,7 @@ absl::StatusOr<double> DeviceHead::GradNorm() {
   return static_cast<double>(generation().times.size());
 }
 
-absl::Status DeviceHead::ApplyStep(const kernels::OptimizerOptions&, int64_t) {
+absl::Status DeviceHead::ApplyStep(const kernels::OptimizerOptions& options, int64_t) {
   CheckIdle("ApplyStep");
   device_->scheduler_->Yield();
   if (generation().broken) device_->violation_("a step was applied whose gradients are broken");
@@ -217,6 +277,7 @@ absl::Status DeviceHead::ApplyStep(const kernels::OptimizerOptions&, int64_t) {
     return Failed("ApplyStep");
   }
   version_ = ++device_->versions_;
+  generation().closed_lazily = options.lazy_rows;
   Restart();
   device_->scheduler_->Yield();
   return absl::OkStatus();

@@ -6,6 +6,9 @@
 // A row's hidden state is (its name, the number of the stream that sent it). For a row with a target, loss =
 // name * row weight, argmax = name % kVocab, lse = the version of the weights, and dL/dx = (scale * name, a
 // number that says where in which chunk the row was computed). A row whose name is not finite is bad.
+//
+// A row of the weight as an embedding is (the version of the weights, its id + 1). The gradient of such a row
+// is (its name, the number of the stream that sent it), as a hidden state.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_DEVICE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_DEVICE_H_
 
@@ -40,9 +43,12 @@ struct Added {
     int64_t name = 0;
     bool accumulated = false;  // false: computed for its results alone
     int64_t stream = 0;        // who sent it
+    int32_t target = 0;
+    float scale = 1.0f;  // of the gradient of a row of an embedding
   };
   bool contribution = false;
-  std::vector<Row> rows;  // those with a target, in order
+  bool row_gradients = false;  // of rows of an embedding
+  std::vector<Row> rows;       // those with a target, in order
 };
 
 // What was accumulated between two moments at which the gradients were zero.
@@ -55,6 +61,7 @@ struct Generation {
   int64_t rows = 0;     // of microbatches
   bool broken = false;  // the device failed while it accumulated
   bool has_bad_rows = false;
+  bool closed_lazily = false;  // by a step with lazy rows
 };
 
 // What is wrong with a generation that no chunk is on its way to.
@@ -100,6 +107,13 @@ class DeviceHead final : public kernels::HeadKernels {
   void Compute(kernels::Chunk& chunk, kernels::ChunkCallbacks& callbacks);
   void ComputeSlice(const kernels::Chunk& chunk, kernels::Slice& slice, int64_t total, int64_t& position,
                     Added& added);
+  void EmbedSlice(kernels::Slice& slice);
+  void TakeRowGradients(const kernels::Chunk& chunk, kernels::Slice& slice, Added& added);
+  // Notes the rows of a slice; those of a slice with a bad row are left out.
+  void NoteRows(const kernels::Chunk& chunk, const kernels::Slice& slice, std::vector<Added::Row> rows,
+                Added& added);
+  // What kernels::Slice says of the rows of an embedding.
+  void CheckEmbedding(const kernels::Chunk& chunk, const kernels::Slice& slice);
   void Restart();
   // No other work of the head may be on the device.
   void CheckIdle(const char* what);
@@ -155,6 +169,7 @@ class Device final : public kernels::Backend {
   int64_t failed_results = 0;  // likewise
   int64_t broken = 0;          // times a device failure left gradients or weights half-changed
   int64_t computed_rows = 0, computed_valid_rows = 0, added_rows = 0;
+  std::map<kernels::Embedding, int64_t> rows_of_kind;  // computed
 
  private:
   friend class DeviceHead;

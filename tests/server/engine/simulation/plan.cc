@@ -19,12 +19,15 @@ struct Weighted {
   uint64_t weight;
 };
 
-constexpr std::array<Weighted, 22> kKindWeights = {{
+constexpr std::array<Weighted, 25> kKindWeights = {{
     {Kind::kMicrobatch, "microbatch", 6},
     {Kind::kDeferred, "deferred microbatch", 2},
+    {Kind::kRowGradients, "gradients of an embedding", 3},
     {Kind::kContribution, "contribution", 1},
     {Kind::kTwin, "twin", 8},
     {Kind::kLossOnly, "loss only", 3},
+    {Kind::kEmbed, "rows of an embedding", 2},
+    {Kind::kRefused, "refused call", 2},
     {Kind::kZero, "zero", 2},
     {Kind::kGradNorm, "gradient norm", 1},
     {Kind::kDescribe, "describe", 1},
@@ -78,6 +81,7 @@ Setup DrawSetup(Random& random) {
   setup.chunks_in_flight = setup.asynchronous ? static_cast<int>(1 + random() % 3) : 1;
   setup.heads = random() % 4 == 0 ? 2 : 1;
   setup.steps = static_cast<int>(1 + random() % 3);
+  setup.lazy_rows = random() % 2 == 0;
   return setup;
 }
 
@@ -114,13 +118,15 @@ std::string Describe(const Plan& plan) {
       setup.steps, " steps, chunks of ", setup.chunk_rows, " rows, ", setup.chunks_in_flight, " in flight, ",
       setup.asynchronous ? "asynchronous" : "synchronous", ", staging for ",
       setup.options.staging_bytes / setup.options.slice_bytes, " slices, retained memory for ",
-      setup.options.retained_bytes / setup.options.slice_bytes, ", at most ", setup.options.max_streams,
-      " streams and ", setup.options.max_queued_operations, " operations\n");
+      setup.options.retained_bytes / setup.options.slice_bytes, setup.lazy_rows ? ", lazy rows" : "",
+      ", at most ", setup.options.max_streams, " streams and ", setup.options.max_queued_operations,
+      " operations\n");
   for (int head = 0; head < setup.heads; ++head) {
     for (const Duty& duty : DutiesOf(plan, head)) {
       absl::StrAppend(&text, "  head ", head, ": ", TextOf(duty.kind), " ", duty.id, ", ", duty.rows,
                       " rows in ", duty.parts.size(), " parts, ", duty.cut_attempts, " cut, ",
-                      duty.bad_attempts, " with a bad row\n");
+                      duty.bad_attempts, " with a bad row",
+                      duty.embeds_before ? ", each after their rows" : "", "\n");
     }
   }
   for (const Action& action : plan.actions) {
@@ -142,14 +148,19 @@ std::vector<Duty> DutiesOf(const Plan& plan, int head) {
     Random random(action.seed);
     Duty duty{.kind = action.kind, .head = head, .id = duties.size()};
     duty.rows = static_cast<int64_t>(random() % 24);
-    if (duty.kind != Kind::kMicrobatch && duty.rows == 0) duty.rows = 1;
+    const bool may_be_empty = duty.kind == Kind::kMicrobatch || duty.adds_row_gradients();
+    if (!may_be_empty && duty.rows == 0) duty.rows = 1;
     const uint64_t ignored = random() % 3 == 0 ? 2 : 8;  // one row of so many has no target
-    const bool weights = random() % 2 == 0;
+    const bool weights = random() % 2 == 0 && !duty.adds_row_gradients();
     for (int64_t row = 0; row < duty.rows; ++row) {
       duty.targets.push_back(random() % ignored == 0 ? -100 : static_cast<int32_t>(random() % 4));
       if (weights) duty.row_weights.push_back(static_cast<float>(1 + random() % 3));
     }
     duty.want_grad_hidden = random() % 2 == 0;
+    if (duty.adds_row_gradients()) {
+      duty.scale = 4.0f / static_cast<float>(1 << random() % 4);
+      duty.embeds_before = random() % 2 == 0;
+    }
     duty.cut_attempts = static_cast<int>(random() % 6) - 3;
     duty.bad_attempts = random() % 8 == 0 ? 1 : 0;
     const int64_t parts =

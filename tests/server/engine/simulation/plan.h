@@ -18,10 +18,13 @@ enum class Kind : uint8_t {
   // Duties: part of every step. Their order gives their ids.
   kMicrobatch,
   kDeferred,
+  kRowGradients,  // gradients of rows of the weight as an embedding
   kContribution,
   // Disturbances: happen once, from turn `at` on.
   kTwin,      // another stream of a duty's rows, which is cut, wrong or complete
   kLossOnly,  // a stream that does not accumulate
+  kEmbed,     // a stream that gets the rows of the weight that a duty's targets name
+  kRefused,   // a stream that is to be refused: its fields do not go together, or it contradicts a duty
   kZero,
   kGradNorm,
   kDescribe,
@@ -57,6 +60,7 @@ struct Setup {
   bool asynchronous = false;
   int heads = 1;
   int steps = 1;
+  bool lazy_rows = false;  // in every other step
 };
 
 struct Plan {
@@ -70,7 +74,8 @@ bool IsDuty(Kind kind);
 bool IsFailure(Kind kind);
 std::string Describe(const Plan& plan);
 
-// A duty in detail: the rows of a microbatch, or of a contribution.
+// A duty in detail: the rows of a microbatch, or of a contribution. The targets of kRowGradients are ids of
+// rows of the weight.
 struct Duty {
   Kind kind = Kind::kMicrobatch;
   int head = 0;
@@ -81,9 +86,12 @@ struct Duty {
   std::vector<RowRange> parts;     // each sent by a task
   std::vector<Depth> depths;       // empty: the rows are not divided
   bool want_grad_hidden = false;
-  int cut_attempts = 0;  // of the first attempts of each part, so many end in the middle
-  int bad_attempts = 0;  // so many have a row that is not finite
+  float scale = 1.0f;          // kRowGradients: of all its gradients
+  bool embeds_before = false;  // kRowGradients: each attempt gets the rows first, as a forward pass does
+  int cut_attempts = 0;        // of the first attempts of each part, so many end in the middle
+  int bad_attempts = 0;        // so many have a row that is not finite
   int64_t valid_rows() const;
+  bool adds_row_gradients() const { return kind == Kind::kRowGradients; }
 };
 
 std::vector<Duty> DutiesOf(const Plan& plan, int head);

@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -57,10 +58,35 @@ std::string CheckGradient(const float* dx, int64_t row, const Device& device, co
   return absl::StrCat("dx of row ", row, " was computed in another place: ", dx[1], " instead of ", place);
 }
 
+// The row of the weight that an id names, or nothing for a gradient that was taken.
+std::string CheckEmbedding(const SliceOutput& output, int64_t row, int64_t newest_version,
+                           StreamFacts& stream) {
+  if (!output.loss.empty() || !output.lse.empty()) return "a row of an embedding has a loss";
+  if (bool{output.grad_hidden} != (stream.embedding == kernels::Embedding::kRows))
+    return absl::StrCat("row ", row, " of an embedding has values where it should not, or none");
+  if (!output.grad_hidden) return "";
+  const auto* got = reinterpret_cast<const float*>(output.grad_hidden.data()) +
+                    static_cast<size_t>(row - output.rows.begin) * kHidden;
+  const int32_t id = stream.duty->targets[static_cast<size_t>(row)];
+  if (id < 0)
+    return got[0] == 0.0f && got[1] == 0.0f ? "" : absl::StrCat("row ", row, " has no id and is not 0");
+  if (got[1] != static_cast<float>(id + 1))
+    return absl::StrCat("row ", row, " is that of id ", got[1] - 1.0f, " instead of ", id);
+  const auto version = static_cast<int64_t>(got[0]);
+  stream.versions.insert(version);
+  if (version < stream.version || version > newest_version)
+    return absl::StrCat("row ", row, " is of weights ", version);
+  return "";
+}
+
 std::string CheckRow(const SliceOutput& output, int64_t row, const Device& device, int64_t newest_version,
                      StreamFacts& stream) {
   const auto i = static_cast<size_t>(row - output.rows.begin);
   if (!stream.sent.contains(row)) return absl::StrCat("row ", row, " was not sent");
+  if (stream.embedding != kernels::Embedding::kNone) {
+    if (!stream.losses.emplace(row, 0.0f).second) return absl::StrCat("row ", row, " came twice");
+    return CheckEmbedding(output, row, newest_version, stream);
+  }
   const float loss =
       HasTarget(*stream.duty, row) ? NameOf(stream.duty->id, row) * WeightOf(*stream.duty, row) : 0.0f;
   if (!output.loss.empty() && output.loss[i] != loss)
@@ -87,7 +113,8 @@ std::string CheckRow(const SliceOutput& output, int64_t row, const Device& devic
 // The sums of each depth are those of its rows.
 std::string CheckDepths(const StreamSummary& summary, const StreamFacts& stream) {
   const Duty& duty = *stream.duty;
-  const size_t expected = stream.retains || stream.backward ? 0 : duty.depths.size();
+  const bool undivided = stream.retains || stream.backward || stream.embedding == kernels::Embedding::kRows;
+  const size_t expected = undivided ? 0 : duty.depths.size();
   if (summary.depths.size() != expected) return absl::StrCat(summary.depths.size(), " depths");
   int64_t begin = 0;
   for (size_t i = 0; i < expected; ++i) {
@@ -136,11 +163,23 @@ std::string CheckOk(const StreamSummary& summary, const StreamFacts& stream, con
                         summary.repeated_rows, " repeated");
   }
   if (stream.versions.size() > 1) return "rows of several versions";
+  if (summary.state.weights_version != stream.weights_version)
+    return absl::StrCat("the summary is of weights_version ", summary.state.weights_version,
+                        ", and the call was accepted for ", stream.weights_version);
   return CheckDepths(summary, stream);
 }
 
 bool BelongsToStep(const StreamFacts& stream) {
   return stream.accumulates || stream.retains || stream.backward;
+}
+
+// A reset ends streams. It is refused while streams that accumulate are open, so it ends those of them alone
+// that were opened while it was under way.
+bool EndedByReset(const StreamFacts& stream, const HeadFacts& head) {
+  return std::any_of(head.changes.begin(), head.changes.end(), [&](const Change& change) {
+    return change.what == Change::What::kReset && change.end >= stream.opened &&
+           (!stream.accumulates || change.begin < stream.opened);
+  });
 }
 
 // Another call may have sent the same rows.
@@ -168,7 +207,8 @@ bool MayEndWith(absl::StatusCode code, const StreamFacts& stream, const HeadFact
              (device.broken > 0 && head.Changed({Change::What::kStep}, stream.opened));
     case absl::StatusCode::kAborted:
       return head.Changed({Change::What::kStep, Change::What::kLoad, Change::What::kWrite}, stream.opened) ||
-             (BelongsToStep(stream) && head.Changed({Change::What::kZero}, stream.opened));
+             (BelongsToStep(stream) && head.Changed({Change::What::kZero}, stream.opened)) ||
+             EndedByReset(stream, head);
     case absl::StatusCode::kUnavailable:
       return stopping;
     default:
@@ -265,6 +305,22 @@ class SerialOrder {
   int64_t row_ = 0;
 };
 
+// Gradients of an embedding reach the row of the weight that their id names, and a loss the row of its
+// target.
+std::string CheckAddedRow(const Added& added, const Added::Row& row, const std::vector<Duty>& duties) {
+  const auto id = static_cast<size_t>(row.name / kMostRows);
+  const int64_t number = row.name % kMostRows;
+  if (id >= duties.size() || number >= duties[id].rows) return "a row was accumulated that nobody sent";
+  const Duty& duty = duties[id];
+  if (added.row_gradients != duty.adds_row_gradients())
+    return absl::StrCat("row ", number, " of ", duty.id, " was accumulated as one of another kind");
+  if (row.target != duty.targets[static_cast<size_t>(number)])
+    return absl::StrCat("row ", number, " of ", duty.id, " was accumulated for class ", row.target);
+  if (row.scale == duty.scale) return "";
+  return absl::StrCat("row ", number, " of ", duty.id, " was accumulated with the factor ", row.scale,
+                      " instead of ", duty.scale);
+}
+
 bool AnyAccumulated(const Added& added) {
   return std::any_of(added.rows.begin(), added.rows.end(), [](const auto& row) { return row.accumulated; });
 }
@@ -285,7 +341,7 @@ std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, 
       if (recreated || stream.backward) return "";
       break;
     case absl::StatusCode::kUnavailable:
-      if (recreated || stopping || head.Changed({Change::What::kLoad}, 0)) return "";
+      if (recreated || stopping || head.Changed({Change::What::kLoad, Change::What::kReset}, 0)) return "";
       if (head.Changed({Change::What::kWrite, Change::What::kStep}, stream.opened)) return "";
       break;
     case absl::StatusCode::kInternal:
@@ -304,6 +360,14 @@ std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, 
       break;
   }
   return absl::StrCat("a stream was refused without a reason: ", status.ToString());
+}
+
+std::string CheckRightlyRefused(const absl::Status& status, absl::StatusCode code, const StreamFacts& stream,
+                                const HeadFacts& head, const Device& device, const Setup& setup,
+                                bool stopping) {
+  if (status.ok()) return "a call was opened that is to be refused";
+  if (status.code() == code) return "";
+  return CheckRefusal(status, stream, head, device, setup, stopping);
 }
 
 std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t newest_version,
@@ -332,15 +396,46 @@ std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, c
   return absl::StrCat("it ended without a reason: ", status.ToString());
 }
 
-std::string CheckGeneration(const Generation& generation, int64_t number,
-                            const std::map<int64_t, int64_t>& generation_of_stream,
-                            const std::vector<Duty>& duties, bool deterministic, int64_t row_grid) {
-  if (generation.broken) return "";
+std::string CheckVersion(uint64_t weights_version, int64_t on_device, VersionNames& names) {
+  const int64_t known = names.emplace(weights_version, on_device).first->second;
+  if (known == on_device) return "";
+  return absl::StrCat("a result of weights_version ", weights_version, " has weights ", on_device,
+                      ", and another one had weights ", known);
+}
+
+std::string CheckBookedNothing(const EngineStats& before, const EngineStats& after) {
+  const std::tuple<const char*, int64_t, int64_t> counts[] = {
+      {"streams", before.open_streams, after.open_streams},
+      {"queued slices", before.queued_slices, after.queued_slices},
+      {"waiting slices", before.waiting_slices, after.waiting_slices},
+      {"queued rows", before.queued_rows, after.queued_rows},
+      {"bytes of staging", before.staging_used_bytes, after.staging_used_bytes},
+      {"buffers of areas", before.area_buffers_lent, after.area_buffers_lent},
+      {"retained microbatches", before.retained_microbatches, after.retained_microbatches},
+      {"retained bytes", before.retained_bytes_used, after.retained_bytes_used},
+      {"rows in ledgers", before.ledger_rows, after.ledger_rows},
+      {"bytes in ledgers", before.ledger_bytes, after.ledger_bytes},
+      {"bytes of what is known of rows", before.row_bytes_used, after.row_bytes_used}};
+  for (const auto& [what, was, is] : counts) {
+    if (was != is) return absl::StrCat("a refused call booked ", is - was, " ", what);
+  }
+  return "";
+}
+
+std::string CheckOnce(const Generation& generation) {
   for (const auto& [name, times] : generation.times) {
     if (times != 1)
       return absl::StrCat("row ", name % kMostRows, " of ", name / kMostRows, " was accumulated ", times,
                           " times");
   }
+  return "";
+}
+
+std::string CheckGeneration(const Generation& generation, int64_t number,
+                            const std::map<int64_t, int64_t>& generation_of_stream,
+                            const std::vector<Duty>& duties, bool deterministic, int64_t row_grid) {
+  if (generation.broken) return "";
+  if (std::string wrong = CheckOnce(generation); !wrong.empty()) return wrong;
   if (std::string wrong = CheckPromises(generation); !wrong.empty()) return wrong;
   SerialOrder order(duties, row_grid);
   for (const Added& added : generation.added) {
@@ -349,6 +444,7 @@ std::string CheckGeneration(const Generation& generation, int64_t number,
       const auto it = generation_of_stream.find(row.stream);
       if (it == generation_of_stream.end() || it->second != number)
         return absl::StrCat("a row of stream ", row.stream, " was accumulated in another generation");
+      if (std::string wrong = CheckAddedRow(added, row, duties); !wrong.empty()) return wrong;
     }
     if (!deterministic || generation.has_bad_rows || !AnyAccumulated(added)) continue;
     if (std::string wrong = order.Next(added); !wrong.empty()) return wrong;

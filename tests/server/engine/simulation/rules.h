@@ -24,7 +24,7 @@ namespace lossd::engine::simulation {
 
 // A call that changes what streams depend on, from its request to its answer.
 struct Change {
-  enum class What : uint8_t { kStep, kZero, kLoad, kRecreate, kWrite };
+  enum class What : uint8_t { kStep, kZero, kLoad, kReset, kRecreate, kWrite };
   What what = What::kZero;
   int64_t begin = 0;
   int64_t end = std::numeric_limits<int64_t>::max();  // it is under way
@@ -45,11 +45,13 @@ struct StreamFacts {
   const Duty* duty = nullptr;
   RowRange rows;
   bool accumulates = false, retains = false, backward = false;
+  kernels::Embedding embedding = kernels::Embedding::kNone;
   int64_t row_grid = 0;
   // When it was opened: the time, and what the device was like.
   int64_t opened = 0;
   int64_t generation = -1;
   int64_t version = 0;
+  uint64_t weights_version = 0;  // the engine's number of it
   int64_t failed_results = 0, broken = 0;
   // What its caller did.
   bool cut = false, broke_a_rule = false;
@@ -68,16 +70,31 @@ inline float UpstreamOf(int64_t row) { return static_cast<float>(1 + row % 3); }
 // Why a stream was not opened.
 std::string CheckRefusal(const absl::Status& status, const StreamFacts& stream, const HeadFacts& head,
                          const Device& device, const Setup& setup, bool stopping);
+// What a call came to that is to be refused with `code`, unless the head or the server refuses all calls.
+std::string CheckRightlyRefused(const absl::Status& status, absl::StatusCode code, const StreamFacts& stream,
+                                const HeadFacts& head, const Device& device, const Setup& setup,
+                                bool stopping);
 // The results of a slice; notes them.
 std::string CheckSlice(const SliceOutput& output, const Device& device, int64_t newest_version,
                        StreamFacts& stream);
-// The end of a stream.
 // Behind the last row of the depth of `row`; the end of a microbatch that is not divided.
 int64_t EndOfDepth(const Duty& duty, int64_t row);
 
+// The end of a stream.
 std::string CheckEnd(const absl::Status& status, const StreamSummary& summary, const StreamFacts& stream,
                      const HeadFacts& head, const Device& device, bool stopping);
 
+// The device's number of each version of the weights, by the engine's number.
+using VersionNames = std::map<uint64_t, int64_t>;
+// A result says that it is of `weights_version`, and was computed with the device's version `on_device`.
+// Notes the pair.
+std::string CheckVersion(uint64_t weights_version, int64_t on_device, VersionNames& names);
+
+// What the engine counts before and after a call that it refused.
+std::string CheckBookedNothing(const EngineStats& before, const EngineStats& after);
+
+// Whether each row of a generation is in it once.
+std::string CheckOnce(const Generation& generation);
 // A generation at the end of the run. `streams` by number.
 std::string CheckGeneration(const Generation& generation, int64_t number,
                             const std::map<int64_t, int64_t>& generation_of_stream,

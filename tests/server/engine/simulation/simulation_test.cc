@@ -92,6 +92,8 @@ void CheckReports(World& world) {
                                  world.device.computed_rows, ", ", world.device.computed_valid_rows, " and ",
                                  world.device.added_rows));
   }
+  if (totals.rows_of_kind != world.device.rows_of_kind)
+    world.Violation("the observer was told of other numbers of rows of embeddings than were computed");
 }
 
 void CheckHistory(World& world) {

@@ -17,7 +17,7 @@ namespace {
 
 bool CompleteAt(const HeadFacts& facts, int64_t opened) {
   using What = Change::What;
-  return !facts.Changed({What::kStep, What::kZero, What::kLoad, What::kRecreate}, opened);
+  return !facts.Changed({What::kStep, What::kZero, What::kLoad, What::kReset, What::kRecreate}, opened);
 }
 
 // One step of one head: its parts, each a task that repeats until it has succeeded.
@@ -104,7 +104,12 @@ absl::Status Step::Attempt(Part& part, int64_t* opened) {
   ++part.attempts;
   if (duty.kind == Kind::kContribution)
     return RunContribution(world_, head_, duty, part.rows, number_, habits.cut, opened);
-  if (duty.kind == Kind::kMicrobatch)
+  if (duty.embeds_before) {
+    absl::Status embedded =
+        RunStream(world_, head_, duty, part.rows, StreamKind::kEmbeds, number_, {}, nullptr);
+    if (!embedded.ok()) return embedded;
+  }
+  if (duty.kind == Kind::kMicrobatch || duty.adds_row_gradients())
     return RunStream(world_, head_, duty, part.rows, StreamKind::kAccumulates, number_, habits, opened);
   absl::Status status =
       RunStream(world_, head_, duty, part.rows, StreamKind::kRetains, number_, habits, nullptr);
@@ -165,6 +170,7 @@ void Step::Repair() {
 
 void Step::Apply() {
   StepRequest request{.step = number_};
+  request.optimizer.lazy_rows = world_.plan.setup.lazy_rows && number_ % 2 == 1;
   int64_t rows = 0;
   for (const Duty& duty : head_.duties) {
     request.expected_microbatches.push_back(duty.id);
@@ -219,7 +225,8 @@ uint64_t OpenStepOf(World& world, HeadWorld& head) {
 void RunTwin(World& world, HeadWorld& head, const Action& action) {
   std::mt19937_64 random(action.seed);
   const Duty& duty = head.duties[action.number % head.duties.size()];
-  if (duty.kind == Kind::kContribution) return;
+  const bool embeds = action.kind == Kind::kEmbed;
+  if (duty.kind == Kind::kContribution && !embeds) return;
   RowRange rows = duty.parts[random() % duty.parts.size()];
   if (random() % 2 == 0) rows = {0, duty.rows};
   if (rows.size() > 2 && random() % 2 == 0) rows.begin += 1 + static_cast<int64_t>(random() % 2);
@@ -228,9 +235,9 @@ void RunTwin(World& world, HeadWorld& head, const Action& action) {
   habits.cut = habit == 0;
   habits.bad_row = habit == 1;
   habits.break_a_rule = habit == 2;
-  const bool loss_only = action.kind == Kind::kLossOnly;
   StreamKind kind = duty.kind == Kind::kDeferred ? StreamKind::kRetains : StreamKind::kAccumulates;
-  if (loss_only) kind = StreamKind::kLossOnly;
+  if (action.kind == Kind::kLossOnly && !duty.adds_row_gradients()) kind = StreamKind::kLossOnly;
+  if (embeds) kind = StreamKind::kEmbeds;
   (void)RunStream(world, head, duty, rows, kind, OpenStepOf(world, head), habits, nullptr);
 }
 
@@ -249,6 +256,8 @@ void Read(World& world, HeadWorld& head) {
     float version = 0.0f;
     std::memcpy(&version, values.data(), sizeof(version));
     versions.insert(version);
+    world.Judge(CheckVersion(state->weights_version, static_cast<int64_t>(version), world.version_names),
+                head.name, " is read");
     world.scheduler.Yield();
   }
   if (versions.size() > 1) world.Judge("a tensor was read of several versions", head.name);
@@ -300,7 +309,10 @@ void Disturb(World& world, HeadWorld& head, const Action& action) {
   switch (action.kind) {
     case Kind::kTwin:
     case Kind::kLossOnly:
+    case Kind::kEmbed:
       return RunTwin(world, head, action);
+    case Kind::kRefused:
+      return RunRefused(world, head, action);
     case Kind::kZero:
       return (void)Zero(world, head, OpenStepOf(world, head));
     case Kind::kGradNorm:
@@ -311,7 +323,9 @@ void Disturb(World& world, HeadWorld& head, const Action& action) {
       return (void)See(world, head);
     case Kind::kStep: {
       const uint64_t step = OpenStepOf(world, head) + action.number;
-      return (void)ApplyStep(world, head, {.step = step == 0 ? 0 : step - 1}, /*whole=*/false);
+      StepRequest request{.step = step == 0 ? 0 : step - 1};
+      request.optimizer.lazy_rows = action.seed % 2 == 0;
+      return (void)ApplyStep(world, head, request, /*whole=*/false);
     }
     case Kind::kWrite:
       return Write(world, head);
@@ -412,6 +426,11 @@ class StreamTask : public std::enable_shared_from_this<StreamTask> {
     facts_.accumulates = kind == StreamKind::kAccumulates || kind == StreamKind::kBackward;
     facts_.retains = kind == StreamKind::kRetains;
     facts_.backward = kind == StreamKind::kBackward;
+    if (kind == StreamKind::kEmbeds) {
+      facts_.embedding = kernels::Embedding::kRows;
+    } else if (duty.adds_row_gradients()) {
+      facts_.embedding = kernels::Embedding::kGradients;
+    }
   }
 
   absl::Status Run(uint64_t step, int64_t* opened);
@@ -450,7 +469,7 @@ class StreamTask : public std::enable_shared_from_this<StreamTask> {
 };
 
 std::string StreamTask::Who() const {
-  static constexpr const char* kKinds[] = {"accumulating", "loss-only", "retaining", "backward"};
+  static constexpr const char* kKinds[] = {"accumulating", "loss-only", "retaining", "backward", "embedding"};
   return absl::StrCat("stream ", facts_.number, " (", kKinds[static_cast<size_t>(kind_)], ", ", head_.name,
                       ", microbatch ", facts_.duty->id, ", rows ", Text(facts_.rows), ")");
 }
@@ -460,26 +479,37 @@ std::string StreamTask::Peer() const { return absl::StrCat("peer ", facts_.numbe
 
 // ---- Opening ----
 
-StreamSpec StreamTask::Spec(uint64_t step) const {
-  const Duty& duty = *facts_.duty;
+StreamSpec SpecOf(const HeadWorld& head, const StreamFacts& stream, uint64_t step) {
+  const Duty& duty = *stream.duty;
   StreamSpec spec;
-  spec.head = head_.name;
-  spec.peer = Peer();
+  spec.head = head.name;
   spec.step = step;
   spec.microbatch_id = duty.id;
   spec.microbatch_rows = duty.rows;
-  spec.rows = facts_.rows;
+  spec.rows = stream.rows;
   spec.hidden_dtype = kernels::DType::kFloat32;
-  spec.accumulate_gradients = facts_.accumulates;
-  spec.want_grad_hidden = duty.want_grad_hidden && !facts_.retains;
-  spec.reduction = facts_.retains ? Reduction::kNone : Reduction::kSum;
-  spec.retain = facts_.retains;
-  spec.want_rows.loss = spec.want_rows.lse = true;
-  const auto begin = facts_.rows.begin, end = facts_.rows.end;
+  spec.options.embedding = stream.embedding;
+  spec.accumulate_gradients = stream.accumulates;
+  const auto begin = stream.rows.begin, end = stream.rows.end;
   spec.targets.assign(duty.targets.begin() + begin, duty.targets.begin() + end);
-  if (!facts_.retains) spec.depths = duty.depths;
+  if (stream.embedding != kernels::Embedding::kNone) {
+    spec.want_grad_hidden = stream.embedding == kernels::Embedding::kRows;
+    if (stream.embedding == kernels::Embedding::kGradients) spec.grad_output = duty.scale;
+    return spec;
+  }
+  spec.want_grad_hidden = duty.want_grad_hidden && !stream.retains;
+  spec.reduction = stream.retains ? Reduction::kNone : Reduction::kSum;
+  spec.retain = stream.retains;
+  spec.want_rows.loss = spec.want_rows.lse = true;
+  if (!stream.retains) spec.depths = duty.depths;
   if (!duty.row_weights.empty())
     spec.row_weights.assign(duty.row_weights.begin() + begin, duty.row_weights.begin() + end);
+  return spec;
+}
+
+StreamSpec StreamTask::Spec(uint64_t step) const {
+  StreamSpec spec = SpecOf(head_, facts_, step);
+  spec.peer = Peer();
   return spec;
 }
 
@@ -515,6 +545,7 @@ absl::Status StreamTask::Open(uint64_t step) {
   const DeviceHead* const on_device = world_.On(head_);
   facts_.generation = on_device->generation_number();
   facts_.version = on_device->version();
+  facts_.weights_version = stream_->state().weights_version;
   facts_.row_grid = stream_->limits().row_grid;
   world_.generation_of_stream[facts_.number] = facts_.generation;
   return absl::OkStatus();
@@ -577,7 +608,9 @@ void StreamTask::SendSlice(RowRange rows) {
     world_.Note(Who(), ": ", Text(rows), " is queued");
     token.slice().queued = true;
   };
-  if (!facts_.backward) {
+  if (facts_.embedding == kernels::Embedding::kRows) {
+    slice.copy = [this, self = shared_from_this()](uint8_t*) { scheduler().Yield(); };
+  } else if (!facts_.backward) {
     std::vector<float> hidden = Hidden(rows);
     slice.bytes = static_cast<int64_t>(hidden.size() * sizeof(float));
     slice.copy = [this, self = shared_from_this(), hidden = std::move(hidden)](uint8_t* to) {
@@ -647,6 +680,10 @@ void StreamTask::Read() {
               summary.repeated_rows);
   world_.Judge(CheckEnd(inbox_->status(), summary, facts_, head_.facts, world_.device, world_.stopping),
                Who());
+  for (const int64_t version : facts_.versions) {
+    if (inbox_->status().ok())
+      world_.Judge(CheckVersion(summary.state.weights_version, version, world_.version_names), Who());
+  }
   if (inbox_->status().ok() && facts_.accumulates) NotePromises();
   finished_ = true;
 }
@@ -687,6 +724,120 @@ absl::Status StreamTask::Run(uint64_t step, int64_t* opened) {
 absl::Status RunStream(World& world, HeadWorld& head, const Duty& duty, RowRange rows, StreamKind kind,
                        uint64_t step, Habits habits, int64_t* opened) {
   return std::make_shared<StreamTask>(world, head, duty, rows, kind, habits)->Run(step, opened);
+}
+
+// ---- Streams that are refused ----
+
+namespace {
+
+// Breaks one rule about the fields of a stream of an embedding.
+void BreakEmbedding(std::mt19937_64& random, const kernels::HeadConfig& config, StreamSpec& spec) {
+  const uint64_t rule = spec.rows.size() > 0 ? random() % 10 : random() % 7;
+  switch (rule) {
+    case 0:
+      spec.want_grad_hidden = !spec.want_grad_hidden;
+      return;
+    case 1:
+      spec.accumulate_gradients = !spec.accumulate_gradients;
+      return;
+    case 2:
+      spec.reduction = random() % 2 == 0 ? Reduction::kMean : Reduction::kNone;
+      spec.normalizer = 1.0;
+      return;
+    case 3:
+      spec.retain = true;
+      return;
+    case 4:
+      spec.want_rows.loss = true;
+      return;
+    case 5:
+      spec.depths = {{.rows = spec.microbatch_rows}};
+      return;
+    case 6:
+      spec.grad_output = std::numeric_limits<float>::infinity();
+      return;
+    case 7:
+      spec.row_weights.assign(spec.targets.size(), 1.0f);
+      return;
+    default:  // an id that names no row of the weight
+      spec.targets[random() % spec.targets.size()] = rule == 8 ? static_cast<int32_t>(config.vocab_size) : -1;
+      return;
+  }
+}
+
+// Makes a stream contradict what has been accumulated of row `row` of its microbatch: the row has another
+// target, another factor, or is of another kind. The id of a contribution is enough of a contradiction.
+void Contradict(std::mt19937_64& random, int64_t row, const StreamFacts& stream, StreamSpec& spec) {
+  if (stream.duty->kind == Kind::kContribution) return;
+  const uint64_t how = random() % 3;
+  if (how == 0) {
+    int32_t& target = spec.targets[static_cast<size_t>(row - spec.rows.begin)];
+    target = (target + 1) % kVocab;
+  } else if (how == 1) {
+    spec.grad_output *= 2.0f;
+  } else {
+    spec.options.embedding = stream.embedding == kernels::Embedding::kNone ? kernels::Embedding::kGradients
+                                                                           : kernels::Embedding::kNone;
+    spec.want_grad_hidden = false;
+    spec.want_rows = {};
+    spec.row_weights.clear();
+    spec.depths.clear();
+  }
+}
+
+// A row of the duty that the open step is known to have; -1: none is.
+int64_t FirstAdded(const World& world, const HeadWorld& head, const Duty& duty, int64_t now) {
+  using What = Change::What;
+  DeviceHead* const on_device = world.On(head);
+  const bool changing = head.facts.Changed(
+      {What::kStep, What::kZero, What::kLoad, What::kReset, What::kRecreate, What::kWrite}, now);
+  if (changing || on_device == nullptr || on_device->generation().broken) return -1;
+  const std::map<int64_t, int>& times = on_device->generation().times;
+  for (int64_t row = 0; row < duty.rows; ++row) {
+    if (times.contains(static_cast<int64_t>(NameOf(duty.id, row)))) return row;
+  }
+  return -1;
+}
+
+}  // namespace
+
+void RunRefused(World& world, HeadWorld& head, const Action& action) {
+  std::mt19937_64 random(action.seed);
+  const Duty& duty = head.duties[action.number % head.duties.size()];
+  const uint64_t step = OpenStepOf(world, head);
+  StreamFacts facts{.duty = &duty, .rows = {0, duty.rows}, .accumulates = true};
+  facts.opened = world.Tick();
+  // A microbatch with the id of a contribution may be of either kind.
+  const bool any_kind = duty.kind == Kind::kContribution && random() % 2 == 0;
+  if (duty.adds_row_gradients() || any_kind) facts.embedding = kernels::Embedding::kGradients;
+  const int64_t added = random() % 4 == 0 ? -1 : FirstAdded(world, head, duty, facts.opened);
+  if (added < 0) {
+    facts.embedding = random() % 2 == 0 ? kernels::Embedding::kRows : kernels::Embedding::kGradients;
+    facts.accumulates = facts.embedding == kernels::Embedding::kGradients;
+  }
+  StreamSpec spec = SpecOf(head, facts, step);
+  if (added < 0) {
+    BreakEmbedding(random, head.config, spec);
+  } else {
+    Contradict(random, added, facts, spec);
+  }
+  // A contribution may not have the id of a microbatch either.
+  const bool contributes = added >= 0 && duty.kind != Kind::kContribution && random() % 4 == 0;
+  const auto call = [&] {
+    if (!contributes) return world.engine->Open(spec, std::make_shared<Inbox>(&world)).status();
+    const ContributionSpec contribution{
+        .head = head.name, .step = step, .contribution_id = duty.id, .rows = RowRange{0, 1}};
+    return world.engine->OpenContribution(contribution).status();
+  };
+  const EngineStats before = world.engine->stats();
+  const absl::Status status = call();
+  const EngineStats after = world.engine->stats();
+  world.Note("a call for ", duty.id, " that is to be refused: ", status);
+  const auto code = added < 0 ? absl::StatusCode::kInvalidArgument : absl::StatusCode::kFailedPrecondition;
+  world.Judge(
+      CheckRightlyRefused(status, code, facts, head.facts, world.device, world.plan.setup, world.stopping),
+      head.name, ", ", duty.id, added < 0 ? "" : ", in contradiction");
+  world.Judge(CheckBookedNothing(before, after), status.message());
 }
 
 absl::Status RunContribution(World& world, HeadWorld& head, const Duty& duty, RowRange rows, uint64_t step,
@@ -756,15 +907,17 @@ class HeadLock {
 };
 
 // The generations of the head that were closed since `first` was open.
-std::string CheckClosed(World& world, const HeadWorld& head, const StepResult& result, int64_t first,
-                        bool whole) {
+std::string CheckClosed(World& world, const HeadWorld& head, const StepRequest& request,
+                        const StepResult& result, int64_t first, bool whole) {
   const DeviceHead* const on_device = world.On(head);
   if (on_device == nullptr) return "";  // the head was deleted meanwhile
   std::string wrong = "no generation has its rows";
   for (int64_t number = first; number < on_device->generation_number(); ++number) {
     const Generation& generation = world.device.Of(number);
+    if (std::string twice = CheckOnce(generation); !generation.broken && !twice.empty()) return twice;
     if (generation.rows != result.rows) continue;
     wrong = whole ? CheckWholeStep(generation, head.duties) : "";
+    if (generation.closed_lazily != request.optimizer.lazy_rows) wrong = "its rows are lazy, or should be";
     if (wrong.empty()) return "";
   }
   return wrong;
@@ -785,7 +938,7 @@ absl::StatusOr<StepResult> ApplyStep(World& world, HeadWorld& head, const StepRe
   const auto what = result->repeated ? Call::What::kRepeated : Call::What::kApplied;
   NoteCall(world, head, what, request.step, change.begin());
   if (!result->repeated)
-    world.Judge(CheckClosed(world, head, *result, first, whole), head.name, ", step ", request.step);
+    world.Judge(CheckClosed(world, head, request, *result, first, whole), head.name, ", step ", request.step);
   return result;
 }
 
@@ -835,7 +988,7 @@ absl::Status Load(World& world, HeadWorld& head, uint64_t step) {
 void Reset(World& world, HeadWorld& head, ResetScope scope) {
   const HeadLock lock(world, head);
   const bool all = scope == ResetScope::kAll;
-  const ChangeScope change(world, head, all ? Change::What::kLoad : Change::What::kZero);
+  const ChangeScope change(world, head, Change::What::kReset);
   const absl::StatusOr<HeadState> state = world.engine->Reset(head.name, scope);
   world.Note(head.name, " resets ", all ? "all: " : "its optimizer: ", state.status());
   if (absl::IsFailedPrecondition(state.status())) return;  // calls are open on it

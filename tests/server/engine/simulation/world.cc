@@ -7,6 +7,7 @@ void Totals::OnChunk(const ChunkReport& report) {
   scheduler_->Yield();
   ++chunks;
   rows += report.rows;
+  rows_of_kind[report.embedding] += report.rows;
   valid_rows += report.sums.valid_rows;
   negative = negative || report.rows <= 0 || report.sums.valid_rows < 0 || report.queue_seconds.empty();
 }

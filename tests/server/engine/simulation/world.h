@@ -55,6 +55,7 @@ class Totals final : public SilentObserver {
   void OnDeviceError(const absl::Status&) override { scheduler_->Yield(); }
 
   int64_t chunks = 0, rows = 0, valid_rows = 0, added_rows = 0;
+  std::map<kernels::Embedding, int64_t> rows_of_kind;
   bool negative = false;
 
  private:
@@ -76,6 +77,7 @@ class World {
   std::deque<absl::AnyInvocable<void()>> memory_ready;  // what OnMemory was given
   int64_t receiving = 0;                                // of them, those that run now
   std::map<int64_t, int64_t> generation_of_stream;      // by number
+  VersionNames version_names;                           // of all heads
   int64_t streams = 0;                                  // so far, and their last number
   int64_t live_calls = 0;                               // on_queued functions that the engine has
   int64_t results = 0;                                  // slices and ends that were checked
@@ -136,10 +138,12 @@ struct Part {
 struct Habits {
   bool cut = false, bad_row = false, break_a_rule = false;
 };
-enum class StreamKind : uint8_t { kAccumulates, kLossOnly, kRetains, kBackward };
+enum class StreamKind : uint8_t { kAccumulates, kLossOnly, kRetains, kBackward, kEmbeds };
 // Opens a stream, sends its rows and waits for its end. `opened`: when, if it was.
 absl::Status RunStream(World& world, HeadWorld& head, const Duty& duty, RowRange rows, StreamKind kind,
                        uint64_t step, Habits habits, int64_t* opened);
+// Opens a stream that is to be refused, and judges that it is, and has changed nothing.
+void RunRefused(World& world, HeadWorld& head, const Action& action);
 // Adds rows of a contribution.
 absl::Status RunContribution(World& world, HeadWorld& head, const Duty& duty, RowRange rows, uint64_t step,
                              bool cut, int64_t* opened);
