@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,13 +78,16 @@ def test_no_server_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_interrupting_stops_the_server(tmp_path: Path) -> None:
+    def heed_interrupts() -> None:  # which a shell has its background jobs ignore
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     trainer = subprocess.Popen([sys.executable, "-u", "-m", "lossd.quickstart", "--seconds=600"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                               env={**os.environ, "TMPDIR": str(tmp_path)})
+                               env={**os.environ, "TMPDIR": str(tmp_path)}, preexec_fn=heed_interrupts)
     assert trainer.stdout is not None
     for line in trainer.stdout:
         if line.startswith("training on"):
             break
-    trainer.send_signal(2)
+    trainer.send_signal(signal.SIGINT)
     assert trainer.wait(timeout=120) != 0
     assert list(tmp_path.iterdir()) == []
 
