@@ -51,7 +51,6 @@ struct Gemms::Library {
   decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set = nullptr;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
   decltype(&cublasLtMatmulAlgoConfigGetAttribute) config_get = nullptr;
-  decltype(&cublasLtMatmulAlgoCheck) check = nullptr;
 
   absl::Status Load() {
     LOSSD_RETURN_IF_ERROR(file.Load(kCublasFiles, "cuBLASLt cannot be loaded"));
@@ -67,8 +66,7 @@ struct Gemms::Library {
                           file.Find("cublasLtMatmulPreferenceDestroy", preference_destroy) &&
                           file.Find("cublasLtMatmulPreferenceSetAttribute", preference_set) &&
                           file.Find("cublasLtMatmulAlgoGetHeuristic", heuristic) &&
-                          file.Find("cublasLtMatmulAlgoConfigGetAttribute", config_get) &&
-                          file.Find("cublasLtMatmulAlgoCheck", check);
+                          file.Find("cublasLtMatmulAlgoConfigGetAttribute", config_get);
     return complete ? absl::OkStatus() : absl::UnavailableError(absl::StrCat("cuBLASLt lacks ", dlerror()));
   }
 
@@ -170,22 +168,27 @@ absl::StatusOr<Gemms::Plan*> Gemms::FindOrCreate(const GemmShape& shape) {
   return slot.get();
 }
 
-std::vector<GemmShape> Gemms::StepsOf(const GemmShape& shape) const {
-  if (!takes_steps_) return {shape};
-  std::vector<GemmShape> steps;
-  for (int64_t left = shape.rows(); left > 0; left -= steps.back().rows()) {
-    steps.push_back(shape);
-    steps.back().rows() = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(left)));
+GemmShape Gemms::FirstStep(GemmShape shape) const {
+  if (takes_steps_) {
+    shape.rows() = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(shape.rows())));
   }
-  return steps;
+  return shape;
+}
+
+absl::Status Gemms::ForEachStep(GemmShape shape, absl::FunctionRef<absl::Status(const GemmShape&)> body) {
+  do {
+    const GemmShape step = FirstStep(shape);
+    LOSSD_RETURN_IF_ERROR(body(step));
+    shape.rows() -= step.rows();
+  } while (shape.rows() > 0);
+  return absl::OkStatus();
 }
 
 absl::Status Gemms::Prepare(const GemmShape& shape) {
-  for (const GemmShape& step : StepsOf(shape)) {
+  return ForEachStep(shape, [this](const GemmShape& step) -> absl::Status {
     const absl::Status status = FindOrCreate(step).status();
-    if (!status.ok()) return absl::InternalError(status.message());
-  }
-  return absl::OkStatus();
+    return status.ok() ? status : absl::InternalError(status.message());
+  });
 }
 
 namespace {
@@ -210,11 +213,11 @@ void Advance(GemmOperands& operands, const GemmShape& step) {
 absl::Status Gemms::Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                         cudaStream_t stream) {
   GemmOperands left = operands;
-  for (const GemmShape& step : StepsOf(shape)) {
+  return ForEachStep(shape, [&](const GemmShape& step) -> absl::Status {
     LOSSD_RETURN_IF_ERROR(RunStep(step, left, workspace, stream));
     Advance(left, step);
-  }
-  return absl::OkStatus();
+    return absl::OkStatus();
+  });
 }
 
 absl::Status Gemms::RunStep(const GemmShape& shape, const GemmOperands& operands, void* workspace,
@@ -239,7 +242,7 @@ absl::Status Gemms::RunStep(const GemmShape& shape, const GemmOperands& operands
 }
 
 Choice Gemms::Describe(const GemmShape& shape) const {
-  const Plan& plan = *plans_.at(StepsOf(shape).front());
+  const Plan& plan = *plans_.at(FirstStep(shape));
   const cublasLtMatmulHeuristicResult_t& chosen = plan.candidates[plan.chosen];
   const auto attribute = [&](cublasLtMatmulAlgoConfigAttributes_t name) {
     int32_t value = -1;
@@ -276,7 +279,7 @@ absl::StatusOr<double> Gemms::Time(const GemmShape& shape, const GemmOperands& o
 
 absl::Status Gemms::Tune(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                          cudaStream_t stream) {
-  const GemmShape step = StepsOf(shape).front();
+  const GemmShape step = FirstStep(shape);
   absl::StatusOr<Plan*> found = FindOrCreate(step);
   if (!found.ok()) return found.status();
   Plan& plan = **found;

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
@@ -85,7 +86,8 @@ class Gemms {
   Gemms();
   absl::StatusOr<Plan*> FindOrCreate(const GemmShape& shape);
   // The shapes that are computed for this one, the largest first.
-  std::vector<GemmShape> StepsOf(const GemmShape& shape) const;
+  GemmShape FirstStep(GemmShape shape) const;
+  absl::Status ForEachStep(GemmShape shape, absl::FunctionRef<absl::Status(const GemmShape&)> body);
   absl::Status RunStep(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                        cudaStream_t stream);
   absl::StatusOr<double> Time(const GemmShape& shape, const GemmOperands& operands, void* workspace,
