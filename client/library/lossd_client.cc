@@ -422,16 +422,22 @@ absl::Span<T> Room(T* values, uint64_t count) {
   return values == nullptr ? absl::Span<T>() : absl::MakeSpan(values, static_cast<size_t>(count));
 }
 
+// What a microbatch and the gradients of a retained one say alike: whose rows they are, and where these lie.
+template <typename Rows, typename Given, typename Open>
+void SetRows(Rows& rows, const Given& given, const Open& open) {
+  rows.head = open.head();
+  if (open.has_step()) rows.step = open.step();
+  rows.id = open.microbatch_id();
+  rows.hidden_size = given.hidden_size;
+  rows.memory = given.on_device != 0 ? Memory::kDevice : Memory::kHost;
+  if (given.has_stream != 0) rows.stream = given.stream;
+}
+
 Microbatch MicrobatchOf(const lossd_loss& loss, const v1::OpenMicrobatch& open) {
   Microbatch microbatch;
-  microbatch.head = open.head();
-  if (open.has_step()) microbatch.step = open.step();
-  microbatch.id = open.microbatch_id();
-  microbatch.hidden_size = loss.hidden_size;
+  SetRows(microbatch, loss, open);
   microbatch.hidden_dtype = open.hidden_dtype();
   microbatch.hidden = loss.hidden;
-  microbatch.memory = loss.on_device != 0 ? Memory::kDevice : Memory::kHost;
-  if (loss.has_stream != 0) microbatch.stream = loss.stream;
   microbatch.targets = Values(loss.targets, loss.rows);
   microbatch.row_weights = Values(loss.row_weights, loss.rows);
   microbatch.advantages = Values(loss.advantages, loss.rows);
@@ -487,13 +493,8 @@ ComputeOptions OptionsOf(const lossd_loss& loss, const v1::OpenMicrobatch& open)
 
 RetainedGradients GradientsOf(const lossd_backward& backward, const v1::OpenBackward& open) {
   RetainedGradients gradients;
-  gradients.head = open.head();
-  if (open.has_step()) gradients.step = open.step();
-  gradients.id = open.microbatch_id();
-  gradients.hidden_size = backward.hidden_size;
+  SetRows(gradients, backward, open);
   gradients.hidden_dtype = static_cast<v1::DType>(backward.hidden_dtype);
-  gradients.memory = backward.on_device != 0 ? Memory::kDevice : Memory::kHost;
-  if (backward.has_stream != 0) gradients.stream = backward.stream;
   gradients.grad_loss = Values(backward.grad_loss, backward.rows);
   gradients.grad_lse = Values(backward.grad_lse, backward.rows);
   gradients.grad_entropy = Values(backward.grad_entropy, backward.rows);
