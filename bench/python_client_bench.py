@@ -172,7 +172,7 @@ def main() -> None:
         client.create_head(HEAD, hidden_size=arguments.hidden_size, vocab_size=arguments.vocab_size,
                            optimizer_state="none")
         try:
-            results: dict[str, Any] = {"settings": vars(arguments)}
+            results: dict[str, Any] = {"settings": {name: value for name, value in vars(arguments).items() if name != "json"}}
             rows = make_rows(client, arguments)
             for name, through in (("python", through_numpy), ("cuda", through_cuda), ("torch", through_torch)):
                 if getattr(arguments, {"python": "numpy"}.get(name, name)):
