@@ -7,6 +7,7 @@
 #include <numeric>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "gmock/gmock.h"
 #include "tests/kernels/backend_conformance.h"
@@ -111,6 +112,42 @@ TEST_P(BackendConformance, TopClassesOfSortedLogits) {
     for (size_t i = 0; i < run.slices[0].top_classes.size(); ++i) {
       ASSERT_EQ(run.slices[0].top_classes[i], order[i % kMostTopClasses]) << i;
     }
+  }
+}
+
+// More classes than a selection keeps in mind: logits of some kinds, of a single one, in ascending order, and
+// far below that of the target, where exponentials of 16 bits are 0. The target is anywhere.
+TEST_P(BackendConformance, TopClassesOfAManyThousand) {
+  constexpr int64_t kVocab = 20011;
+  const auto drawn = [&](int64_t) { return static_cast<float>(UniformInt(rng(), -120, 120)) / 16.0f; };
+  const auto equal = [](int64_t) { return 0.5f; };
+  const auto ascending = [](int64_t v) { return static_cast<float>(v / 160) / 8.0f; };
+  const auto far_below = [](int64_t v) { return -100.0f - static_cast<float>(v % 32); };
+  const std::vector<absl::FunctionRef<float(int64_t)>> kinds = {drawn, equal, ascending, far_below};
+  for (const auto& logit : kinds) {
+    std::vector<float> logits;
+    for (int64_t v = 0; v < kVocab; ++v) logits.push_back(logit(v));
+    const int64_t target = UniformInt(rng(), 0, kVocab - 1);
+    logits[static_cast<size_t>(target)] = 8.0f;
+    Problem problem = ExactLogits(Plain({2, 1, 1}, kHidden, kVocab), logits, rng());
+    for (SliceData& slice : problem.slices)
+      slice.targets.assign(slice.targets.size(), static_cast<int32_t>(target));
+    WantClasses(problem.slices[0], 0, kMostTopClasses, kVocab, rng());
+    WantClasses(problem.slices[1], 3, 1, kVocab, rng());
+    problem.slices[2].targets[0] = static_cast<int32_t>((target + 1) % kVocab);
+    WantClasses(problem.slices[2], 0, 30, kVocab, rng());
+    const auto head = MakeHead(backend(), problem);
+    ASSERT_NE(head, nullptr);
+    const ChunkRun run = RunChunk(*head, problem);
+    ASSERT_TRUE(run.done.ok()) << run.done;
+    const std::vector<int32_t> order = Order(logits);
+    for (size_t s = 0; s < problem.slices.size(); ++s) {
+      const auto k = static_cast<size_t>(problem.slices[s].top_k);
+      const std::vector<int32_t>& got = run.slices[s].top_classes;
+      for (size_t i = 0; i < got.size(); ++i)
+        ASSERT_EQ(got[i], order[i % k]) << "slice " << s << " rank " << i;
+    }
+    RunAndCompare(backend(), {problem});
   }
 }
 

@@ -9,8 +9,17 @@
 // threshold. The row is read once. Of logits in a random order some k ln(V / k) get into the list; in the
 // worst order, ascending, all do, and the list is sorted for every kSubTile classes.
 //
-// Bytes: rows * V * 4 read. The logits of given classes: rows * count * D * (2 or 4) of the weight, most of
-// it from L2 where rows name the same classes.
+// Selection from exponentials, likewise, in two steps. Exponentials are compared by their bits. If z_a >=
+// z_b, the bits of a's are at most one below those of b's, so the first k classes by their logits are among
+// those whose bits are at most one below the k-th bits. Most rows have few more than k of those; their logits
+// are computed, a warp a class, and sorted. Where ties are so many that the list would become too long, the
+// logits of what is in it are computed before, and the first k kept. The target's exponential need not be in
+// the order of the others, so its logit is computed in any case. The k-th of the maxima that each thread
+// finds in its first classes is the first threshold.
+//
+// Bytes: rows * V * 4 read, of exponentials rows * V * 2 and rows * k * D * 2 of the weight. The logits of
+// given classes: rows * count * D * (2 or 4) of the weight, most of it from L2 where rows name the same
+// classes.
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/row_classes.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -46,33 +55,54 @@ __device__ __forceinline__ int32_t PlaceOf(Key key) {
 
 __device__ __forceinline__ Key NoKey() { return KeyOf(NegativeInfinity(), INT32_MAX); }
 
+// The dot product of two rows of n elements, which the lanes of a warp share; the same in each lane.
+template <typename T>
+__device__ __forceinline__ float WarpDot(const uint4* x, const uint4* w, int64_t n) {
+  constexpr int kSize = Vec<T>::kSize;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int64_t v = static_cast<int>(threadIdx.x) & 31; v < n / kSize; v += 32) {
+    float a[kSize], b[kSize];
+    Vec<T>::Unpack(x[v], a);
+    Vec<T>::Unpack(w[v], b);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) sum = fmaf(a[j], b[j], sum);
+  }
+  return WarpSum(sum);
+}
+
 struct SharedList {
   Key keys[kListKeys];
   Key threshold;  // what does not exceed it need not be looked at
   int count;
 };
 
-// All threads: sorts the list, the largest first, and drops all but the first k.
-__device__ void Prune(SharedList& list, int k) {
-  __syncthreads();
-  const int count = list.count;
+// All threads: sorts `count` keys, the largest first. There is room for the next power of two.
+__device__ void Sort(Key* keys, int count) {
   int size = 2;
   while (size < count) size *= 2;
-  for (int i = count + static_cast<int>(threadIdx.x); i < size; i += kThreads) list.keys[i] = 0;
+  for (int i = count + static_cast<int>(threadIdx.x); i < size; i += kThreads) keys[i] = 0;
   for (int width = 2; width <= size; width *= 2) {
     for (int stride = width / 2; stride > 0; stride /= 2) {
       __syncthreads();
       for (int i = static_cast<int>(threadIdx.x); i < size / 2; i += kThreads) {
         const int low = 2 * i - (i & (stride - 1)), high = low + stride;
-        const Key a = list.keys[low], b = list.keys[high];
+        const Key a = keys[low], b = keys[high];
         const bool descending = (low & width) == 0;
         if ((a < b) != descending) continue;
-        list.keys[low] = b;
-        list.keys[high] = a;
+        keys[low] = b;
+        keys[high] = a;
       }
     }
   }
   __syncthreads();
+}
+
+// All threads: sorts the list and drops all but the first k.
+__device__ void Prune(SharedList& list, int k) {
+  __syncthreads();
+  const int count = list.count;
+  Sort(list.keys, count);
   if (threadIdx.x == 0) {
     list.count = min(count, k);
     if (count >= k) list.threshold = list.keys[k - 1];
@@ -143,6 +173,167 @@ __global__ __launch_bounds__(kThreads) void SelectTopKernel(const __grid_constan
   }
 }
 
+// ---- from exponentials ----
+
+constexpr int kExpLane = 8;                       // exponentials of a uint4
+constexpr int kExpSubTile = kThreads * kExpLane;  // classes of one vector of each thread
+constexpr int kExpTile = kExpSubTile * kVectors;  // of all that a thread loads ahead
+constexpr int kExpListKeys = 4096;                // a power of two
+constexpr int kFull = 1024;                       // the list is pruned when it has more keys
+constexpr int kMostTies = 512;                    // logits are computed if it has more after that
+constexpr uint32_t kInfiniteBits = 0x7f80;        // of bf16
+static_assert(kExpListKeys >= kFull + kExpSubTile + kMostSelected + 1);
+static_assert(kThreads >= kMostSelected, "a maximum of each thread");
+
+// While classes are listed, a key is the bits of the exponential and, below them, the complement of the
+// class.
+struct ExponentialList {
+  Key keys[kExpListKeys];
+  int count;
+  uint32_t floor;           // smaller bits need not be looked at
+  Key best[kMostSelected];  // the first of those whose logits have been computed, as KeyOf has them
+  int best_count;
+};
+
+// NaN is smaller than every number here; it fails its row.
+__device__ __forceinline__ uint32_t BitsOf(uint32_t half) { return half > kInfiniteBits ? 0u : half; }
+
+__device__ __forceinline__ uint32_t HalfOf(const uint4& v, int i) {
+  const uint32_t word = i < 4 ? (i < 2 ? v.x : v.y) : (i < 6 ? v.z : v.w);
+  return (i & 1) != 0 ? word >> 16 : word & 0xffffu;
+}
+
+__device__ __forceinline__ uint32_t LargestHalf(const uint4& v) {
+  const uint32_t pair = __vmaxu2(__vmaxu2(v.x, v.y), __vmaxu2(v.z, v.w));
+  return max(pair & 0xffffu, pair >> 16);
+}
+
+__device__ __forceinline__ uint32_t FloorOf(uint32_t bits) { return bits == 0 ? 0u : bits - 1; }
+
+// All threads: the logits of the classes in the list; of these and of best the first k become best, and the
+// list is empty.
+__device__ void Resolve(ExponentialList& list, const SelectTopOfExponentialsParams& p, int64_t row) {
+  using T = __nv_bfloat16;
+  __syncthreads();
+  const int count = list.count, before = list.best_count;
+  const LogitMap<T, true> map(p.terms);
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto* const x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.hidden) + row * p.inner);
+  for (int i = static_cast<int>(threadIdx.x) >> 5; i < count; i += kThreads / 32) {
+    const int32_t column = PlaceOf(list.keys[i]);
+    const auto* const w =
+        reinterpret_cast<const uint4*>(static_cast<const T*>(p.weight) + int64_t{column} * p.inner);
+    const float dot = WarpDot<T>(x, w, p.inner);
+    const auto place = static_cast<int32_t>(p.terms.first_class) + column;
+    if (lane == 0) list.keys[i] = KeyOf(map(dot, column).z, place);
+  }
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < before; i += kThreads) list.keys[count + i] = list.best[i];
+  __syncthreads();
+  Sort(list.keys, count + before);
+  const int kept = min(count + before, p.k);
+  for (int i = static_cast<int>(threadIdx.x); i < kept; i += kThreads) list.best[i] = list.keys[i];
+  if (threadIdx.x == 0) {
+    list.best_count = kept;
+    list.count = 0;
+  }
+  __syncthreads();
+}
+
+// All threads: drops what is below the floor that the list itself gives.
+__device__ void Prune(ExponentialList& list, const SelectTopOfExponentialsParams& p, int64_t row) {
+  __syncthreads();
+  const int count = list.count;
+  Sort(list.keys, count);
+  const auto bits_at = [&](int i) { return static_cast<uint32_t>(list.keys[i] >> 32); };
+  const uint32_t floor = count < p.k ? list.floor : max(list.floor, FloorOf(bits_at(p.k - 1)));
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    if (bits_at(i) >= floor && (i + 1 == count || bits_at(i + 1) < floor)) list.count = i + 1;
+  }
+  if (threadIdx.x == 0) list.floor = floor;
+  __syncthreads();
+  const bool resolves = list.count > kMostTies;
+  __syncthreads();  // all have read it
+  if (resolves) Resolve(list, p, row);
+}
+
+// One thread block a row.
+__global__ __launch_bounds__(kThreads) void SelectTopOfExponentialsKernel(
+    const __grid_constant__ SelectTopOfExponentialsParams p) {
+  __shared__ ExponentialList list;
+  const int64_t row = blockIdx.x;
+  const int thread = static_cast<int>(threadIdx.x), target = p.targets[row];
+  const auto* const vectors =
+      reinterpret_cast<const uint4*>(static_cast<const __nv_bfloat16*>(p.exponentials) + row * p.ld);
+  const int classes = static_cast<int>(p.terms.vocab), all = static_cast<int>(p.ld / kExpLane);
+  const auto is_class = [&](int column) { return column < classes && column != target; };
+
+  uint4 v[kVectors];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int index = first / kExpLane + i * kThreads + thread;
+      v[i] = index < all ? vectors[index] : make_uint4(0, 0, 0, 0);
+    }
+  };
+  const auto column_of = [&](int first, int i, int element) {
+    return first + i * kExpSubTile + thread * kExpLane + element;
+  };
+  load(0);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+    for (int e = 0; e < kExpLane; ++e) {
+      if (is_class(column_of(0, i, e))) largest = max(largest, BitsOf(HalfOf(v[i], e)));
+    }
+  }
+  list.keys[thread] = largest;
+  __syncthreads();
+  Sort(list.keys, kThreads);
+  if (thread == 0) {
+    list.count = list.best_count = 0;
+    list.floor = FloorOf(static_cast<uint32_t>(list.keys[p.k - 1]));
+  }
+  __syncthreads();
+
+  for (int first = 0; first < static_cast<int>(p.ld); first += kExpTile) {
+    if (first > 0) load(first);
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) most = max(most, LargestHalf(v[i]));
+    if (__syncthreads_or(most >= list.floor ? 1 : 0) == 0) continue;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int count = list.count;
+      __syncthreads();  // all have read it
+      if (count > kFull) Prune(list, p, row);
+      if (const uint32_t floor = list.floor; LargestHalf(v[i]) >= floor) {
+#pragma unroll
+        for (int e = 0; e < kExpLane; ++e) {
+          const uint32_t bits = BitsOf(HalfOf(v[i], e));
+          const int column = column_of(first, i, e);
+          if (bits < floor || !is_class(column)) continue;
+          list.keys[atomicAdd(&list.count, 1)] =
+              static_cast<Key>(bits) << 32 | ~static_cast<uint32_t>(column);
+        }
+      }
+      __syncthreads();
+    }
+  }
+  Prune(list, p, row);
+  if (thread == 0 && target >= 0 && target < classes) {
+    list.keys[list.count++] = ~static_cast<uint32_t>(target);
+  }
+  Resolve(list, p, row);
+  for (int i = thread; i < p.k; i += kThreads) {
+    const Key key = i < list.best_count ? list.best[i] : NoKey();
+    p.top.logits[row * p.k + i] = LogitOf(key);
+    p.top.places[row * p.k + i] = PlaceOf(key);
+  }
+}
+
 // One thread block a row, one thread a rank of every part: an entry's rank among all is its rank in its own
 // part and how many of each other part come before it.
 __global__ __launch_bounds__(kMostSelected) void MergeTopKernel(const __grid_constant__ MergeTopParams p) {
@@ -178,7 +369,6 @@ __global__ __launch_bounds__(kMostSelected) void MergeTopKernel(const __grid_con
 // One thread block a row, one warp a class at a time.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void ClassLogitsKernel(const __grid_constant__ ClassLogitsParams p) {
-  constexpr int kSize = Vec<T>::kSize;
   __shared__ int32_t places[kMostCount];
   const int64_t row = blockIdx.x;
   for (int i = static_cast<int>(threadIdx.x); i < p.count; i += kThreads) {
@@ -195,17 +385,8 @@ __global__ __launch_bounds__(kThreads) void ClassLogitsKernel(const __grid_const
       continue;
     }
     const auto* w = reinterpret_cast<const uint4*>(static_cast<const T*>(p.weight) + int64_t{place} * p.ld);
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int64_t v = lane; v < p.ld / kSize; v += 32) {
-      float a[kSize], b[kSize];
-      Vec<T>::Unpack(x[v], a);
-      Vec<T>::Unpack(w[v], b);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) sum = fmaf(a[j], b[j], sum);
-    }
-    sum = WarpSum(sum);
-    if (lane == 0) p.logits[row * p.count + i] = map(sum, place).z;
+    const float dot = WarpDot<T>(x, w, p.ld);
+    if (lane == 0) p.logits[row * p.count + i] = map(dot, place).z;
   }
 }
 
@@ -221,6 +402,12 @@ cudaError_t LaunchSelectTop(const SelectTopParams& params, cudaStream_t stream) 
   } else {
     SelectTopKernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(p);
   }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchSelectTopOfExponentials(const SelectTopOfExponentialsParams& params, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  SelectTopOfExponentialsKernel<<<static_cast<unsigned>(params.rows), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

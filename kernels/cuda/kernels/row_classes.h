@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels for single classes of a row: the k classes with the largest logits, from the fp32
-// dot products of a block of classes (LaunchSelectTop), the same of several devices together
-// (LaunchMergeTop), and the logits of classes that the caller names (LaunchClassLogits).
+// dot products of a block of classes (LaunchSelectTop) or from 16-bit exponentials of all of them
+// (LaunchSelectTopOfExponentials), the same of several devices together (LaunchMergeTop), and the logits of
+// classes that the caller names (LaunchClassLogits).
 //
 // All enqueue on `stream`. Pointers are device memory, or pinned memory of the host, which the device reaches
 // too. Stateless and thread-safe.
@@ -40,6 +41,24 @@ struct SelectTopParams {
   TopLists top;     // out: of all blocks so far
 };
 cudaError_t LaunchSelectTop(const SelectTopParams& params, cudaStream_t stream);
+
+// The same from exponentials: of a row they are in the order of its logits, up to rounding to bf16. What
+// rounding leaves open is computed: the logits of some more than k classes a row, of more where that many
+// logits lie within 2^-7 of each other. (Where all are equal, of all: as much work as the product, which this
+// does much more slowly.)
+struct SelectTopOfExponentialsParams {
+  const void* exponentials = nullptr;  // [rows, ld] bf16, not negative; whatever it is at the target
+  int64_t ld = 0;                      // a multiple of 8
+  const void* hidden = nullptr;        // [rows, inner] bf16
+  const void* weight = nullptr;        // [terms.vocab, inner] bf16
+  int64_t inner = 0;                   // a multiple of 8
+  LossTerms terms;                     // of all classes, without a softcap
+  const int32_t* targets = nullptr;    // [rows], classes counted from 0; -1: none
+  int64_t rows = 0;
+  int k = 0;  // in [1, kMostSelected]
+  TopLists top;
+};
+cudaError_t LaunchSelectTopOfExponentials(const SelectTopOfExponentialsParams& params, cudaStream_t stream);
 
 // `all`: of part i the lists that begin at i * stride entries, [rows, k]. top: of all parts together.
 struct MergeTopParams {

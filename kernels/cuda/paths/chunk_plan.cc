@@ -34,10 +34,15 @@ absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, con
   if (chunk.distilled) return "the logits are compared with a teacher's";
   if (chunk.terms.soft) return "the classes that rows name are taken out of the logits";
   if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
-  if (chunk.selects_top) return "the most probable classes are selected from the logits";
+  // From the exponentials that a fused loss stores they are selected only where these are in the logits'
+  // order.
+  if (chunk.selects_top && (!stored || limits.split || chunk.terms.softcap != 0.0f)) {
+    return "the most probable classes are selected from the logits";
+  }
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
-  const absl::string_view reason = hopper::WhyNotFused(
-      chunk.terms, limits.filter.dtype, stored && chunk.wants_gradient, limits.device.fused_clusters);
+  const bool exponentials = stored && (chunk.wants_gradient || chunk.selects_top);
+  const absl::string_view reason =
+      hopper::WhyNotFused(chunk.terms, limits.filter.dtype, exponentials, limits.device.fused_clusters);
   if (!reason.empty() || limits.fused_loss == FusedLoss::kWherePossible) return reason;
   return hopper::WhyNotFaster(chunk.padded_rows, limits.filter.vocab);
 }

@@ -142,6 +142,20 @@ absl::Status TopSelector::Select(const ChunkJob& job, const RowBlock& rows, cons
   return ToStatus(LaunchSelectTop(p, context_.device->compute()), "selection kernel");
 }
 
+absl::Status TopSelector::SelectOfExponentials(const ChunkJob& job, const void* exponentials) const {
+  const SelectTopOfExponentialsParams p = {.exponentials = exponentials,
+                                           .ld = context_.sizes.padded_vocab,
+                                           .hidden = job.hidden,
+                                           .weight = context_.weight(),
+                                           .inner = context_.sizes.padded_hidden,
+                                           .terms = job.terms,
+                                           .targets = job.in.targets,
+                                           .rows = job.in.rows,
+                                           .k = job.layout.top_k,
+                                           .top = {job.classes.top_logits, job.classes.top_places}};
+  return ToStatus(LaunchSelectTopOfExponentials(p, context_.device->compute()), "selection kernel");
+}
+
 absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const SelectTopParams& select) const {
   const cudaStream_t stream = context_.device->compute();
   const int k = select.k;

@@ -108,6 +108,8 @@ class TopSelector {
   absl::Status Select(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits) const {
     return Select(job, rows, logits, 0, true);
   }
+  // Of all rows of the chunk, from what the fused pass has stored of them, of a head that is not split.
+  absl::Status SelectOfExponentials(const ChunkJob& job, const void* exponentials) const;
 
  private:
   absl::Status Exchange(const ChunkJob& job, int64_t begin, const SelectTopParams& select) const;

@@ -205,6 +205,14 @@ LogitMatrix From(const LogitMatrix& matrix, int64_t begin) {
 
 Kept KeptOf(const ChunkJob& job) { return job.wants_gradient() ? Kept::kGradient : Kept::kNothing; }
 
+// How many rows' logits of both heads have room side by side in the teacher's memory, a multiple of 8. 0: the
+// student's logits lie in its own memory. There they have room for fewer and fewer rows, as gradients of rows
+// before fill it, and products of few rows read the weight as often as those of many.
+int64_t RowsBesideTeacher(const ChunkJob& job, DType compute) {
+  if (job.teacher == nullptr || compute == DType::kFloat32) return 0;
+  return job.teacher->block_rows / 2 / 8 * 8;
+}
+
 }  // namespace
 
 StoredPath::StoredPath(const PathContext& context)
@@ -218,12 +226,22 @@ StoredPath::StoredPath(const PathContext& context)
       soft_(context) {}
 
 absl::Status StoredPath::Prepare(const ChunkJob& job) {
+  Gemms& gemms = context_.device->gemms();
+  const auto prepare_teacher = [&](int64_t rows) {
+    return gemms.Prepare(job.teacher->shapes.Logits(rows, job.teacher->padded_vocab));
+  };
+  if (const int64_t most = RowsBesideTeacher(job, context_.config.compute_dtype); most > 0) {
+    for (const RowSpan& part : PartsOf(job.padded_rows(), most)) {
+      LOSSD_RETURN_IF_ERROR(gemms.Prepare(shapes_.Logits(part.rows, context_.sizes.padded_vocab)));
+      LOSSD_RETURN_IF_ERROR(prepare_teacher(part.rows));
+    }
+    return gradients_.GemmsOf(job.plan).Prepare(job);
+  }
   LOSSD_RETURN_IF_ERROR(staged_.Prepare(job, KeptOf(job)));
   if (job.teacher != nullptr) {
     for (const int64_t rows : staged_.BlockRows(job, KeptOf(job))) {
       for (const RowSpan& part : PartsOf(rows, job.teacher->block_rows)) {
-        LOSSD_RETURN_IF_ERROR(context_.device->gemms().Prepare(
-            job.teacher->shapes.Logits(part.rows, job.teacher->padded_vocab)));
+        LOSSD_RETURN_IF_ERROR(prepare_teacher(part.rows));
       }
     }
   }
@@ -245,7 +263,31 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
     if (job.teacher != nullptr) return DistilledRowLoss(job, rows, logits, gradient);
     return TargetRowLoss(job, rows, logits, gradient);
   };
+  if (RowsBesideTeacher(job, context_.config.compute_dtype) > 0) return ForEachBlockBesideTeacher(job, step);
   return staged_.ForEachBlock(job, KeptOf(job), step);
+}
+
+absl::Status StoredPath::ForEachBlockBesideTeacher(
+    const ChunkJob& job, absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)> step) const {
+  const HeadSizes& sizes = context_.sizes;
+  const int64_t most = RowsBesideTeacher(job, context_.config.compute_dtype);
+  // The teacher's logits are the first `most` rows of its memory.
+  const LogitMatrix logits = {job.teacher->logits + most * job.teacher->padded_vocab, DType::kFloat32,
+                              sizes.padded_vocab, sizes.vocab};
+  const auto* const hidden = static_cast<const uint8_t*>(job.hidden);
+  for (const RowSpan& part : PartsOf(job.padded_rows(), most)) {
+    const RowBlock rows = {part.begin, job.in.Block(part.begin, part.rows), job.out.From(part.begin)};
+    if (rows.in.rows > 0) {
+      LOSSD_RETURN_IF_ERROR(
+          context_.device->gemms().Run(shapes_.Logits(part.rows, sizes.padded_vocab),
+                                       {.a = context_.weight(),
+                                        .b = hidden + part.begin * sizes.padded_hidden * sizes.element,
+                                        .c = logits.data},
+                                       context_.device->gemm_workspace(), context_.device->compute()));
+    }
+    LOSSD_RETURN_IF_ERROR(step(rows, logits));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status StoredPath::TargetRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
@@ -342,7 +384,8 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {
-  if (staged_.UsesSpare(job, KeptOf(job))) {
+  const bool beside_teacher = RowsBesideTeacher(job, context_.config.compute_dtype) > 0;
+  if (!beside_teacher && staged_.UsesSpare(job, KeptOf(job))) {
     LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   }
   return RowLoss(job, /*selects=*/true);
@@ -389,7 +432,7 @@ absl::Status StoredPath::Tune(const void* hidden) {
 }
 
 FusedStoredPath::FusedStoredPath(const PathContext& context)
-    : context_(context), gradients_(context), merger_(context) {
+    : context_(context), gradients_(context), merger_(context), top_(context) {
   const HeadSizes& sizes = context.sizes;
   Carver rows(context.memory[Region::kFusedRows]);
   rows_ = hopper::FusedRows::Carve(rows, sizes.chunk_rows);
@@ -415,10 +458,13 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
       .rows = rows_,
       .order = &limits.cluster_order};
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the partials lie where dx does
-  void* const exponentials = job.wants_gradient() ? context_.memory[Region::kLogits] : nullptr;
+  const bool selects = job.layout.top_k > 0;
+  void* exponentials = job.wants_gradient() || selects ? context_.memory[Region::kLogits] : nullptr;
   LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedSums(p, exponentials, limits.fused_clusters, stream),
                              "fused loss kernels");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, job.in, rows_));
+  if (selects) LOSSD_RETURN_IF_ERROR(top_.SelectOfExponentials(job, exponentials));
+  if (!job.wants_gradient()) exponentials = nullptr;
   return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
 }
 

@@ -153,6 +153,10 @@ class StoredPath final : public ChunkPath {
 
  private:
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
+  // As StagedLogits::ForEachBlock, of rows that have a teacher, with blocks of equal size: logits of a block
+  // lie in the teacher's memory, behind as many of the teacher's.
+  absl::Status ForEachBlockBesideTeacher(
+      const ChunkJob& job, absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)> step) const;
   // Of a block of rows that have a teacher, part by part as its logits have room.
   absl::Status DistilledRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                 const LogitMatrix& gradient) const;
@@ -203,6 +207,7 @@ class FusedStoredPath final : public ChunkPath {
   const PathContext& context_;
   const StoredGradients gradients_;
   const RowMerger merger_;
+  const TopSelector top_;
   hopper::FusedRows rows_;  // the partials lie where dx will be: they are free before it is written
 };
 

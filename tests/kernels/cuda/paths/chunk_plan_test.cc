@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <map>
 #include <random>
@@ -56,19 +57,35 @@ TEST(ChunkPlan, FilteredChunksNeedTheirLogits) {
   EXPECT_THAT(plan.why_not_fused, HasSubstr("logits"));
 }
 
-// They are selected from logits in memory, whatever the gradients are.
-TEST(ChunkPlan, ChunksThatSelectTopClassesNeedTheirLogits) {
-  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
-    for (Gradients gradients : {Gradients::kExact, Gradients::kSampled, Gradients::kAuto}) {
-      Case c;
-      c.limits.logits = logits;
-      c.options.gradients = gradients;
-      EXPECT_TRUE(c.Plan().fused());
-      c.chunk.selects_top = true;
+// They are selected from exponentials in memory or, where there are none in the order of the logits, from
+// logits in memory, whatever the gradients are.
+TEST(ChunkPlan, ChunksThatSelectTopClassesAreFusedWhereExponentialsAreInOrder) {
+  for (Gradients gradients : {Gradients::kExact, Gradients::kSampled, Gradients::kAuto}) {
+    Case stored;
+    stored.options.gradients = gradients;
+    stored.chunk.selects_top = true;
+    EXPECT_TRUE(stored.Plan().fused());
+    EXPECT_EQ(stored.Plan().gradients, gradients);
+    Case recomputed = stored, capped = stored, split = stored;
+    recomputed.limits.logits = Logits::kRecomputed;
+    capped.chunk.terms.softcap = 30.0f;
+    split.limits.split = true;
+    for (Case& c : {std::ref(recomputed), std::ref(capped), std::ref(split)}) {
       EXPECT_EQ(c.Plan().gradients, gradients);
       EXPECT_EQ(c.Plan().why_not_fused, "the most probable classes are selected from the logits");
+      c.chunk.selects_top = false;
+      EXPECT_TRUE(c.Plan().fused());
     }
   }
+}
+
+TEST(ChunkPlan, ExponentialsOfSelectedClassesHaveNoRoomInFp16) {
+  Case c;
+  c.limits.filter.dtype = DType::kFloat16;
+  c.chunk.wants_gradient = false;
+  EXPECT_TRUE(c.Plan().fused());
+  c.chunk.selects_top = true;
+  EXPECT_EQ(c.Plan().why_not_fused, "fp16 has no room for exponentials");
 }
 
 TEST(ChunkPlan, SampledChunksAreFusedAsExactOnesAre) {
