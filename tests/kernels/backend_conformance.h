@@ -102,7 +102,11 @@ class DistillationConformance : public BackendConformance {
                         int64_t teacher_hidden_size, const Distillation& distillation);
   // Whether heads of this case are distilled; if not, checks that they say so, and refuse the chunk.
   bool Distils();
-  void Run(ProblemSpec spec);
+  // Whether rounding has no part in the gradient. That of the total variation jumps where a class is as
+  // probable for the student as for the teacher.
+  static bool IsDecided(const Problem& problem);
+  // A problem of this kind that is decided.
+  void Run(const ProblemSpec& spec);
 };
 
 // Heads that live in host memory; conformance_pool.cc.
