@@ -281,7 +281,7 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
 // Its slices share the memory of their rows. What a part computes without the others need not be finite, and
 // the chunk may say so.
 absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidden_dtype, int64_t rows,
-                          bool wants_gradients) {
+                          bool wants_gradients, bool independent = true) {
   constexpr int64_t kSliceRows = 128;
   const auto bytes =
       static_cast<size_t>(std::min(rows, kSliceRows) * head.config().hidden_size) * SizeOf(hidden_dtype);
@@ -300,7 +300,7 @@ absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidd
   chunk.options = options;
   chunk.hidden_dtype = hidden_dtype;
   chunk.accumulate_gradients = wants_gradients && head.config().trainable;
-  chunk.independent = true;  // nothing of it decides how others are computed
+  chunk.independent = independent;
   chunk.slices = absl::MakeSpan(slices);
   absl::Status results, done;
   absl::Notification ended;
@@ -320,8 +320,8 @@ absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidd
 // so before a trainer whose process the head shares has work on the GPU. Products take steps
 // (Gemms::TakeSteps), so chunks of powers of two rows have all of them: with every kind of gradient that a
 // request may ask for, with hidden states in the compute dtype and in fp32, as their gradients are products
-// of different kinds, and without gradients. Parts of a head are not connected yet: each computes what it
-// has.
+// of different kinds, and without gradients. Sampled chunks that know those before them multiply the classes
+// that these took most often apart. Parts of a head are not connected yet: each computes what it has.
 absl::Status RunOnce(CudaHead& head) {
   constexpr Gradients kAll[] = {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled,
                                 Gradients::kAuto};
@@ -331,11 +331,16 @@ absl::Status RunOnce(CudaHead& head) {
   for (int64_t rows = 1; rows < head.chunk_rows(); rows *= 2) counts.push_back(rows);
   for (const int64_t rows : counts) {
     LOSSD_RETURN_IF_ERROR(RunChunkOnce(head, {}, dtypes.front(), rows, /*wants_gradients=*/false));
-    for (const Gradients gradients : kAll) {
-      for (const DType dtype : dtypes) {
+    for (const DType dtype : dtypes) {
+      for (const Gradients gradients : kAll) {
         LOSSD_RETURN_IF_ERROR(
             RunChunkOnce(head, {.gradients = gradients}, dtype, rows, /*wants_gradients=*/true));
       }
+      // Fewer rows have no product of such classes of their own, but the last steps of more rows do.
+      const int64_t with_hot = rows < kLeastHotRows ? kLeastHotRows + rows : rows;
+      if (with_hot > head.chunk_rows()) continue;
+      LOSSD_RETURN_IF_ERROR(RunChunkOnce(head, {.gradients = Gradients::kSampled}, dtype, with_hot,
+                                         /*wants_gradients=*/true, /*independent=*/false));
     }
   }
   return head.config().trainable ? head.ZeroGradients() : absl::OkStatus();

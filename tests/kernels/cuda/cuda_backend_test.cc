@@ -142,7 +142,21 @@ TEST(CudaBackend, ComputesWhileATrainerInItsProcessWaits) {
   // A head is made before: it computes chunks of several sizes once, and may wait for the GPU then.
   const std::unique_ptr<HeadKernels> head = MakeHead(**backend, MakeProblem(spec, rng));
   ASSERT_NE(head, nullptr);
+  // One with enough classes for those that are sampled most often to be multiplied apart.
+  ProblemSpec large = spec;
+  large.config.vocab_size = 30000;
+  auto roomy = CreateCudaBackend({.workspace_bytes = int64_t{256} << 20, .shares_process = true});
+  ASSERT_TRUE(roomy.ok()) << roomy.status();
+  const std::unique_ptr<HeadKernels> large_head = MakeHead(**roomy, MakeProblem(large, rng));
+  ASSERT_NE(large_head, nullptr);
   WaitingTrainer trainer;
+  large.options.gradients = Gradients::kSampled;
+  for (const int64_t rows : {int64_t{1500}, int64_t{1500}, int64_t{2047}}) {
+    WithinAMinute limit(trainer, absl::StrCat("a sampled chunk of ", rows, " rows of a large head"));
+    ASSERT_GE(large_head->chunk_rows(), rows);
+    large.slice_rows = {rows};
+    EXPECT_TRUE(RunChunk(*large_head, MakeProblem(large, rng)).done.ok());
+  }
   for (const Gradients gradients :
        {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto}) {
     for (const int64_t rows :
