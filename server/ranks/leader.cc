@@ -221,7 +221,12 @@ absl::Status Leader::AwaitAll() {
   while (true) {
     clocks::AwaitFor(mutex_, absl::Condition(&news), kLook);
     seen = workers_.size();
-    if (seen == static_cast<size_t>(options_.ranks) - 1) return absl::OkStatus();
+    if (seen == static_cast<size_t>(options_.ranks) - 1) {
+      // Under the same lock: a worker that goes from now on is lost, so that all that are connected are there.
+      forming_ = false;
+      formed_ = true;
+      return absl::OkStatus();
+    }
     if (options_.stop()) return absl::CancelledError("waiting for the other ranks");
     if (clocks::SteadyNow() > deadline) return Late();
     CancelSilent();
