@@ -13,8 +13,10 @@ set(_lossd_rpc_headers <grpcpp/grpcpp.h> <lossd/v1/head.grpc.pb.h> <lossd/v1/los
                        <lossd/v1/server.grpc.pb.h>)
 
 # Tests' own sources are compiled in a fifth less time so; what they test keeps its optimization. At -Og gcc takes more
-# for uninitialised than there is.
-set(LOSSD_TEST_OPTIONS "$<$<AND:$<CONFIG:Release>,$<COMPILE_LANG_AND_ID:CXX,GNU>>:-Og;-Wno-maybe-uninitialized>")
+# for uninitialised than there is. Under sanitizers clang takes half as long without optimization.
+set(LOSSD_TEST_OPTIONS
+    "$<$<AND:$<CONFIG:Release>,$<COMPILE_LANG_AND_ID:CXX,GNU>>:-Og;-Wno-maybe-uninitialized>"
+    "$<$<AND:$<CONFIG:RelWithDebInfo>,$<COMPILE_LANG_AND_ID:CXX,Clang>>:-O0>")
 
 # lossd_headers_<kind> owns the precompiled headers of targets of a kind. The compiler wants headers that were
 # compiled as what uses them is: libraries' position-independent code differs from programs', and tests have
