@@ -199,10 +199,12 @@ def memory_of(trainer):
 
 def draw_real_model(path):
     """Of a file of pipeline_bench.py whose heads are on the GPUs of the stages: losses by step, tokens a second, memory by GPU."""
-    runs = fastest_runs(read_json(path))
+    result = read_json(path)
+    runs = fastest_runs(result)
     figure, ((loss, speed), (apart, memory)) = plots.pyplot().subplots(2, 2, figsize=(12, 6.5), height_ratios=(3, 2),
                                                                        constrained_layout=True)
     first = next(iter(runs))
+    figure.suptitle(f"{result['settings']['model']}, random weights, {result['settings']['gpus']} x {result['card']}, {result['date']}")
     parts = (("tensors of the trainer, at most", 1.0), ("kept by torch beyond", 0.3), ("head of lossd, and CUDA", 0.6))
     for i, (name, entry) in enumerate(runs.items()):
         style = ("-", "--", ":")[i % 3]
