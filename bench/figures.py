@@ -177,6 +177,65 @@ def draw_trainer_memory(published_path, planned_path):
     return figure
 
 
+def fastest_runs(result):
+    """The fastest configuration of local heads and of each kind of gradients with lossd in a file of pipeline_bench.py, by the name
+    it has in a figure; local heads first."""
+    runs = {}
+    for entry in result["configurations"]:
+        if "step_seconds" in entry:
+            name = f"lossd {entry['gradients']}" if entry["head"] == "lossd" else "head on the last stage"
+            if name not in runs or entry["step_seconds"] < runs[name]["step_seconds"]:
+                runs[name] = entry
+    return dict(sorted(runs.items(), key=lambda run: run[1]["head"] == "lossd"))
+
+
+def memory_of(trainer):
+    """GiB of a trainer's GPU: its tensors at most, what torch keeps beyond these, and all else that is on the GPU: a server's head
+    and the contexts of CUDA. On the CPU, what the process took."""
+    tensors = trainer["peak_bytes"]
+    kept = trainer.get("reserved_bytes", tensors)
+    return [size / 2**30 for size in (tensors, kept - tensors, trainer.get("device_used_bytes", kept) - kept)]
+
+
+def draw_real_model(path):
+    """Of a file of pipeline_bench.py whose heads are on the GPUs of the stages: losses by step, tokens a second, memory by GPU."""
+    result = read_json(path)
+    runs = fastest_runs(result)
+    figure, ((loss, speed), (apart, memory)) = plots.pyplot().subplots(2, 2, figsize=(12, 6.5), height_ratios=(3, 2),
+                                                                       constrained_layout=True)
+    first = next(iter(runs))
+    figure.suptitle(f"{result['settings']['model']}, random weights, {result['settings']['gpus']} x {result['card']}, {result['date']}")
+    parts = (("tensors of the trainer, at most", 1.0), ("kept by torch beyond", 0.3), ("head of lossd, and CUDA", 0.6))
+    for i, (name, entry) in enumerate(runs.items()):
+        style = ("-", "--", ":")[i % 3]
+        loss.plot(entry["losses"], style, color=f"C{i}", linewidth=1.4, label=name)
+        apart.plot([a - b for a, b in zip(entry["losses"], runs[first]["losses"])], style, color=f"C{i}", linewidth=1.0)
+        tokens = entry["tokens_per_second_and_gpu"]
+        speed.barh(name, tokens / 1e3, color=f"C{i}")
+        speed.text(tokens / 1e3, name, f" {tokens / 1e3:.1f} ({entry['step_seconds'] * 1e3:.0f} ms a step)", va="center", fontsize=8)
+        trainers = [each for each in entry["memory"] if each["role"] == "trainer"]
+        for trainer in trainers:
+            place, begin = i * (len(trainers) + 1) + trainer["stage"], 0.0
+            for (label, alpha), size in zip(parts, memory_of(trainer)):
+                memory.bar(place, size, bottom=begin, color=f"C{i}", alpha=alpha, edgecolor="white",
+                           label=label if i == 0 and trainer["stage"] == 0 else None)
+                begin += size
+            memory.text(place, begin, f"{begin:.1f}\nGPU {trainer['stage']}", ha="center", va="bottom", fontsize=8)
+    most = max(sum(memory_of(each)) for entry in runs.values() for each in entry["memory"] if each["role"] == "trainer")
+    fastest = max(entry["tokens_per_second_and_gpu"] for entry in runs.values()) / 1e3
+    loss.set(ylabel="loss, nats a token", xlabel="step")
+    apart.set(ylabel=f"minus {first}", xlabel="step")
+    speed.set(xlim=(0, 1.6 * fastest), xlabel="thousand tokens a second and GPU")
+    speed.invert_yaxis()
+    memory.set(ylim=(0, 1.6 * most), ylabel="memory of a GPU, GiB")
+    memory.set_xticks([])
+    loss.legend()
+    memory.legend(fontsize=7, loc="upper right", ncols=len(parts))
+    for axes in (loss, apart):
+        axes.grid(alpha=0.3)
+    return figure
+
+
 # Name in docs/figures: files in bench/results, and what draws them.
 FIGURES = {
     "convergence-h200.svg": (("h200/convergence.json",), draw_convergence),

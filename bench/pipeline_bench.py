@@ -15,9 +15,15 @@ Kinds of configurations, which all take every GPU and train on the same tokens:
     server replicas  several pipelines, or several trainers of one stage, that share the server
     local replicas   several pipelines with a local head each; their gradients are averaged
 
-With --embeddings the first stage's embedding is a matrix of its own (own), as always above, or the head's (a tied model), where
-one pipeline has its head on a server: its rows come from the server (rows), or the first stage has a copy of the matrix, whose
-gradient and new values travel once a step (exchange). Tied and untied models learn differently, so only like is compared with like.
+With --embeddings the first stage's embedding is a matrix of its own (own), as always above, or the head's (a tied model) in one
+pipeline of several stages: its rows come from the server (rows), or the first stage has a copy of the matrix, whose gradient and
+new values travel once a step (exchange). With a local head these travel between first and last stage, for rows, too. Tied and
+untied models learn differently, so only like is compared with like.
+
+The layers are blocks of examples/gpt_torch and the tokens random walks. With --model the layers are those of a known model in Hugging
+Face transformers with random weights, and its embedding is tied if the model's is. With --text the tokens are those of files:
+
+    python3 bench/pipeline_bench.py --model llama-3.2-1b --text '/usr/lib/python3*/**/*.py' --kinds local,colocated --mps on
 
 For each: seconds of a step (median), tokens a second of all GPUs and of one, peak memory of every GPU and the losses. Losses
 of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what
@@ -48,10 +54,12 @@ from typing import Any
 import numpy as np
 import torch
 from pipeline_layouts import (
-    BALANCED, EMBEDDINGS, EVEN, KINDS, ON_STAGES, ONE_F_ONE_B, OVERLAPPED, Configuration, Wanted, configurations, evenly_divided_seconds,
-    read_shares, read_splits, seconds_without_gaps)
+    BALANCED, EMBEDDINGS, EVEN, KINDS, ON_STAGES, ONE_F_ONE_B, OVERLAPPED, OWN, ROWS, Configuration, Wanted, configurations,
+    evenly_divided_seconds, read_shares, read_splits, seconds_without_gaps)
+from pipeline_models import MODELS
 from pipeline_ranks import Settings, Shape, measure_parts, measure_server, reported, train
 from pipeline_server import CONTROL, Mps, Server, of_trainer
+from pipeline_text import draw, tokenize
 
 
 # The command line.
@@ -68,10 +76,14 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
     parser.add_argument("--lossctl", help="for its plan [the program beside lossd]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--gpus", type=int, default=0, help="as many processes on the CPU [all]")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="gemma2-2b")
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="[gemma2-2b, without --model]")
+    parser.add_argument("--model", choices=tuple(MODELS), help="instead of a shape; needs transformers")
     for name in ("vocab_size", "hidden_size", "heads", "context"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the shape's")
-    parser.add_argument("--layers", type=int, default=12)
+        parser.add_argument(f"--{name}", type=int, help="instead of that of shape or model")
+    parser.add_argument("--layers", type=int, help="[12, or the model's]")
+    parser.add_argument("--text", default="", help="files whose tokens are learnt: patterns with commas between them; needs tokenizers")
+    parser.add_argument("--text_bytes", type=int, default=60_000_000, help="of these files at most")
+    parser.add_argument("--text_folder", type=Path, default=Path("build/text"), help="for the tokens, which a later run takes again")
     parser.add_argument("--sequences", type=int, default=4, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=24, help="of a step, all replicas together")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of configurations, with commas between them")
@@ -90,12 +102,14 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
                         help="CUDA_MPS_CLIENT_PRIORITY of the trainers: 0 is the server's, 1 below it")
     parser.add_argument("--server_flags", default="", help="further ones, with blanks between them")
     parser.add_argument("--gradients", default="exact,sampled", help="of the server")
-    parser.add_argument("--embeddings", default="own", help="of the first stage, with commas between them: own, rows, exchange")
+    parser.add_argument("--embeddings", help="of the first stage, with commas between them: own, rows, exchange "
+                        "[own; of a tied --model rows]")
     parser.add_argument("--schedules", default=f"{ONE_F_ONE_B},{OVERLAPPED}", help="with the server")
     parser.add_argument("--slack", default="1", help=f"of the {OVERLAPPED} schedule: 1 or 1,2")
     parser.add_argument("--warm_up", type=int, default=3, help="steps that are not timed")
     parser.add_argument("--steps", type=int, default=10, help="steps that are")
     parser.add_argument("--lr", type=float, default=3e-5)
+    parser.add_argument("--lr_warm_up", type=int, default=0, help="steps in which it grows to that")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--transport", help="of lossd.Client [its own choice]")
     parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU")
@@ -108,15 +122,25 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
     parser.add_argument("--commit", help="of the tree, for the file [what git says]")
     parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args(given)
+    if arguments.shape and arguments.model:
+        parser.error(f"shape is {arguments.shape} and model is {arguments.model}; there can be one of them")
+    model = MODELS.get(arguments.model)
+    if model is None:
+        arguments.shape = arguments.shape or "gemma2-2b"
+    arguments.layers = arguments.layers if arguments.layers is not None else model.layers if model else 12
+    if arguments.embeddings is None:
+        arguments.embeddings = ROWS if model and model.tied else OWN
     for name, known in (("kinds", KINDS), ("gradients", ("exact", "sampled")), ("schedules", (ONE_F_ONE_B, OVERLAPPED)),
                         ("mps", ("on", "off")), ("embeddings", EMBEDDINGS)):
         setattr(arguments, name, list(filter(None, getattr(arguments, name).split(","))))
         for each in getattr(arguments, name):
             if each not in known:
                 parser.error(f"{name} has {each!r}; there are {', '.join(known)}")
-    for name in ("layers", "sequences", "microbatches", "warm_up", "steps", "threads", "most_splits"):
+    for name in ("layers", "sequences", "microbatches", "warm_up", "steps", "threads", "most_splits", "text_bytes"):
         if getattr(arguments, name) < 1:
             parser.error(f"{name} is {getattr(arguments, name)}; it must be positive")
+    if arguments.lr_warm_up < 0:
+        parser.error(f"lr_warm_up is {arguments.lr_warm_up}; it must not be negative")
     available = torch.cuda.device_count() if arguments.device == "cuda" else 4
     arguments.gpus = arguments.gpus or available
     if not 1 <= arguments.gpus <= (available if arguments.device == "cuda" else 64):
@@ -124,6 +148,9 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
     if arguments.layers < arguments.gpus - 1:
         parser.error(f"layers is {arguments.layers}; {arguments.gpus} GPUs need {arguments.gpus - 1} at least")
     try:
+        if model:
+            shape = shape_of(arguments)
+            model.config(shape.vocab_size, shape.hidden_size, shape.heads)
         arguments.splits = read_splits(arguments.splits, arguments.layers)
         arguments.colocated_splits = read_splits(arguments.colocated_splits, arguments.layers)
         arguments.slack = read_slacks(arguments.slack)
@@ -131,7 +158,7 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
         for each in arguments.shares:
             if each not in (BALANCED, EVEN):
                 read_shares(each, arguments.gpus)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         parser.error(str(error))
     if any(len(split) != arguments.gpus for split in (*arguments.splits, *arguments.colocated_splits)):
         parser.error(f"splits must have {arguments.gpus} stages, one a GPU")
@@ -139,6 +166,15 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
         parser.error(f"layers is {arguments.layers}; a head on the GPUs of {arguments.gpus} stages needs as many, or "
                      "--colocated_splits, or other --kinds")
     return arguments
+
+
+def shape_of(arguments: argparse.Namespace) -> Shape:
+    if arguments.model:
+        model = MODELS[arguments.model]
+        known = {"vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "heads": model.heads, "context": 2048}
+    else:
+        known = SHAPES[arguments.shape]
+    return Shape(**{name: getattr(arguments, name) or value for name, value in known.items()}, layers=arguments.layers)
 
 
 def on_stages(arguments: argparse.Namespace) -> bool:
@@ -341,9 +377,9 @@ def measured(context: Any, settings: Settings, arguments: argparse.Namespace) ->
     """Seconds of the parts of which times are predicted; of those that an earlier run has measured, its."""
     if arguments.parts:
         earlier = json.loads(arguments.parts.read_text())
-        for name in ("shape", "device", "sequences", "vocab_size", "hidden_size", "heads", "context"):
-            if earlier["settings"][name] != getattr(arguments, name):
-                sys.exit(f"{arguments.parts} has {name} {earlier['settings'][name]}, not {getattr(arguments, name)}")
+        for name in ("shape", "model", "device", "sequences", "vocab_size", "hidden_size", "heads", "context"):
+            if earlier["settings"].get(name) != getattr(arguments, name):
+                sys.exit(f"{arguments.parts} has {name} {earlier['settings'].get(name)}, not {getattr(arguments, name)}")
         needed = arguments.gradients if on_stages(arguments) else []
         missing = set(needed) - set(earlier["measured_seconds"].get("server", {}))
         if missing:
@@ -459,8 +495,24 @@ def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
         ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
         check=False).stdout.strip()
     settings = {key: value.name if isinstance(value, Path) else value  # names of files, without the folders of this machine
-                for key, value in vars(arguments).items() if key not in ("lossd", "lossctl")}
+                for key, value in vars(arguments).items() if key not in ("lossd", "lossctl", "text", "text_folder")}
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "versions": peers.versions(), "settings": settings}
+
+
+def read_text(arguments: argparse.Namespace, shape: Shape) -> tuple[str, dict[str, Any] | None]:
+    """The path of the tokens of --text and what they are; "" and None without it."""
+    if not arguments.text:
+        return "", None
+    begin = time.monotonic()
+    try:
+        path, text = tokenize(list(filter(None, arguments.text.split(","))), arguments.text_bytes, shape.vocab_size,
+                              arguments.text_folder)
+        draw(str(path), 1, shape.context, arguments.seed, 0)
+    except ValueError as error:
+        sys.exit(f"--text: {error}")
+    print(f"{text['tokens']} tokens of a vocabulary of {text['vocabulary']} in {text['files']} files of {text['bytes']} bytes, after "
+          f"{time.monotonic() - begin:.0f} s", flush=True)
+    return str(path.resolve()), text
 
 
 def show(entry: dict[str, Any]) -> None:
@@ -479,11 +531,12 @@ def main() -> None:
     arguments = parse_arguments(description=__doc__)
     begin = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which not every host has
-    shape = Shape(**{name: getattr(arguments, name) or value for name, value in SHAPES[arguments.shape].items()},
-                  layers=arguments.layers)
+    shape = shape_of(arguments)
+    tokens, text = read_text(arguments, shape)
     settings = Settings(shape, arguments.device, arguments.sequences, arguments.microbatches, arguments.warm_up,
                         arguments.steps, arguments.lr, arguments.seed, arguments.transport, arguments.threads,
-                        tuple(read_flag(each) for each in arguments.server_flags.split()))
+                        tuple(read_flag(each) for each in arguments.server_flags.split()), MODELS.get(arguments.model),
+                        tokens, arguments.lr_warm_up)
     tolerance = arguments.tolerance or (0.02 if arguments.device == "cuda" else 1e-4)
     lossctl = arguments.lossctl or str(Path(arguments.lossd).with_name("lossctl"))
     if library := find_library(Path(arguments.lossd)):
@@ -491,7 +544,8 @@ def main() -> None:
     # No process may be forked from one that has used CUDA, which the modules below may.
     context = multiprocessing.get_context("spawn" if arguments.device == "cuda" else "forkserver")
     if arguments.device == "cpu":
-        context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining"])
+        context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining",
+                                        *(["transformers.models.llama.modeling_llama"] if arguments.model else [])])
     parts = measured(context, settings, arguments)
     for head, why in parts["without"].items():
         print(f"without {head}: {why}")
@@ -500,7 +554,10 @@ def main() -> None:
                arguments.neighbours, arguments.most_splits, arguments.fastest_local, arguments.colocated_splits,
                arguments.shares, [each == "on" for each in arguments.mps], arguments.slack, arguments.embeddings),
         parts["layer"], parts["heads"], parts["server"])
-    result: dict[str, Any] = {"card": parts.pop("card"), **describe_run(arguments), "measured_seconds": parts,
+    if not wanted:
+        sys.exit(f"no configuration of {', '.join(arguments.kinds)} has an embedding of {', '.join(arguments.embeddings)}: a tied "
+                 "model is one pipeline of several stages")
+    result: dict[str, Any] = {"card": parts.pop("card"), **describe_run(arguments), "text": text, "measured_seconds": parts,
                               "configurations": [], "left_out": []}
     print(f"a layer takes {parts['layer'] * 1e3:.2f} ms, heads "
           + ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts["heads"].items())

@@ -38,7 +38,8 @@ class Configuration:
     mps: bool = False  # whether the programs of a GPU share it by MPS; else they take turns
     slack: int = 1  # microbatches of the head that OVERLAPPED hides
     # The first stage's embedding: OWN, a matrix of its own, which its optimizer trains; or that of the head, a tied model:
-    # ROWS, which the server serves; EXCHANGE, of which the first stage has a copy, whose gradient and values travel once a step.
+    # ROWS, which the server serves; EXCHANGE, of which the first stage has a copy, whose gradient and values travel once a step,
+    # between the first stage and the server, or the last stage with a local head.
     embedding: str = OWN
 
     @property
@@ -215,9 +216,11 @@ class Wanted:
 
 
 def with_embeddings(configuration: Configuration, embeddings: Sequence[str]) -> list[Configuration]:
-    """The configuration with each of the embeddings that it can have: tied ones if it is one pipeline with a head on a server."""
-    can_tie = configuration.on_server and configuration.replicas == 1 and configuration.stages > 1
-    return [replace(configuration, embedding=each) for each in embeddings if each == OWN or can_tie]
+    """The configuration with each of the embeddings that it can have: tied ones if it is one pipeline of several stages. A tied
+    local head has no server for ROWS, so it has EXCHANGE whenever a tied embedding is wanted."""
+    can_tie = configuration.replicas == 1 and configuration.stages > 1
+    own = (each if each == OWN or configuration.on_server else EXCHANGE for each in embeddings)
+    return [replace(configuration, embedding=each) for each in dict.fromkeys(own) if each == OWN or can_tie]
 
 
 def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str, float],

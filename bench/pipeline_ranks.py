@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,9 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 from pipeline_layouts import EXCHANGE, OVERLAPPED, ROWS, Configuration
+from pipeline_models import Llama, Parts
 from pipeline_server import read_metrics
+from pipeline_text import draw
 from torch import nn
 from torch.nn import functional
 
@@ -36,7 +38,8 @@ import lossd.torch
 from lossd.torch import HeadOptimizer, LossHead, PendingHeadLoss, PipelineLoss, ServedEmbedding
 
 
-# The model of pipeline_bench.py: stages made of the blocks of examples/gpt_torch, local heads, and what is learnt.
+# The model of pipeline_bench.py: stages made of the blocks of examples/gpt_torch or of a known model's layers, local heads, and what
+# is learnt.
 #
 # Weights and tokens depend on the seed alone, not on how layers are divided, so that all configurations learn alike.
 
@@ -65,31 +68,40 @@ class FusedBlock(Block):
 class Stage(nn.Module):
     """Some of the layers: tokens or hidden states in, hidden states out, bf16 on GPUs, whose parameters are float32."""
 
-    def __init__(self, parts: list[nn.Module]) -> None:
+    def __init__(self, parts: list[nn.Module], device: torch.device) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
+        self.device = device
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        on_gpu = next(self.parameters()).is_cuda  # tokens of a served embedding are on the host
+        on_gpu = self.device.type == "cuda"  # tokens of a served embedding are on the host
         with torch.autocast("cuda" if on_gpu else "cpu", torch.bfloat16, enabled=on_gpu):
             for part in self.parts:  # a layer gets and gives the same wherever stages begin
                 x = part(x).bfloat16() if on_gpu else part(x)
         return x
 
 
-def make_stage(shape: Shape, layers: tuple[int, ...], index: int, seed: int, device: torch.device) -> Stage:
+def parts_of(shape: Shape, model: Llama | None) -> Parts:
+    if model is not None:
+        return model.parts(shape.vocab_size, shape.hidden_size, shape.heads)
+    return Parts(lambda: Embedding(shape), lambda: FusedBlock(shape), lambda: nn.LayerNorm(shape.hidden_size))
+
+
+def make_stage(shape: Shape, layers: tuple[int, ...], index: int, seed: int, device: torch.device,
+               model: Llama | None = None) -> Stage:
     """Stage `index` of len(layers). Its parts are made on the device, each from a seed of its own."""
     def part(number: int, make: Callable[[], nn.Module]) -> nn.Module:
         torch.manual_seed(seed * 1_000_003 + number)
         with device:
             return make()
 
-    parts = [part(0, lambda: Embedding(shape))] if index == 0 else []
+    make = parts_of(shape, model)
+    parts = [part(0, make.embedding)] if index == 0 else []
     begin = sum(layers[:index])
-    parts += (part(1 + layer, lambda: FusedBlock(shape)) for layer in range(begin, begin + layers[index]))
+    parts += (part(1 + layer, make.layer) for layer in range(begin, begin + layers[index]))
     if index == len(layers) - 1:
-        parts.append(part(1 + shape.layers, lambda: nn.LayerNorm(shape.hidden_size)))
-    return Stage(parts)
+        parts.append(part(1 + shape.layers, make.norm))
+    return Stage(parts, device)
 
 
 def make_head_weight(shape: Shape, seed: int, device: torch.device) -> torch.Tensor:
@@ -251,11 +263,23 @@ class Settings:
     transport: str | None  # of lossd.Client
     threads: int  # of a rank on the CPU
     server_flags: tuple[tuple[str, str], ...] = ()  # of embedded servers: (name, value)
+    model: Llama | None = None  # whose layers the stages have; None: blocks of examples/gpt_torch
+    text: str = ""  # path of the tokens that are learnt (pipeline_text); empty: random walks
+    lr_warm_up: int = 0  # steps in which the learning rate grows to `lr`, by the same amount each
 
     @property
     def rows(self) -> int:
         """Of a microbatch."""
         return self.sequences * self.shape.context
+
+    def tokens(self, sequences: int, step: int) -> NDArray[np.int64]:
+        """[sequences, context + 1], the same in every process."""
+        if self.text:
+            return draw(self.text, sequences, self.shape.context, self.seed, step)
+        return make_tokens(self.shape, sequences, self.seed, step)
+
+    def lr_of(self, step: int) -> float:
+        return self.lr * min(1.0, (step + 1) / self.lr_warm_up) if self.lr_warm_up else self.lr
 
     def device_of(self, rank: int) -> torch.device:
         if self.device == "cpu":
@@ -322,7 +346,7 @@ def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[st
     hidden = torch.randn(size, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(size, device=device, dtype=dtype)
     with device:
-        block = Stage([FusedBlock(shape)])
+        block = Stage([parts_of(shape, settings.model).layer()], device)
 
     def layer() -> None:
         block(hidden).backward(gradient)
@@ -331,7 +355,7 @@ def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[st
     measured: dict[str, Any] = {"card": card, "layer": seconds_of(layer, device, repeats), "heads": {}, "without": {}}
     del block
     available = local_losses()
-    targets = torch.from_numpy(make_tokens(shape, settings.sequences, settings.seed, 0)[:, 1:]).to(device)
+    targets = torch.from_numpy(settings.tokens(settings.sequences, 0)[:, 1:]).to(device)
     for name in heads:
         if name not in available:
             measured["without"][name] = "it cannot be imported"
@@ -350,7 +374,7 @@ def measure_server(settings: Settings, target: str, http: str, gradients: list[s
     device, shape = settings.device_of(0), settings.shape
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the server is on the same GPU
-    tokens = make_tokens(shape, settings.sequences, settings.seed, 0)
+    tokens = settings.tokens(settings.sequences, 0)
     hidden = torch.randn((settings.sequences, shape.context, shape.hidden_size), device=device, requires_grad=True,
                          dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
     measured = {}
@@ -393,9 +417,9 @@ class Ahead(nn.Module):
 
 
 class Tie:
-    """The embedding of a first stage that is the matrix of the head on the server."""
+    """The embedding of a first stage that is the matrix of a head on a server."""
 
-    def __init__(self, part: Embedding, embedding: str, target: str, microbatches: int, settings: Settings,
+    def __init__(self, part: Any, embedding: str, target: str, microbatches: int, settings: Settings,
                  device: torch.device) -> None:
         """Takes the place of the token embedding of `part`. `embedding`: ROWS or EXCHANGE."""
         self.client = lossd.Client(target, transport=settings.transport)
@@ -417,7 +441,7 @@ class Tie:
         if self.ahead is not None:
             self.ahead.coming = deque(inputs.chunk(self.microbatches))
 
-    def send(self) -> None:
+    def add_gradient(self) -> None:
         """After the last backward of a step: the server has the gradients when this returns."""
         if self.ahead is not None:
             self.ahead.served.head.row_gradients.settle()
@@ -428,11 +452,14 @@ class Tie:
                                  dtype="bf16" if self.copy.is_cuda else "fp32")
         self.copy.grad = None
 
-    def receive(self) -> None:
+    def take_values(self) -> None:
         """After the head's step."""
         self.step += 1
         if self.ahead is None:
             self._pull()
+
+    def close(self) -> None:
+        self.client.close()
 
     def _pull(self) -> None:
         assert self.copy is not None
@@ -440,6 +467,50 @@ class Tie:
         with torch.no_grad():
             self.copy.copy_(torch.from_numpy(values.view(np.int16)).view(torch.bfloat16) if self.copy.is_cuda
                             else torch.from_numpy(values))
+
+
+class LocalTie:
+    """The embedding of a first stage that is the matrix of the local head of the last stage. Both stages have one, which they call
+    at the same time; each call moves a matrix of [V, D] over the process group of all ranks.
+
+    The first stage has a copy of the matrix, and neither an optimizer nor moments of it: its gradient (float32) joins that of the
+    head, and the new values (of LocalHead.working) come back.
+    """
+
+    def __init__(self, first: int, last: int, copy: nn.Parameter | None, head: LocalHead | None) -> None:
+        """`first`, `last`: ranks of the two stages. `copy`: in the first stage, which gets the head's values; `head`: in the last."""
+        self.first, self.last, self.copy, self.head = first, last, copy, head
+        self.ahead: Ahead | None = None
+        self.optimizers: list[HeadOptimizer] = []
+        self.take_values()
+
+    def expect(self, inputs: torch.Tensor) -> None:
+        """The ids of a step come: nothing has to be asked for."""
+
+    def add_gradient(self) -> None:
+        """After the last backward of a step. The schedule has divided the embedding's gradient by the number of microbatches, as
+        LocalHead divides that of the head."""
+        if self.copy is not None:
+            assert self.copy.grad is not None
+            torch.distributed.send(self.copy.grad, self.last)
+            self.copy.grad = None
+        if self.head is not None:
+            gradient = torch.empty_like(self.head.weight.grad)
+            torch.distributed.recv(gradient, self.first)
+            self.head.weight.grad.add_(gradient)
+
+    def take_values(self) -> None:
+        """After the head's step."""
+        with torch.no_grad():
+            if self.head is not None:
+                torch.distributed.send(self.head.working.detach(), self.first)
+            if self.copy is not None:
+                values = torch.empty_like(self.copy, dtype=torch.bfloat16 if self.copy.is_cuda else self.copy.dtype)
+                torch.distributed.recv(values, self.last)
+                self.copy.copy_(values)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def wire(values: torch.Tensor) -> NDArray[Any]:
@@ -473,13 +544,11 @@ class Rank:
         loss_fn: Any = torch.nn.functional.mse_loss  # of stages that are not the last, which do not call it
         if self.last:
             loss_fn = self._server_loss(target, group) if configuration.on_server else self._local_loss(group)
-        module: torch.nn.Module = make_stage(settings.shape, configuration.layers, self.index, settings.seed, self.device)
-        self.tie: Tie | None = None
-        if configuration.tied:
-            torch.distributed.barrier()  # the last stage has made the head
-            if self.first:
-                self.tie = Tie(module.parts[0], configuration.embedding, target, self.microbatches, settings, self.device)
-                self.optimizers += self.tie.optimizers
+        module: torch.nn.Module = make_stage(settings.shape, configuration.layers, self.index, settings.seed, self.device,
+                                             settings.model)
+        self.tie = self._tie(module, target, loss_fn) if configuration.tied else None
+        if self.tie is not None:
+            self.optimizers += self.tie.optimizers
         parameters = [each for each in module.parameters() if self.tie is None or each is not self.tie.copy]
         if parameters:
             self.optimizers.append(make_optimizer(parameters, settings.lr))
@@ -497,6 +566,18 @@ class Rank:
                 keep_pace(stage)
             self.schedule = pipelining.Schedule1F1B(stage, self.microbatches, loss_fn=loss_fn)
 
+    def _tie(self, module: Any, target: str, loss_fn: Any) -> Tie | LocalTie | None:
+        """What ties the embedding of a model to its head; None in stages that have neither."""
+        torch.distributed.barrier()  # the last stage has made the head
+        configuration = self.configuration
+        if configuration.on_server:
+            return Tie(module.parts[0], configuration.embedding, target, self.microbatches, self.settings,
+                       self.device) if self.first else None
+        if not (self.first or self.last):
+            return None
+        copy = module.parts[0].token.weight if self.first else None
+        return LocalTie(0, configuration.stages - 1, copy, loss_fn if self.last else None)
+
     def _warm_up(self, group: Any) -> None:
         """A step of a copy of the stages without the head, which loads the code that they need. cuBLAS loads its own when it first
         multiplies matrices of a kind, and waits for all work on the GPU then: beside a head in the same process for work that waits
@@ -507,7 +588,7 @@ class Rank:
         count = 2 * self.configuration.stages
         rows = count * self.settings.sequences
         schedule = pipelining.Schedule1F1B(stage, count, loss_fn=lambda output, _: output.float().square().mean())
-        tokens = torch.from_numpy(make_tokens(self.settings.shape, rows, self.settings.seed, 0)[:, :-1].copy())
+        tokens = torch.from_numpy(self.settings.tokens(rows, 0)[:, :-1].copy())
         received = {"target": torch.zeros(rows, 1, device=self.device)} if self.last else {}
         for _ in range(2):
             schedule.step(*([tokens.to(self.device)] if self.first else []), return_outputs=False, **received)
@@ -516,44 +597,46 @@ class Rank:
         synchronize(self.device)
         torch.distributed.barrier()
 
-    def batches(self) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Inputs and targets of every step, as far as this stage needs them. A server's targets stay on the host."""
+    def batches(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
+        """Inputs and targets of one step after the other, as far as this stage needs them. A server's targets stay on the host."""
         each, settings = self.microbatches * self.settings.sequences, self.settings
-        found = []
         for step in range(settings.warm_up + settings.steps):
-            tokens = torch.from_numpy(make_tokens(settings.shape, settings.microbatches * settings.sequences, settings.seed,
-                                                  step)[self.replica * each:(self.replica + 1) * each])
+            tokens = torch.from_numpy(settings.tokens(settings.microbatches * settings.sequences,
+                                                      step)[self.replica * each:(self.replica + 1) * each])
             place = torch.device("cpu") if self.tie is not None and self.tie.ahead is not None else self.device
             inputs = tokens[:, :-1].contiguous().to(place) if self.first else None
             targets = tokens[:, 1:].contiguous() if self.last else None
-            found.append((inputs, targets if targets is None or self.client is not None else targets.to(self.device)))
-        return found
+            yield inputs, targets if targets is None or self.client is not None else targets.to(self.device)
 
-    def step(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, with_norms: bool) -> list[torch.Tensor]:
-        """The losses of this replica's microbatches, in the last stage. `with_norms` sets squared_norms, in all ranks."""
+    def step(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, number: int) -> list[torch.Tensor]:
+        """Step `number`, counted from 0: the losses of this replica's microbatches, in the last stage. The first step sets
+        squared_norms, in all ranks."""
         losses: list[torch.Tensor] = []
         for each in self.optimizers:
             if isinstance(each, torch.optim.Optimizer):
                 each.zero_grad()
+            for group in (each.optimizer if isinstance(each, LocalHead) else each).param_groups:
+                group["lr"] = self.settings.lr_of(number)
         received = {"target": targets, "losses": losses} if self.last else {}
         if self.tie is not None and inputs is not None:
             self.tie.expect(inputs)
         self.schedule.step(*([] if inputs is None else [inputs]), return_outputs=False, **received)
-        if self.configuration.tied:
-            if self.tie is not None:
-                self.tie.send()
+        served = self.configuration.tied and self.configuration.on_server
+        if self.tie is not None:
+            self.tie.add_gradient()
+        if served:
             torch.distributed.barrier()  # the server has all gradients of the head
-        if with_norms:
+        if number == 0:
             self.squared_norms = self._squared_norms()
-            if self.configuration.tied:
+            if served:
                 torch.distributed.barrier()  # one stage's step would end what the other one asks for
         expected = {"expected_microbatches": exchanged_ids(self.microbatches)} if self.configuration.embedding == EXCHANGE else {}
         for each in self.optimizers:
             each.step(**expected) if isinstance(each, HeadOptimizer) else each.step()
-        if self.configuration.embedding == EXCHANGE:
+        if served and self.configuration.embedding == EXCHANGE:
             torch.distributed.barrier()  # the head's new values are there
         if self.tie is not None:
-            self.tie.receive()
+            self.tie.take_values()
         return losses
 
     def description(self) -> dict[str, Any]:
@@ -583,7 +666,7 @@ class Rank:
     def close(self) -> None:
         """All ranks call it: the first member that goes ends a server of all."""
         if self.tie is not None:
-            self.tie.client.close()
+            self.tie.close()
         if self.client is not None:
             self.client.close()
         torch.distributed.barrier()
@@ -656,7 +739,7 @@ def train(rank: int, rendezvous: str, configuration: Configuration, settings: Se
         synchronize(mine.device)
         torch.distributed.barrier()
         begin = time.perf_counter()
-        of_step = mine.step(*batch, with_norms=step == 0)
+        of_step = mine.step(*batch, number=step)
         synchronize(mine.device)
         torch.distributed.barrier()
         seconds.append(time.perf_counter() - begin)

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -116,6 +119,146 @@ def test_a_tied_model_whose_first_stage_has_rows_of_the_server_or_a_copy(tmp_pat
     assert rows == pytest.approx(exchange, abs=1e-5) and rows[-1] < rows[0]
     assert abs(rows[-1] - own[-1]) > 1e-4  # another model learns otherwise
     assert {each["embedding"] for each in result["fastest"]} == set(entries)
+    local = {entry["embedding"]: entry["losses"] for entry in result["configurations"] if entry["kind"] == "local"}
+    assert set(local) == {"own", "exchange"}
+    assert local["exchange"] == pytest.approx(rows, abs=1e-4) and local["own"] == pytest.approx(own, abs=1e-4)
+
+
+KNOWN = ["--gpus=2", "--layers=2", "--splits=1-1", "--kinds=local,colocated", "--schedules=overlapped 1F1B"]
+
+
+def losses_in_one_process(pipeline_bench, arguments, tokens):
+    """Of a known, tied model in plain torch: one stage, one matrix for embedding and head, one optimizer."""
+    arguments = pipeline_bench.parse_arguments(arguments)
+    ranks = sys.modules["pipeline_ranks"]
+    shape, model = pipeline_bench.shape_of(arguments), pipeline_bench.MODELS[arguments.model]
+    stage = ranks.make_stage(shape, (shape.layers,), 0, arguments.seed, torch.device("cpu"), model)
+    weight = torch.nn.Parameter(ranks.make_head_weight(shape, arguments.seed, torch.device("cpu")))
+    stage.parts[0].token.weight = weight
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=arguments.lr, weight_decay=0.01)
+    losses = []
+    for step in range(arguments.warm_up + arguments.steps):
+        optimizer.param_groups[0]["lr"] = arguments.lr * min(1.0, (step + 1) / arguments.lr_warm_up)
+        batch = torch.from_numpy(sys.modules["pipeline_text"].draw(
+            tokens, arguments.sequences * arguments.microbatches, shape.context, arguments.seed, step))
+        loss = torch.nn.functional.cross_entropy((stage(batch[:, :-1]) @ weight.T).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_known_model_learns_text_with_one_matrix_at_both_ends(pipeline_bench, tmp_path, monkeypatch):
+    arguments = ["--model=llama-3.2-1b", f"--lossd={os.environ['LOSSD_BINARY']}", "--steps=4", "--lr_warm_up=3",
+                 f"--text={BENCH}/*.py,{BENCH}/no*such", f"--text_folder={tmp_path / 'text'}", "--text_bytes=150000", *KNOWN, *SMALL]
+    output = run("pipeline_bench.py", *arguments, "--embeddings=rows,exchange", f"--json={tmp_path / 'out.json'}")
+    result = json.loads((tmp_path / "out.json").read_text())
+    entries = {(entry["kind"], entry["gradients"], entry["embedding"]): entry for entry in result["configurations"]}
+    assert set(entries) == {("local", "", "exchange"), *(("colocated", gradients, embedding) for gradients in ("exact", "sampled")
+                                                         for embedding in ("rows", "exchange"))}
+    tokens, = (tmp_path / "text").glob("*.npy")
+    expected = losses_in_one_process(pipeline_bench, ["--device=cpu", *arguments], str(tokens))
+    assert len(expected) == 5 and expected[-1] < expected[0] - 0.5
+    for (_, gradients, _), entry in entries.items():
+        assert entry["losses"] == pytest.approx(expected, abs=0.1 if gradients == "sampled" else 1e-4), output
+        assert entry["losses"] != entries["local", "", "exchange"]["losses"] or not gradients
+    assert result["agreement"]["agree"] and result["settings"]["model"] == "llama-3.2-1b", output
+    assert "text" not in result["settings"] and 257 < result["text"]["vocabulary"] <= 4096
+    assert 0 < result["text"]["bytes"] <= 150000 and result["text"]["tokens"] == len(np.load(tokens)) > 30000
+
+    monkeypatch.syspath_prepend(str(BENCH))
+    import figures
+    with mock.patch.object(figures.plots, "pyplot") as pyplot:  # without matplotlib
+        panels = [[mock.MagicMock(), mock.MagicMock()], [mock.MagicMock(), mock.MagicMock()]]
+        pyplot.return_value.subplots.return_value = (mock.MagicMock(), panels)
+        figures.draw_real_model(tmp_path / "out.json")
+    (loss, speed), (apart, memory) = panels
+    assert [call.kwargs["label"] for call in loss.plot.call_args_list] == [
+        "head on the last stage", "lossd exact", "lossd sampled"]
+    assert loss.plot.call_args_list[0].args[0] == entries["local", "", "exchange"]["losses"]
+    assert max(map(abs, apart.plot.call_args_list[1].args[0])) < 2e-4 and speed.barh.call_count == 3
+    assert sum(call.args[1] > 0 for call in memory.bar.call_args_list) == 3 * 2  # two GPUs each
+
+
+def test_a_known_model_that_is_not_tied(tmp_path):
+    output = run("pipeline_bench.py", f"--lossd={os.environ['LOSSD_BINARY']}", "--model=llama-3.1-8b", "--steps=2",
+                 "--gradients=exact", f"--json={tmp_path / 'out.json'}", *KNOWN, *SMALL)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [(entry["kind"], entry["embedding"]) for entry in result["configurations"]] == [("local", "own"), ("colocated", "own")]
+    assert result["agreement"]["agree"] and result["text"] is None, output
+
+
+def test_known_models_are_those_of_transformers(pipeline_bench, seed):
+    from transformers.models.llama.modeling_llama import LlamaModel
+    ranks, models = sys.modules["pipeline_ranks"], pipeline_bench.MODELS
+    for name, parameters in (("llama-3.2-1b", 1235814400), ("llama-3.2-3b", 3212749824), ("llama-3.1-8b", 8030261248)):
+        model = models[name]
+        with torch.device("meta"):
+            parts = model.parts(model.vocab_size, model.hidden_size, model.heads)
+            embedding, layer, norm = (sum(each.numel() for each in make().parameters())
+                                      for make in (parts.embedding, parts.layer, parts.norm))
+        assert (1 if model.tied else 2) * embedding + model.layers * layer + norm == parameters
+    # Positions as Llama 3 has them: long waves are stretched by a factor, short ones are not, and between there is a transition.
+    model = models["llama-3.2-1b"]
+    config = model.config(model.vocab_size, model.hidden_size, model.heads)
+    expected = []
+    for place in range(32):
+        frequency = 500000.0 ** (-place / 32)
+        turns = 8192 * frequency / (2 * math.pi)
+        kept = min(1.0, max(0.0, (turns - 1.0) / (4.0 - 1.0)))
+        expected.append(kept * frequency + (1.0 - kept) * frequency / 32.0)
+    rotary = sys.modules["pipeline_models"].Rotary(config)
+    assert rotary.embedding.inv_freq.tolist() == pytest.approx(expected, rel=1e-5)
+    # A stage is the model of transformers, wherever stages begin.
+    shape = ranks.Shape(300, 64, 3, 8, 20)
+    config = model.config(300, 64, 8)
+    config.num_hidden_layers = 3
+    whole, stage = LlamaModel(config), ranks.make_stage(shape, (3,), 0, seed, torch.device("cpu"), model)
+    whole.embed_tokens.load_state_dict(stage.parts[0].token.state_dict())
+    whole.norm.load_state_dict(stage.parts[-1].state_dict())
+    for theirs, ours in zip(whole.layers, stage.parts[1:-1], strict=True):
+        theirs.load_state_dict(ours.layer.state_dict())
+    tokens = torch.randint(0, 300, (2, 20))
+    found = stage(tokens)
+    torch.testing.assert_close(found, whole(tokens).last_hidden_state)
+    torch.manual_seed(0)
+    first, last = (ranks.make_stage(shape, (1, 2), index, seed, torch.device("cpu"), model) for index in (0, 1))
+    assert torch.equal(last(first(tokens)), found)
+
+
+def test_tokens_of_text(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import pipeline_text
+    for name, text in (("a.txt", "to be or not to be, that is the question " * 20), ("b.txt", "to be or not to be " * 20),
+                       ("again.txt", "to be or not to be " * 20), ("empty.txt", ""), ("large.txt", "x" * 5000)):
+        (tmp_path / name).write_text(text)
+    folder = tmp_path / "tokens"
+    path, found = pipeline_text.tokenize([f"{tmp_path}/*.txt", f"{tmp_path}/a.*"], 4000, 300, folder)
+    tokens = np.load(path)
+    assert tokens.dtype == np.uint32 and tokens.max() < 300 and found == {
+        "files": 2, "bytes": 820 + 380, "tokens": len(tokens), "vocabulary": found["vocabulary"]}
+    assert 257 < found["vocabulary"] <= 300 and len(tokens) < 1200 / 2 and (tokens == 0).sum() == 2  # the end of each
+    with monkeypatch.context() as once:
+        once.setattr(pipeline_text, "learn_and_encode", None)
+        assert pipeline_text.tokenize([f"{tmp_path}/*.txt"], 4000, 300, folder) == (path, found)
+    (tmp_path / "b.txt").write_text("another text")
+    assert pipeline_text.tokenize([f"{tmp_path}/*.txt"], 4000, 300, folder)[0] != path
+    assert sorted(each.suffix for each in folder.iterdir()) == [".json", ".json", ".npy", ".npy"]
+    for patterns, vocabulary, message in (([f"{tmp_path}/no*"], 300, "no file of at most 4000 bytes matches"),
+                                          ([f"{tmp_path}/*.txt"], 256, "vocab_size is 256")):
+        with pytest.raises(ValueError, match=message):
+            pipeline_text.tokenize(patterns, 4000, vocabulary, folder)
+
+    np.save(tmp_path / "numbers.npy", np.arange(1000, dtype=np.uint32))
+    numbers = str(tmp_path / "numbers.npy")
+    batches = [pipeline_text.draw(numbers, 64, 9, 1, step) for step in range(50)]
+    assert all(each.shape == (64, 10) and (np.diff(each) == 1).all() for each in batches)
+    assert min(each.min() for each in batches) == 0 and max(each.max() for each in batches) == 979  # 2 % are kept apart
+    assert np.array_equal(batches[3], pipeline_text.draw(numbers, 64, 9, 1, 3)) and not np.array_equal(*batches[:2])
+    assert not np.array_equal(batches[0], pipeline_text.draw(numbers, 64, 9, 2, 0))
+    with pytest.raises(ValueError, match="the text has 980 tokens; a sequence needs 981"):
+        pipeline_text.draw(numbers, 1, 980, 1, 0)
 
 
 def mps_control(folder, status=0):
@@ -250,7 +393,11 @@ def test_bad_arguments_of_the_pipelines(pipeline_bench, capsys):
                                (["--slack="], "slack is ''"), (["--shares=3-1"], "'3-1' of 2 numbers; it must have 4"),
                                (["--shares=all"], "shares has 'all'"), (["--shares=0-0-0-0"], "must be positive"),
                                (["--shares=2--1-1-1"], "shares has '2--1-1-1'"), (["--most_splits=0"], "most_splits is 0"),
-                               (["--colocated_splits=6-6"], "must have 4 stages")):
+                               (["--colocated_splits=6-6"], "must have 4 stages"),
+                               (["--model=llama-3.2-1b", "--shape=gemma2-2b"], "there can be one of them"),
+                               (["--model=llama-3.2-1b", "--heads=6"], "heads is 6"),
+                               (["--model=llama-3.2-1b", "--hidden_size=100"], "hidden_size is 100"),
+                               (["--lr_warm_up=-1"], "lr_warm_up is -1"), (["--text_bytes=0"], "text_bytes is 0")):
         with pytest.raises(SystemExit):
             pipeline_bench.parse_arguments(["--device=cpu", *arguments])
         assert message in capsys.readouterr().err
@@ -269,6 +416,17 @@ def test_splits_of_layers(layouts):
     shared = layouts.Configuration("server replicas", "lossd", (4,), 3, gradients="exact")
     assert layouts.seconds_without_gaps(shared, 24, 0.008, 1.0, 0.010) == pytest.approx(8 * 0.032)
     assert layouts.seconds_without_gaps(shared, 24, 0.008, 1.0, 0.020) == pytest.approx(0.032 + 7 * 0.060)
+
+
+def test_embeddings_of_heads_on_servers_and_local_ones(layouts):
+    local = layouts.Configuration("local", "torch", (2, 2))
+    served = layouts.Configuration("colocated", "lossd", (2, 2), gradients="exact")
+    def found(configuration, *embeddings):
+        return [each.embedding for each in layouts.with_embeddings(configuration, embeddings)]
+    assert found(served, "own", "rows", "exchange") == ["own", "rows", "exchange"]
+    assert found(local, "own", "rows", "exchange") == ["own", "exchange"] and found(local, "rows") == ["exchange"]
+    for alone in (layouts.Configuration("local", "torch", (4,)), layouts.Configuration("local replicas", "torch", (2, 2), 2)):
+        assert found(alone, "own", "rows", "exchange") == ["own"] and found(alone, "exchange") == []
 
 
 def test_colocated_configurations(layouts):

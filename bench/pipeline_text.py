@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text files as tokens of pipeline_bench.py: a byte-level BPE that is learnt from the same files, and batches drawn from its tokens.
+
+Needs the package tokenizers, which transformers brings.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+END = "<|endoftext|>"  # after each file
+HELD_OUT = 0.02  # the part of the tokens, the last ones, that no batch has
+_AT_A_TIME = 256  # files that are encoded together, so that memory stays small
+
+
+def read_texts(patterns: list[str], most_bytes: int) -> dict[str, bytes]:
+    """Contents by their digest, in the order of the digests, so that they are mixed; of equal files one. Files that would exceed
+    `most_bytes` together are left out."""
+    paths = sorted({path for pattern in patterns for path in glob.glob(pattern, recursive=True) if Path(path).is_file()})
+    digests = {hashlib.sha256(Path(path).read_bytes()).hexdigest(): path for path in paths}
+    texts, total = {}, 0
+    for digest in sorted(digests):
+        text = Path(digests[digest]).read_bytes()
+        if text and total + len(text) <= most_bytes:
+            texts[digest] = text
+            total += len(text)
+    return texts
+
+
+def tokenize(patterns: list[str], most_bytes: int, vocab_size: int, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The tokens of the files that match `patterns`, as uint32 below `vocab_size`, in a .npy file in `folder`, and what they
+    are: {"files", "bytes", "tokens", "vocabulary"}. The file's name has a digest of the texts and of the vocabulary's size; a
+    file that is there already is taken. ValueError if nothing matches."""
+    texts = read_texts(patterns, most_bytes)
+    if not texts:
+        raise ValueError(f"text is {','.join(patterns)}; no file of at most {most_bytes} bytes matches")
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size is {vocab_size}; bytes and the end of a file need 257")
+    digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+    path = folder / f"tokens-{vocab_size}-{digest}.npy"
+    notes = path.with_suffix(".json")
+    if not (path.exists() and notes.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        tokens, learnt = learn_and_encode([text.decode("utf-8", "replace") for text in texts.values()], vocab_size)
+        found = {"files": len(texts), "bytes": sum(map(len, texts.values())), "tokens": len(tokens), "vocabulary": learnt}
+        with tempfile.TemporaryDirectory(dir=folder) as beside:  # another run never sees half a file
+            np.save(Path(beside, "tokens.npy"), tokens)
+            Path(beside, "tokens.npy").rename(path)
+            Path(beside, "notes.json").write_text(json.dumps(found))
+            Path(beside, "notes.json").rename(notes)
+    return path, json.loads(notes.read_text())
+
+
+def learn_and_encode(texts: list[str], vocab_size: int) -> tuple[NDArray[np.uint32], int]:
+    """Tokens of all texts, each with END behind it, and how many tokens the vocabulary has: fewer than `vocab_size` if the texts
+    have fewer pairs that occur twice."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, min_frequency=2, special_tokens=[END], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(texts, trainer)
+    end = np.array([tokenizer.token_to_id(END)], np.uint32)
+    parts = []
+    for begin in range(0, len(texts), _AT_A_TIME):
+        for encoded in tokenizer.encode_batch(texts[begin:begin + _AT_A_TIME]):
+            parts += [np.array(encoded.ids, np.uint32), end]
+    return np.concatenate(parts), tokenizer.get_vocab_size()
+
+
+@functools.cache
+def _stream(path: str) -> NDArray[np.uint32]:
+    tokens: NDArray[np.uint32] = np.load(path, mmap_mode="r")
+    return tokens[:len(tokens) - int(len(tokens) * HELD_OUT)]
+
+
+def draw(path: str, sequences: int, context: int, seed: int, step: int) -> NDArray[np.int64]:
+    """[sequences, context + 1]: pieces of the tokens in `path` that begin anywhere, by `seed` and `step` alone. ValueError if
+    there are too few tokens."""
+    tokens = _stream(path)
+    if len(tokens) <= context:
+        raise ValueError(f"the text has {len(tokens)} tokens; a sequence needs {context + 1}")
+    begins = np.random.default_rng([seed, step]).integers(0, len(tokens) - context, sequences)
+    return np.stack([tokens[begin:begin + context + 1] for begin in begins]).astype(np.int64)
