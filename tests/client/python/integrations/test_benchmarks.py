@@ -150,7 +150,7 @@ def losses_in_one_process(pipeline_bench, arguments, tokens):
 
 
 def test_a_known_model_learns_text_with_one_matrix_at_both_ends(pipeline_bench, tmp_path, monkeypatch):
-    arguments = ["--model=llama-3.2-1b", f"--lossd={os.environ['LOSSD_BINARY']}", "--steps=4", "--lr_warm_up=3",
+    arguments = ["--model=llama-3.2-1b", f"--lossd={os.environ['LOSSD_BINARY']}", "--steps=5", "--lr_warm_up=2",
                  f"--text={BENCH}/*.py,{BENCH}/no*such", f"--text_folder={tmp_path / 'text'}", "--text_bytes=150000", *KNOWN, *SMALL]
     output = run("pipeline_bench.py", *arguments, "--embeddings=rows,exchange", f"--json={tmp_path / 'out.json'}")
     result = json.loads((tmp_path / "out.json").read_text())
@@ -159,7 +159,7 @@ def test_a_known_model_learns_text_with_one_matrix_at_both_ends(pipeline_bench, 
                                                          for embedding in ("rows", "exchange"))}
     tokens, = (tmp_path / "text").glob("*.npy")
     expected = losses_in_one_process(pipeline_bench, ["--device=cpu", *arguments], str(tokens))
-    assert len(expected) == 5 and expected[-1] < expected[0] - 0.5
+    assert len(expected) == 6 and expected[-1] < expected[0] - 0.2
     for (_, gradients, _), entry in entries.items():
         assert entry["losses"] == pytest.approx(expected, abs=0.1 if gradients == "sampled" else 1e-4), output
         assert entry["losses"] != entries["local", "", "exchange"]["losses"] or not gradients
@@ -252,7 +252,7 @@ def test_tokens_of_text(tmp_path, monkeypatch):
 
     np.save(tmp_path / "numbers.npy", np.arange(1000, dtype=np.uint32))
     numbers = str(tmp_path / "numbers.npy")
-    batches = [pipeline_text.draw(numbers, 64, 9, 1, step) for step in range(50)]
+    batches = [pipeline_text.draw(numbers, 64, 9, 1, step) for step in range(400)]
     assert all(each.shape == (64, 10) and (np.diff(each) == 1).all() for each in batches)
     assert min(each.min() for each in batches) == 0 and max(each.max() for each in batches) == 979  # 2 % are kept apart
     assert np.array_equal(batches[3], pipeline_text.draw(numbers, 64, 9, 1, 3)) and not np.array_equal(*batches[:2])
