@@ -7,8 +7,8 @@
 // these users could do worse.
 //
 // Thread-safe, but for Start and Stop.
-#ifndef LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
-#define LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
+#ifndef LOSSD_SERVER_ACCESS_CONNECTION_ACCEPTOR_H_
+#define LOSSD_SERVER_ACCESS_CONNECTION_ACCEPTOR_H_
 
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
@@ -25,10 +25,10 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "kernels/exchange_times.h"
-#include "server/connections/closer.h"
-#include "server/connections/entrance.h"
+#include "server/access/closer.h"
+#include "server/access/entrance.h"
 
-namespace lossd::connections {
+namespace lossd::access {
 
 class ConnectionAcceptor {
  public:
@@ -75,6 +75,6 @@ class ConnectionAcceptor {
 ConnectionAcceptor::Take GrpcTaker(grpc::ServerBuilder* builder,
                                    const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
-}  // namespace lossd::connections
+}  // namespace lossd::access
 
-#endif  // LOSSD_SERVER_CONNECTIONS_CONNECTION_ACCEPTOR_H_
+#endif  // LOSSD_SERVER_ACCESS_CONNECTION_ACCEPTOR_H_

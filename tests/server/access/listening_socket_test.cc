@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/connections/listening_socket.h"
+#include "server/access/listening_socket.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -17,7 +17,7 @@
 
 #include "tests/support/temp_folder.h"
 
-namespace lossd::connections::listening_socket_test {
+namespace lossd::access::listening_socket_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -163,4 +163,4 @@ TEST(TcpSocketTest, AllAddressesOfIpv6AreThoseOfIpv4Too) {
 }
 
 }  // namespace
-}  // namespace lossd::connections::listening_socket_test
+}  // namespace lossd::access::listening_socket_test

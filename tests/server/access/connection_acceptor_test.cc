@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of connection_acceptor.h and closer.h: connections up to the limits, the threads that close
 // descriptors of strangers, and the relay between two sockets.
-#include "server/connections/connection_acceptor.h"
+#include "server/access/connection_acceptor.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -23,9 +23,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "proto/wire/region_packets.h"
-#include "server/connections/closer.h"
+#include "server/access/closer.h"
 
-namespace lossd::connections::connection_acceptor_test {
+namespace lossd::access::connection_acceptor_test {
 namespace {
 
 // ---- Acceptor ----
@@ -438,4 +438,4 @@ TEST(RelayEndTest, EndsWithConnectionsThatStand) {
 }
 
 }  // namespace
-}  // namespace lossd::connections::connection_acceptor_test
+}  // namespace lossd::access::connection_acceptor_test

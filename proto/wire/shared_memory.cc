@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/memory/shared_memory.h"
+#include "proto/wire/shared_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -13,7 +13,7 @@
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 
-namespace lossd::memory {
+namespace lossd::wire {
 namespace {
 
 absl::Status Failed(absl::string_view what, int64_t bytes) {
@@ -33,7 +33,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t bytes
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Reserve(int64_t bytes) {
   const int64_t page = sysconf(_SC_PAGESIZE);
   const int64_t size = (bytes + page - 1) / page * page;
-  wire::OwnedDescriptor descriptor(memfd_create("lossd-region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  OwnedDescriptor descriptor(memfd_create("lossd-region", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!descriptor) return Failed("memfd_create", size);
   if (ftruncate(descriptor.get(), size) != 0) return Failed("ftruncate", size);
   if (fcntl(descriptor.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
@@ -63,4 +63,4 @@ SharedMemory::~SharedMemory() {
             static_cast<off_t>(bytes_.size()));
 }
 
-}  // namespace lossd::memory
+}  // namespace lossd::wire

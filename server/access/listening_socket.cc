@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/connections/listening_socket.h"
+#include "server/access/listening_socket.h"
 
 #include <fcntl.h>
 #include <netdb.h>
@@ -19,9 +19,9 @@
 #include "absl/strings/strip.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/wire/region_packets.h"
-#include "server/connections/closer.h"
+#include "server/access/closer.h"
 
-namespace lossd::connections {
+namespace lossd::access {
 namespace {
 
 constexpr int kBacklog = 1024;
@@ -175,4 +175,4 @@ ListeningSocket::~ListeningSocket() {
   if (lock_ >= 0) close(lock_);
 }
 
-}  // namespace lossd::connections
+}  // namespace lossd::access

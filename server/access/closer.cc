@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/connections/closer.h"
+#include "server/access/closer.h"
 
 #include <poll.h>
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #include <deque>
 #include <utility>
 
-namespace lossd::connections {
+namespace lossd::access {
 namespace {
 
 constexpr int kInterrupt = SIGURG;  // whose default is to be ignored: one that comes late does nothing
@@ -256,4 +256,4 @@ bool Relay::Serve(Pair* pair, int stranger_events, int reader_events) {
   return !pair->ended || !pair->to_reader.empty() || !pair->to_stranger.empty();
 }
 
-}  // namespace lossd::connections
+}  // namespace lossd::access

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SharedMemory is memory that can be shared with another process: a sealed memfd, mapped into this process. A
 // process that gets the descriptor can write to the memory, but cannot make it shorter under this process.
-#ifndef LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_
-#define LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_
+#ifndef LOSSD_PROTO_WIRE_SHARED_MEMORY_H_
+#define LOSSD_PROTO_WIRE_SHARED_MEMORY_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 #include "absl/types/span.h"
 #include "proto/wire/region_packets.h"
 
-namespace lossd::memory {
+namespace lossd::wire {
 
 // Thread-compatible.
 class SharedMemory {
@@ -35,12 +35,12 @@ class SharedMemory {
   int descriptor() const { return descriptor_.get(); }
 
  private:
-  explicit SharedMemory(wire::OwnedDescriptor descriptor) : descriptor_(std::move(descriptor)) {}
+  explicit SharedMemory(OwnedDescriptor descriptor) : descriptor_(std::move(descriptor)) {}
 
-  const wire::OwnedDescriptor descriptor_;
+  const OwnedDescriptor descriptor_;
   absl::Span<uint8_t> bytes_;
 };
 
-}  // namespace lossd::memory
+}  // namespace lossd::wire
 
-#endif  // LOSSD_SERVER_MEMORY_SHARED_MEMORY_H_
+#endif  // LOSSD_PROTO_WIRE_SHARED_MEMORY_H_

@@ -16,8 +16,8 @@
 // Entrance may shut down the connections that it counts.
 //
 // Thread-safe, but Accept belongs to one thread.
-#ifndef LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
-#define LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
+#ifndef LOSSD_SERVER_ACCESS_ENTRANCE_H_
+#define LOSSD_SERVER_ACCESS_ENTRANCE_H_
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -35,9 +35,9 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "proto/wire/region_packets.h"
-#include "server/connections/listening_socket.h"
+#include "server/access/listening_socket.h"
 
-namespace lossd::connections {
+namespace lossd::access {
 
 struct Peer {
   // Whose connections are counted together: "10.0.0.5", or "uid 1000" of a program of this host, over the
@@ -160,6 +160,6 @@ class Entrance {
 // Whether a peer can pass descriptors over the connection: the kernel cannot keep them out.
 bool BringsDescriptors(const Connection& connection);
 
-}  // namespace lossd::connections
+}  // namespace lossd::access
 
-#endif  // LOSSD_SERVER_CONNECTIONS_ENTRANCE_H_
+#endif  // LOSSD_SERVER_ACCESS_ENTRANCE_H_

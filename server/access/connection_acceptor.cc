@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/connections/connection_acceptor.h"
+#include "server/access/connection_acceptor.h"
 
 #include <poll.h>
 #include <pthread.h>
 
 #include <cerrno>
 
-namespace lossd::connections {
+namespace lossd::access {
 namespace {
 
 constexpr absl::Duration kBeat = absl::Seconds(1);
@@ -74,4 +74,4 @@ ConnectionAcceptor::Take GrpcTaker(grpc::ServerBuilder* builder,
   };
 }
 
-}  // namespace lossd::connections
+}  // namespace lossd::access

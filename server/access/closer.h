@@ -11,8 +11,8 @@
 // serves; such a wait holds one of a few threads, and the process ends without waiting for them.
 //
 // All functions and classes are thread-safe. The functions do not block.
-#ifndef LOSSD_SERVER_CONNECTIONS_CLOSER_H_
-#define LOSSD_SERVER_CONNECTIONS_CLOSER_H_
+#ifndef LOSSD_SERVER_ACCESS_CLOSER_H_
+#define LOSSD_SERVER_ACCESS_CLOSER_H_
 
 #include <cstddef>
 #include <list>
@@ -25,7 +25,7 @@
 #include "absl/synchronization/mutex.h"
 #include "proto/wire/region_packets.h"
 
-namespace lossd::connections {
+namespace lossd::access {
 
 // Closes the descriptors soon. Does nothing for -1.
 void CloseElsewhere(wire::OwnedDescriptor descriptor);
@@ -79,6 +79,6 @@ class Relay {
   std::thread thread_;
 };
 
-}  // namespace lossd::connections
+}  // namespace lossd::access
 
-#endif  // LOSSD_SERVER_CONNECTIONS_CLOSER_H_
+#endif  // LOSSD_SERVER_ACCESS_CLOSER_H_

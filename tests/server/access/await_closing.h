@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // For tests that count the descriptors of their process.
-#ifndef LOSSD_TESTS_SERVER_CONNECTIONS_AWAIT_CLOSING_H_
-#define LOSSD_TESTS_SERVER_CONNECTIONS_AWAIT_CLOSING_H_
+#ifndef LOSSD_TESTS_SERVER_ACCESS_AWAIT_CLOSING_H_
+#define LOSSD_TESTS_SERVER_ACCESS_AWAIT_CLOSING_H_
 
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
-#include "server/connections/closer.h"
+#include "server/access/closer.h"
 
-namespace lossd::connections {
+namespace lossd::access {
 
 // Waits until the other threads have closed what they were given, a minute at most.
 inline void AwaitClosing() {
@@ -15,6 +15,6 @@ inline void AwaitClosing() {
   while (BeingClosed() > 0 && clocks::SteadyNow() < end) absl::SleepFor(absl::Milliseconds(1));
 }
 
-}  // namespace lossd::connections
+}  // namespace lossd::access
 
-#endif  // LOSSD_TESTS_SERVER_CONNECTIONS_AWAIT_CLOSING_H_
+#endif  // LOSSD_TESTS_SERVER_ACCESS_AWAIT_CLOSING_H_

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/memory/shared_memory.h"
+#include "proto/wire/shared_memory.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-namespace lossd::memory::shared_memory_test {
+namespace lossd::wire::shared_memory_test {
 namespace {
 
 constexpr int64_t kMebibyte = int64_t{1} << 20;
@@ -67,4 +67,4 @@ TEST(SharedMemoryTest, MoreThanThereIsIsRefused) {
 }
 
 }  // namespace
-}  // namespace lossd::memory::shared_memory_test
+}  // namespace lossd::wire::shared_memory_test

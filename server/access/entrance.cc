@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "server/connections/entrance.h"
+#include "server/access/entrance.h"
 
 #include <arpa/inet.h>
 #include <linux/inet_diag.h>
@@ -18,9 +18,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "kernels/clocks/clock.h"
-#include "server/connections/closer.h"
+#include "server/access/closer.h"
 
-namespace lossd::connections {
+namespace lossd::access {
 namespace {
 
 struct Request {
@@ -340,4 +340,4 @@ bool BringsDescriptors(const Connection& connection) {
   return getsockopt(connection.socket.get(), SOL_SOCKET, kPassRights, &passes, &size) != 0 || passes != 0;
 }
 
-}  // namespace lossd::connections
+}  // namespace lossd::access

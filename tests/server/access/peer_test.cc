@@ -11,9 +11,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "proto/wire/region_packets.h"
-#include "server/connections/entrance.h"
+#include "server/access/entrance.h"
 
-namespace lossd::connections::peer_test {
+namespace lossd::access::peer_test {
 namespace {
 
 constexpr uid_t kStranger = 65534;
@@ -111,4 +111,4 @@ TEST(PeerTest, AnotherUserIsAnother) {
 }
 
 }  // namespace
-}  // namespace lossd::connections::peer_test
+}  // namespace lossd::access::peer_test

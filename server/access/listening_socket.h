@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ListeningSocket owns a socket that listens, and the file of a Unix socket where it has one.
-#ifndef LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_
-#define LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_
+#ifndef LOSSD_SERVER_ACCESS_LISTENING_SOCKET_H_
+#define LOSSD_SERVER_ACCESS_LISTENING_SOCKET_H_
 
 #include <sys/types.h>
 
@@ -12,7 +12,7 @@
 
 #include "absl/status/statusor.h"
 
-namespace lossd::connections {
+namespace lossd::access {
 
 // Move-only, thread-compatible. Its end closes the socket and removes the socket's file.
 class ListeningSocket {
@@ -62,6 +62,6 @@ inline constexpr int kPassRights = 83;  // SO_PASSRIGHTS
 // Sets an option that is a number. Where the system does not know it, the socket stays as it is.
 void SetSocketOption(int descriptor, int level, int option, int value);
 
-}  // namespace lossd::connections
+}  // namespace lossd::access
 
-#endif  // LOSSD_SERVER_CONNECTIONS_LISTENING_SOCKET_H_
+#endif  // LOSSD_SERVER_ACCESS_LISTENING_SOCKET_H_
