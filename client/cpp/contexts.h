@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Named servers: the file in which a person keeps the addresses, certificates and token files of the servers
-// that they use; and which server a program means (ChooseServer). tests/client/contexts/cases.json has cases.
+// that they use; and which server a program means (ChooseServer). tests/client/cpp/contexts.json has cases.
 //
 //   {
 //     "current": "lab",
@@ -15,8 +15,8 @@
 //
 // Functions are stateless and thread-safe; FolderLock keeps other programs out. Errors name the file and the
 // line.
-#ifndef LOSSD_CLIENT_CONTEXTS_CONTEXTS_H_
-#define LOSSD_CLIENT_CONTEXTS_CONTEXTS_H_
+#ifndef LOSSD_CLIENT_CPP_CONTEXTS_H_
+#define LOSSD_CLIENT_CPP_CONTEXTS_H_
 
 #include <cstddef>
 #include <functional>
@@ -29,7 +29,7 @@
 #include "absl/strings/string_view.h"
 #include "client/cpp/client_options.h"
 
-namespace lossd::contexts {
+namespace lossd::client {
 
 // ---- Which server is meant ----
 
@@ -44,7 +44,7 @@ struct ServerArguments {
 
 struct ChosenServer {
   std::string server;  // a gRPC target name, not checked unless the environment names it
-  client::CredentialOptions credentials;
+  CredentialOptions credentials;
   std::string context;  // the name of the context that has named it; empty: there is none
   std::string http;     // the HTTP address that this context has, or empty
 };
@@ -134,6 +134,6 @@ std::string PathBeside(const std::string& path, const std::string& file);
 // root; or, if it belongs to root, a group.
 absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
 
-}  // namespace lossd::contexts
+}  // namespace lossd::client
 
-#endif  // LOSSD_CLIENT_CONTEXTS_CONTEXTS_H_
+#endif  // LOSSD_CLIENT_CPP_CONTEXTS_H_

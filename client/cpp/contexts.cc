@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "client/contexts/contexts.h"
+#include "client/cpp/contexts.h"
 
 #include <fcntl.h>
 #include <sys/file.h>
@@ -31,7 +31,7 @@
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 
-namespace lossd::contexts {
+namespace lossd::client {
 
 // ---- Which server is meant ----
 
@@ -46,10 +46,10 @@ std::string Environment(const char* name) {
 
 // The address in LOSSD_SERVER.
 absl::Status CheckEnvironment(const std::string& target) {
-  const std::string problem = client::internal::TargetProblem(target);
+  const std::string problem = internal::TargetProblem(target);
   if (problem.empty()) return absl::OkStatus();
-  return client::internal::ArgumentError(client::kTargetField, target,
-                                         absl::StrCat("is '", target, "' (from LOSSD_SERVER); ", problem));
+  return internal::ArgumentError(kTargetField, target,
+                                 absl::StrCat("is '", target, "' (from LOSSD_SERVER); ", problem));
 }
 
 absl::Status NoSuchContext(const std::string& path, const std::string& name, const Contexts& contexts) {
@@ -80,11 +80,11 @@ absl::StatusOr<ChosenServer> Named(const std::string& path, const std::string& n
 absl::StatusOr<ChosenServer> ChooseAddress(const ServerArguments& arguments, CurrentContext current) {
   if (arguments.server.has_value()) {
     if (!arguments.context.has_value()) return ChosenServer{.server = *arguments.server};
-    return client::internal::ArgumentError(client::kTargetField, *arguments.server,
-                                           absl::StrCat("is '", *arguments.server, "' and the context is '",
-                                                        *arguments.context, "'; give one of them"));
+    return internal::ArgumentError(kTargetField, *arguments.server,
+                                   absl::StrCat("is '", *arguments.server, "' and the context is '",
+                                                *arguments.context, "'; give one of them"));
   }
-  ChosenServer unnamed{.server = client::TargetFromEnvironment()};
+  ChosenServer unnamed{.server = TargetFromEnvironment()};
   std::string context = arguments.context.value_or("");
   bool named = arguments.context.has_value();
   if (!named) {
@@ -107,8 +107,8 @@ absl::StatusOr<ChosenServer> ChooseAddress(const ServerArguments& arguments, Cur
 
 absl::StatusOr<ChosenServer> ChooseServer(const ServerArguments& arguments, CurrentContext current) {
   LOSSD_TRY(ChosenServer chosen, ChooseAddress(arguments, current));
-  client::CredentialOptions& credentials = chosen.credentials;
-  const client::CredentialOptions environment = client::Credentials::OptionsFromEnvironment();
+  CredentialOptions& credentials = chosen.credentials;
+  const CredentialOptions environment = Credentials::OptionsFromEnvironment();
   if (arguments.ca.has_value() || !environment.ca.empty()) {
     credentials.ca = arguments.ca.value_or(environment.ca);
   }
@@ -345,7 +345,7 @@ class Reader : public nlohmann::json_sax<Json> {
     if (open_ != 3 || path_in_file_.size() != 3) return Unexpected(absl::StrCat("\"", value, "\""));
     if (value.empty()) return Refuse(Where(), "not be empty", "\"\"");
     if (path_in_file_[2] == "server") {
-      const std::string problem = client::internal::TargetProblem(value);
+      const std::string problem = internal::TargetProblem(value);
       if (!problem.empty()) return Problem(Where(), absl::StrCat("is '", value, "'; ", problem), value);
     }
     contexts_.by_name[path_in_file_[1]].*(FieldOf(path_in_file_[2])->member) = value;
@@ -497,4 +497,4 @@ absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
                                                  " visible ASCII characters"));  // not what it has
 }
 
-}  // namespace lossd::contexts
+}  // namespace lossd::client

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of named servers: their file, which cases.json has cases of, and the server that a program means.
-#include "client/contexts/contexts.h"
+// Tests of named servers: their file, which contexts.json has cases of, and the server that a program means.
+#include "client/cpp/contexts.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@
 #include "kernels/errors/field_error.h"
 #include "tests/support/temp_folder.h"
 
-namespace lossd::contexts::contexts_test {
+namespace lossd::client::contexts_test {
 namespace {
 
 using nlohmann::json;
@@ -250,4 +250,4 @@ TEST_F(ChooseServerTest, ATokenIsReadIfItIsNeeded) {
 }
 
 }  // namespace
-}  // namespace lossd::contexts::contexts_test
+}  // namespace lossd::client::contexts_test
