@@ -77,7 +77,7 @@ enum class ValuesAre : uint8_t {
   kAway,  // they have to be copied to the device first
 };
 
-// Work whose values are away is passed over so many times at most: by chunks of the same head (work_queue.h),
+// Work whose values are away is passed over so many times at most: by chunks of the same head (schedule.h),
 // and by work of other heads.
 inline constexpr int kMostPassedOver = 8;
 
