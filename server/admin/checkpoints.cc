@@ -15,7 +15,6 @@
 #include "server/head/checkpoint_store.h"
 #include "server/head/paths.h"
 #include "server/messages/convert.h"
-#include "server/messages/texts.h"
 
 namespace lossd::admin {
 
