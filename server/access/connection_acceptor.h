@@ -24,7 +24,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 #include "server/access/closer.h"
 #include "server/access/entrance.h"
 
@@ -64,7 +64,7 @@ class ConnectionAcceptor {
   const wire::OwnedDescriptor wake_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   Take take_;
   std::unique_ptr<Relay> relay_;  // of the thread, made when it is needed
-  kernels::Heartbeat beat_;
+  clocks::Heartbeat beat_;
   std::atomic<bool> runs_{false};
   std::thread thread_;
 };

@@ -23,7 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::engine {
 
@@ -152,7 +152,7 @@ class DeviceLoop final : public Runtime::Loop {
 
   absl::Mutex* const mutex_;
   Runtime* const runtime_;
-  kernels::Heartbeat heartbeat_;
+  clocks::Heartbeat heartbeat_;
   absl::CondVar wake_;
   bool news_ ABSL_GUARDED_BY(mutex_) = false;  // since there was nothing to do
   std::deque<Work> tasks_ ABSL_GUARDED_BY(mutex_);

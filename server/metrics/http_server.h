@@ -41,7 +41,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 #include "server/access/certificates.h"
 #include "server/access/listening_socket.h"
 #include "server/metrics/events.h"
@@ -233,7 +233,7 @@ class HttpServer {
   const std::unique_ptr<HttpCertificates> certificates_;  // null: plain HTTP
   const std::unique_ptr<access::ConnectionAcceptor> acceptor_;
   MHD_Daemon* daemon_ = nullptr;
-  kernels::Heartbeat handler_begins_;
+  clocks::Heartbeat handler_begins_;
   std::atomic<bool> handler_runs_{false};
 };
 

@@ -28,7 +28,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/group/group_backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
 #include "proto/wire/region_packets.h"
@@ -212,7 +212,7 @@ class SharedRows final : public kernels::GroupStaging {
   const wire::OwnedDescriptor stop_;
   RowRegions regions_;
   std::list<Session> sessions_;  // of the thread
-  kernels::Heartbeat beat_;
+  clocks::Heartbeat beat_;
   std::thread thread_;
 };
 

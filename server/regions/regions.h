@@ -31,7 +31,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 #include "proto/wire/region_packets.h"
 #include "server/access/entrance.h"
 #include "server/engine/staging.h"
@@ -207,7 +207,7 @@ class SessionServer {
   const wire::OwnedDescriptor wake_;
   std::list<Session> sessions_;  // of the thread
   std::atomic<int64_t> sessions_open_{0};
-  kernels::Heartbeat beat_;
+  clocks::Heartbeat beat_;
   std::thread thread_;
 };
 
