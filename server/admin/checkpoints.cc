@@ -13,7 +13,7 @@
 #include "kernels/host_memory.h"
 #include "proto/tensorfile/file.h"
 #include "server/head/checkpoint_store.h"
-#include "server/head/paths.h"
+#include "server/head/disk.h"
 #include "server/messages/convert.h"
 
 namespace lossd::admin {
