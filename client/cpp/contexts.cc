@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
@@ -38,11 +37,6 @@ namespace lossd::client {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-std::string Environment(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
 
 // The address in LOSSD_SERVER.
 absl::Status CheckEnvironment(const std::string& target) {
@@ -88,11 +82,11 @@ absl::StatusOr<ChosenServer> ChooseAddress(const ServerArguments& arguments, Cur
   std::string context = arguments.context.value_or("");
   bool named = arguments.context.has_value();
   if (!named) {
-    if (const std::string variable = Environment("LOSSD_SERVER"); !variable.empty()) {
+    if (const std::string variable = EnvironmentVariable("LOSSD_SERVER"); !variable.empty()) {
       LOSSD_RETURN_IF_ERROR(CheckEnvironment(variable));
       return unnamed;
     }
-    context = Environment("LOSSD_CONTEXT");
+    context = EnvironmentVariable("LOSSD_CONTEXT");
     named = !context.empty();
   }
   if (!named && current == CurrentContext::kIsIgnored) return unnamed;
@@ -100,7 +94,8 @@ absl::StatusOr<ChosenServer> ChooseAddress(const ServerArguments& arguments, Cur
   LOSSD_TRY(const Contexts contexts, ReadContexts(path));
   if (!named) context = contexts.current;
   if (!named && context.empty()) return unnamed;
-  return Named(path, context, contexts, !arguments.token.has_value() && Environment("LOSSD_TOKEN").empty());
+  return Named(path, context, contexts,
+               !arguments.token.has_value() && EnvironmentVariable("LOSSD_TOKEN").empty());
 }
 
 }  // namespace
@@ -438,10 +433,10 @@ std::string TextOf(const Contexts& contexts) {
 }  // namespace
 
 std::string ContextsPath() {
-  if (const std::string path = Environment("LOSSD_CONFIG"); !path.empty()) return path;
-  std::string folder = Environment("XDG_CONFIG_HOME");
+  if (const std::string path = EnvironmentVariable("LOSSD_CONFIG"); !path.empty()) return path;
+  std::string folder = EnvironmentVariable("XDG_CONFIG_HOME");
   if (folder.empty() || folder.front() != '/') {  // the XDG rules have relative ones ignored
-    const std::string home = Environment("HOME");
+    const std::string home = EnvironmentVariable("HOME");
     if (home.empty()) return "";
     folder = absl::StrCat(home, "/.config");
   }
