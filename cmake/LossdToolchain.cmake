@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Language level, warnings and sanitizers, the same for every target of ours; whether CUDA is there.
+# Language level, warnings and sanitizers, the same for every target of ours; whether CUDA is there; the packages that lossd stands
+# on, all from the distribution (scripts/install-deps lists them).
 
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
@@ -79,4 +80,28 @@ if(LOSSD_CUDA)
 endif()
 if(NOT LOSSD_HAVE_CUDA)
   message(STATUS "lossd: CPU-only build (no CUDA compiler, or LOSSD_CUDA=OFF)")
+endif()
+
+set(THREADS_PREFER_PTHREAD_FLAG ON)
+find_package(Threads REQUIRED)
+find_package(absl REQUIRED)
+find_package(Protobuf REQUIRED)
+find_package(gRPC CONFIG REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(spdlog REQUIRED)
+find_package(OpenSSL REQUIRED)
+find_package(PkgConfig REQUIRED)
+find_package(Eigen3 REQUIRED NO_MODULE)
+# Of Prometheus's library only the core is wanted; its CMake package asks for what its HTTP server needs.
+pkg_check_modules(PROMETHEUS REQUIRED IMPORTED_TARGET prometheus-cpp-core)
+pkg_check_modules(MICROHTTPD REQUIRED IMPORTED_TARGET libmicrohttpd>=0.9.75)
+pkg_check_modules(GNUTLS REQUIRED IMPORTED_TARGET gnutls)
+pkg_check_modules(OPENBLAS REQUIRED IMPORTED_TARGET openblas)
+pkg_check_modules(HTTPLIB REQUIRED IMPORTED_TARGET cpp-httplib)
+find_package(CLI11 REQUIRED)
+pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+# Sums among processes on CPUs.
+find_package(Gloo CONFIG QUIET)
+if(NOT TARGET gloo)
+  message(STATUS "No Gloo (libgloo-dev): several processes cannot share a head on CPUs")
 endif()

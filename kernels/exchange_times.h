@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // How long a device exchanges data with others, with ranks or with devices of its process. ExchangeClocks
 // counts the time of one device by what is exchanged, MemberExchanges that of all devices of a process, and
-// TimedReplicas the time of the exchanges of a step. Heartbeat says how long ago another side made progress.
+// TimedReplicas the time of the exchanges of a step.
 //
-// BusyClock, ExchangeClocks, MemberExchanges and Heartbeat are thread-safe; TimedReplicas is driven as the
-// Replicas that it wraps.
+// BusyClock, ExchangeClocks and MemberExchanges are thread-safe; TimedReplicas is driven as the Replicas that
+// it wraps.
 #ifndef LOSSD_KERNELS_EXCHANGE_TIMES_H_
 #define LOSSD_KERNELS_EXCHANGE_TIMES_H_
 
@@ -23,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::kernels {
 
@@ -120,18 +121,7 @@ class TimedReplicas final : public Replicas {
   const std::vector<ExchangeClocks*> clocks_;
 };
 
-// A sign of life: one side beats whenever it makes progress, and the other side asks how long ago that was.
-// Neither member blocks.
-class Heartbeat {
- public:
-  void Beat() { last_ = Clock::now(); }
-  // Since the last beat, or since this object began.
-  absl::Duration Silence() const { return absl::FromChrono(Clock::now() - last_.load()); }
-
- private:
-  using Clock = std::chrono::steady_clock;  // does not jump when the time of day is set
-  std::atomic<Clock::time_point> last_ = Clock::now();
-};
+using clocks::Heartbeat;
 
 }  // namespace lossd::kernels
 

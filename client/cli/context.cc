@@ -16,7 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "client/cli/http.h"
-#include "client/contexts/contexts.h"
+#include "client/cpp/contexts.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 
@@ -27,11 +27,10 @@ absl::Status Context::Settle() {
   const auto said = [](const std::string& flag) {
     return flag.empty() ? std::nullopt : std::make_optional(flag);
   };
-  contexts::ServerArguments arguments{
+  client::ServerArguments arguments{
       .server = said(flags.server), .ca = said(flags.ca), .cert = said(flags.cert), .key = said(flags.key)};
   if (flags.server.empty()) arguments.context = said(flags.context);
-  LOSSD_TRY(contexts::ChosenServer chosen,
-            contexts::ChooseServer(arguments, contexts::CurrentContext::kCounts));
+  LOSSD_TRY(client::ChosenServer chosen, client::ChooseServer(arguments, client::CurrentContext::kCounts));
   server = std::move(chosen.server);
   credentials = std::move(chosen.credentials);
   named_http = std::move(chosen.http);

@@ -52,7 +52,7 @@ struct Context {
   // Set by an action that did its work but has bad news (an unhealthy server).
   bool bad_news = false;
 
-  // Decides which server it is and how to prove who asks, once: contexts::ChooseServer, with the current
+  // Decides which server it is and how to prove who asks, once: client::ChooseServer, with the current
   // context; --server goes before --context.
   absl::Status Settle();
 

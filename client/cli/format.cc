@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "client/cpp/client_options.h"
 #include "kernels/errors/field_error.h"
 
 namespace lossd::cli {
@@ -47,9 +48,9 @@ std::string Style::Paint(Tone tone, absl::string_view text) const {
 
 bool HasColor(ColorMode mode, int descriptor) {
   if (mode != ColorMode::kAuto) return mode == ColorMode::kAlways;
-  const std::string terminal = EnvironmentVariable("TERM");
+  const std::string terminal = client::EnvironmentVariable("TERM");
   return isatty(descriptor) != 0 && !terminal.empty() && terminal != "dumb" &&
-         EnvironmentVariable("NO_COLOR").empty();
+         client::EnvironmentVariable("NO_COLOR").empty();
 }
 
 // ---- Numbers and bars ----

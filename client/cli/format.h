@@ -7,7 +7,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -18,12 +17,6 @@
 #include "absl/types/span.h"
 
 namespace lossd::cli {
-
-// The value of an environment variable; empty if it is not set.
-inline std::string EnvironmentVariable(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
 
 enum class Tone : uint8_t { kPlain, kTitle, kGood, kWarning, kBad, kFaint };
 

@@ -189,7 +189,7 @@ std::string KeysOf(absl::string_view sent) {
 }  // namespace
 
 bool Terminal::Available() {
-  const std::string name = EnvironmentVariable("TERM");
+  const std::string name = client::EnvironmentVariable("TERM");
   return isatty(STDOUT_FILENO) != 0 && !name.empty() && name != "dumb";
 }
 

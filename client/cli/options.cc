@@ -18,6 +18,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "client/cli/http.h"
+#include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 
 namespace lossd::cli {
@@ -353,27 +354,6 @@ void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
 
 namespace {
 
-struct Unit {
-  absl::string_view name;
-  double bytes;
-};
-
-constexpr double kKib = 1024.0;
-constexpr Unit kByteUnits[] = {{"TiB", kKib* kKib* kKib* kKib},
-                               {"GiB", kKib* kKib* kKib},
-                               {"MiB", kKib* kKib},
-                               {"KiB", kKib},
-                               {"T", kKib* kKib* kKib* kKib},
-                               {"G", kKib* kKib* kKib},
-                               {"M", kKib* kKib},
-                               {"K", kKib},
-                               {"TB", 1e12},
-                               {"GB", 1e9},
-                               {"MB", 1e6},
-                               {"KB", 1e3},
-                               {"B", 1.0},
-                               {"", 1.0}};
-
 // SimpleAtoi passes over spaces around a number, which a shell has kept on purpose or by accident.
 template <typename T>
 bool IsWhole(const std::string& text, T* number) {
@@ -437,19 +417,9 @@ ValueCheck NotEmpty() {
 }
 
 std::optional<uint64_t> ParseBytes(absl::string_view text) {
-  const size_t digits = text.find_last_of("0123456789.") + 1;  // 0 if there are none
-  const absl::string_view name = absl::StripAsciiWhitespace(text.substr(digits));
-  double number = 0.0;
-  const bool is_number = absl::SimpleAtod(text.substr(0, digits), &number) &&
-                         text.find_first_of("xX+-") == text.npos &&
-                         text.substr(0, digits).find_first_of("eE") == text.npos;
-  for (const Unit& unit : kByteUnits) {
-    if (!is_number || !absl::EqualsIgnoreCase(name, unit.name)) continue;
-    const double bytes = std::round(number * unit.bytes);
-    if (!(bytes >= 0.0 && bytes < 0x1p62)) return std::nullopt;
-    return static_cast<uint64_t>(bytes);
-  }
-  return std::nullopt;
+  // "64K" is 64 KiB here.
+  const bool is_short = !text.empty() && absl::StrContains("KMGTkmgt", text.substr(text.size() - 1));
+  return errors::ParseBytes(is_short ? absl::StrCat(text, "iB") : std::string(text));
 }
 
 // ---- Words of enumerations ----

@@ -15,7 +15,7 @@
 #include "client/cli/format.h"
 #include "client/cli/http.h"
 #include "client/cli/options.h"
-#include "client/contexts/contexts.h"
+#include "client/cpp/contexts.h"
 #include "client/cpp/probe.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
@@ -155,7 +155,7 @@ struct ContextFlags {
 };
 
 absl::StatusOr<std::string> File() {
-  std::string path = contexts::ContextsPath();
+  std::string path = client::ContextsPath();
   if (!path.empty()) return path;
   return absl::FailedPreconditionError(
       "there is no place for the file of contexts: none of LOSSD_CONFIG, XDG_CONFIG_HOME and HOME is set");
@@ -167,7 +167,7 @@ absl::Status Missing(const std::string& path, const std::string& name) {
                                {"context", "must be one that was added", name});
 }
 
-Json ContextJson(const std::string& name, const contexts::NamedServer& server) {
+Json ContextJson(const std::string& name, const client::NamedServer& server) {
   Json json = {{"name", name}, {"server", server.server}};
   const auto add = [&json](const char* field, const std::string& value) {
     if (!value.empty()) json[field] = value;
@@ -180,7 +180,7 @@ Json ContextJson(const std::string& name, const contexts::NamedServer& server) {
   return json;
 }
 
-std::string Proof(const contexts::NamedServer& server) {
+std::string Proof(const client::NamedServer& server) {
   if (!server.cert.empty() && !server.token_file.empty()) return "certificate, token";
   if (!server.cert.empty()) return "certificate";
   return server.token_file.empty() ? "none" : "token";
@@ -188,7 +188,7 @@ std::string Proof(const contexts::NamedServer& server) {
 
 absl::Status RunListContexts(const Context& context) {
   LOSSD_TRY(const std::string path, File());
-  LOSSD_TRY(const contexts::Contexts contexts, contexts::ReadContexts(path));
+  LOSSD_TRY(const client::Contexts contexts, client::ReadContexts(path));
   if (context.json) {
     Json list = Json::array();
     for (const auto& [name, server] : contexts.by_name) list.push_back(ContextJson(name, server));
@@ -253,7 +253,7 @@ void Report(const Context& context, const std::string& what, const std::string& 
 
 absl::Status RunUse(const Context& context, const ContextFlags& flags) {
   LOSSD_TRY(const std::string path, File());
-  const absl::Status status = contexts::ChangeContexts(path, [&](contexts::Contexts* contexts) {
+  const absl::Status status = client::ChangeContexts(path, [&](client::Contexts* contexts) {
     if (!flags.none && contexts->by_name.count(flags.name) == 0) return Missing(path, flags.name);
     contexts->current = flags.name;
     return absl::OkStatus();
@@ -264,7 +264,7 @@ absl::Status RunUse(const Context& context, const ContextFlags& flags) {
 
 absl::Status RunRemove(const Context& context, const ContextFlags& flags) {
   LOSSD_TRY(const std::string path, File());
-  const absl::Status status = contexts::ChangeContexts(path, [&](contexts::Contexts* contexts) {
+  const absl::Status status = client::ChangeContexts(path, [&](client::Contexts* contexts) {
     if (contexts->by_name.erase(flags.name) == 0) return Missing(path, flags.name);
     if (contexts->current == flags.name) contexts->current.clear();
     return absl::OkStatus();
@@ -282,17 +282,17 @@ absl::StatusOr<std::string> Absolute(const std::string& file) {
   return path.lexically_normal().string();
 }
 
-absl::StatusOr<contexts::NamedServer> MakeServer(const Context& context, const ContextFlags& flags) {
-  contexts::NamedServer server{.server = context.flags.server, .http = flags.http};
-  for (const auto& [file, member] : {std::pair(context.flags.ca, &contexts::NamedServer::ca),
-                                     std::pair(context.flags.cert, &contexts::NamedServer::cert),
-                                     std::pair(context.flags.key, &contexts::NamedServer::key),
-                                     std::pair(flags.token_file, &contexts::NamedServer::token_file)}) {
+absl::StatusOr<client::NamedServer> MakeServer(const Context& context, const ContextFlags& flags) {
+  client::NamedServer server{.server = context.flags.server, .http = flags.http};
+  for (const auto& [file, member] : {std::pair(context.flags.ca, &client::NamedServer::ca),
+                                     std::pair(context.flags.cert, &client::NamedServer::cert),
+                                     std::pair(context.flags.key, &client::NamedServer::key),
+                                     std::pair(flags.token_file, &client::NamedServer::token_file)}) {
     LOSSD_TRY(server.*member, Absolute(file));
   }
   client::CredentialOptions credentials{.ca = server.ca, .cert = server.cert, .key = server.key};
   if (!server.token_file.empty()) {
-    LOSSD_TRY(credentials.token, contexts::ReadTokenFile(server.token_file));
+    LOSSD_TRY(credentials.token, client::ReadTokenFile(server.token_file));
   }
   const auto usable = client::Credentials::Create(credentials);  // reads the files
   if (!usable.ok()) return usable.status();
@@ -301,7 +301,7 @@ absl::StatusOr<contexts::NamedServer> MakeServer(const Context& context, const C
 
 absl::Status RunAdd(const Context& context, const ContextFlags& flags) {
   LOSSD_TRY(const std::string path, File());
-  LOSSD_RETURN_IF_ERROR(contexts::CheckContextName(flags.name));
+  LOSSD_RETURN_IF_ERROR(client::CheckContextName(flags.name));
   if (context.flags.server.empty()) {
     return errors::FieldError("--server", "be given: the address that the context stands for", "nothing");
   }
@@ -310,8 +310,8 @@ absl::Status RunAdd(const Context& context, const ContextFlags& flags) {
         absl::InvalidArgumentError(absl::StrCat("--server is '", context.flags.server, "'; ", problem)),
         {"--server", "must be the address of a server", context.flags.server});
   }
-  LOSSD_TRY(const contexts::NamedServer server, MakeServer(context, flags));
-  const absl::Status status = contexts::ChangeContexts(path, [&](contexts::Contexts* contexts) {
+  LOSSD_TRY(const client::NamedServer server, MakeServer(context, flags));
+  const absl::Status status = client::ChangeContexts(path, [&](client::Contexts* contexts) {
     const auto found = contexts->by_name.find(flags.name);
     if (found != contexts->by_name.end() && !flags.replace) {
       return errors::WithViolation(

@@ -14,7 +14,7 @@
 #include "absl/strings/strip.h"
 #include "client/cli/context.h"
 #include "client/cli/options.h"
-#include "client/contexts/contexts.h"
+#include "client/cpp/contexts.h"
 
 namespace lossd::cli {
 namespace {
@@ -372,7 +372,7 @@ constexpr double kPatienceSeconds = 1.0;
 std::vector<std::string> Names(Context* context, Wanted wanted) {
   std::vector<std::string> names;
   if (wanted == Wanted::kContext) {
-    const absl::StatusOr<contexts::Contexts> contexts = contexts::ReadContexts(contexts::ContextsPath());
+    const absl::StatusOr<client::Contexts> contexts = client::ReadContexts(client::ContextsPath());
     for (const auto& [name, server] : contexts.ok() ? contexts->by_name : decltype(contexts->by_name)())
       names.push_back(name);
     return names;

@@ -35,9 +35,19 @@ std::string OwnName() {
 
 }  // namespace
 
+std::string EnvironmentVariable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+std::string TransportFromEnvironment() {
+  const std::string transport = EnvironmentVariable("LOSSD_TRANSPORT");
+  return transport.empty() ? "auto" : transport;
+}
+
 std::string RunFromEnvironment() {
-  const char* const value = std::getenv("LOSSD_RUN");
-  return value == nullptr || *value == '\0' ? OwnName() : value;
+  std::string run = EnvironmentVariable("LOSSD_RUN");
+  return run.empty() ? OwnName() : run;
 }
 
 double LossResult::gradient_error() const {

@@ -59,6 +59,9 @@ class Credentials {
 // Whether a gRPC target is a loopback address, localhost or a Unix socket.
 bool IsLocalTarget(absl::string_view target);
 
+// The value of an environment variable; empty if it is not set.
+std::string EnvironmentVariable(const char* name);
+
 // The server of the environment variable LOSSD_SERVER, else "127.0.0.1:7070".
 std::string TargetFromEnvironment();
 

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
@@ -523,11 +522,6 @@ absl::Status Check(const CredentialOptions& options) {
   return absl::OkStatus();
 }
 
-std::string Environment(const char* name) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
 }  // namespace
 
 absl::Status ChannelCredentials::CheckTarget(const std::string& target) const {
@@ -571,10 +565,10 @@ absl::StatusOr<std::shared_ptr<const Credentials>> Credentials::Create(const Cre
 }
 
 CredentialOptions Credentials::OptionsFromEnvironment() {
-  return {.ca = internal::Environment("LOSSD_CA"),
-          .cert = internal::Environment("LOSSD_CERT"),
-          .key = internal::Environment("LOSSD_KEY"),
-          .token = std::string(absl::StripAsciiWhitespace(internal::Environment("LOSSD_TOKEN")))};
+  return {.ca = EnvironmentVariable("LOSSD_CA"),
+          .cert = EnvironmentVariable("LOSSD_CERT"),
+          .key = EnvironmentVariable("LOSSD_KEY"),
+          .token = std::string(absl::StripAsciiWhitespace(EnvironmentVariable("LOSSD_TOKEN")))};
 }
 
 absl::StatusOr<std::shared_ptr<const Credentials>> Credentials::FromEnvironment() {
@@ -582,7 +576,7 @@ absl::StatusOr<std::shared_ptr<const Credentials>> Credentials::FromEnvironment(
 }
 
 std::string TargetFromEnvironment() {
-  std::string target = internal::Environment("LOSSD_SERVER");
+  std::string target = EnvironmentVariable("LOSSD_SERVER");
   return target.empty() ? absl::StrCat("127.0.0.1:", internal::kDefaultPort) : target;
 }
 

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -241,13 +240,8 @@ bool SharedRegion::usable() const {
          (errno == EAGAIN || errno == EWOULDBLOCK);  // it has nothing to say, and has not closed
 }
 
-}  // namespace lossd::client::internal
-
-namespace lossd::client {
-
 // ---- RegionSource ----
 
-namespace internal {
 namespace {
 
 constexpr absl::Duration kSocketPatience = absl::Seconds(5);  // with the region socket
@@ -388,17 +382,6 @@ TransportChoice RegionSource::choice() const {
     return {"grpc", "the shared memory was given up after a call that failed; later ones get other"};
   return {"grpc", absl::StrCat(problem_.message(), "; tried again from time to time")};
 }
-
-}  // namespace internal
-
-std::string TransportFromEnvironment() {
-  const char* const value = std::getenv("LOSSD_TRANSPORT");
-  return value == nullptr || *value == '\0' ? "auto" : value;
-}
-
-}  // namespace lossd::client
-
-namespace lossd::client::internal {
 
 // ---- DeviceRegions ----
 

@@ -20,9 +20,9 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "client/contexts/contexts.h"
 #include "client/cpp/client.h"
 #include "client/cpp/connections.h"
+#include "client/cpp/contexts.h"
 #include "client/cpp/cuda_driver.h"
 #include "client/cpp/loss_plan.h"
 #include "kernels/clocks/clock.h"
@@ -242,14 +242,13 @@ std::optional<std::string> IfSaid(const char* text) {
 }
 
 absl::StatusOr<std::string> Completed(const lossd_client_options& options, const char* context) {
-  LOSSD_TRY(const contexts::ChosenServer chosen,
-            contexts::ChooseServer({.server = IfSaid(options.target),
-                                    .context = IfSaid(context),
-                                    .ca = IfSaid(options.ca),
-                                    .cert = IfSaid(options.cert),
-                                    .key = IfSaid(options.key),
-                                    .token = IfSaid(options.token)},
-                                   contexts::CurrentContext::kIsIgnored));
+  LOSSD_TRY(const client::ChosenServer chosen, client::ChooseServer({.server = IfSaid(options.target),
+                                                                     .context = IfSaid(context),
+                                                                     .ca = IfSaid(options.ca),
+                                                                     .cert = IfSaid(options.cert),
+                                                                     .key = IfSaid(options.key),
+                                                                     .token = IfSaid(options.token)},
+                                                                    client::CurrentContext::kIsIgnored));
   std::optional<std::string> run = IfSaid(options.run);
   if (!run.has_value()) {
     run = RunFromEnvironment();

@@ -82,7 +82,7 @@ typedef struct lossd_client_options {
   int32_t gpu; /* negative: none is named */
 } lossd_client_options;
 
-/* What the environment and named servers (client/contexts/contexts.h) say of the texts of `options` that are
+/* What the environment and named servers (client/cpp/contexts.h) say of the texts of `options` that are
  * NULL; the rest of `options` does not matter. `context`: the name of a server; NULL: LOSSD_CONTEXT may name
  * one, where `options` and LOSSD_SERVER name no target. The answer has the seven texts in the order of the
  * struct, each with its NUL. */

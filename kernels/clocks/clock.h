@@ -4,9 +4,12 @@
 // from outside (certificates), and for comparing with times that files have. scripts/check-clocks (a test)
 // finds code that asks the system past this file.
 //
-// All functions are thread-safe.
+// All functions and classes are thread-safe.
 #ifndef LOSSD_KERNELS_CLOCKS_CLOCK_H_
 #define LOSSD_KERNELS_CLOCKS_CLOCK_H_
+
+#include <atomic>
+#include <chrono>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -66,6 +69,19 @@ class Event {
  private:
   mutable absl::Mutex mutex_;
   bool happened_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+// A sign of life: one side beats whenever it makes progress, and the other side asks how long ago that was.
+// Neither member blocks.
+class Heartbeat {
+ public:
+  void Beat() { last_ = Clock::now(); }
+  // Since the last beat, or since this object began.
+  absl::Duration Silence() const { return absl::FromChrono(Clock::now() - last_.load()); }
+
+ private:
+  using Clock = std::chrono::steady_clock;  // does not jump when the time of day is set
+  std::atomic<Clock::time_point> last_ = Clock::now();
 };
 
 }  // namespace lossd::clocks

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -162,6 +163,33 @@ std::string HumanBytes(double bytes) {
 std::string ExactBytes(int64_t bytes) { return Exact(bytes); }
 
 std::string ExactBytes(uint64_t bytes) { return Exact(bytes); }
+
+std::optional<int64_t> ParseBytes(absl::string_view text) {
+  constexpr double kKib = 1024.0;
+  constexpr std::pair<absl::string_view, double> kUnits[] = {{"", 1.0},
+                                                             {"B", 1.0},
+                                                             {"KiB", kKib},
+                                                             {"KB", 1e3},
+                                                             {"MiB", kKib * kKib},
+                                                             {"MB", 1e6},
+                                                             {"GB", 1e9},
+                                                             {"GiB", kKib * kKib * kKib},
+                                                             {"TB", 1e12},
+                                                             {"TiB", kKib * kKib * kKib * kKib}};
+  const size_t digits = text.find_last_of("0123456789.") + 1;  // 0 if there are none
+  const absl::string_view name = absl::StripAsciiWhitespace(text.substr(digits));
+  double number = 0.0;
+  // SimpleAtod takes "1e3", "0x10" and "+1", too.
+  if (!absl::SimpleAtod(text.substr(0, digits), &number) ||
+      text.substr(0, digits).find_first_of("eExX+-") != text.npos)
+    return std::nullopt;
+  for (const auto& [unit, size] : kUnits) {
+    if (!absl::EqualsIgnoreCase(name, unit)) continue;
+    const double bytes = std::round(number * size);
+    if (bytes >= 0.0 && bytes < 0x1p62) return static_cast<int64_t>(bytes);
+  }
+  return std::nullopt;
+}
 
 namespace {
 

@@ -73,7 +73,8 @@ std::string Shortened(absl::string_view text, size_t limit);
 std::string ValidUtf8(absl::string_view text);
 
 // HumanBytes and ExactBytes write numbers of bytes for people: in a unit that can be read, and exactly where
-// somebody may have to calculate with them. Units are binary. FieldError shows the value of a field
+// somebody may have to calculate with them. ParseBytes reads what people write. Units are binary. FieldError
+// shows the value of a field
 // "..._bytes" as ExactBytes in its message: "got 8388608 bytes (8.00 MiB)".
 
 // Below this, the number itself says as much as one in a larger unit.
@@ -85,6 +86,11 @@ std::string HumanBytes(double bytes);
 // "4096 bytes", "1610612736 bytes (1.50 GiB)": the second from kManyBytes on.
 std::string ExactBytes(int64_t bytes);
 std::string ExactBytes(uint64_t bytes);
+
+// The bytes of "4096", "64KiB", "1.5 gb": a number, perhaps with a point, and a unit in letters of either
+// case: B or none, KiB, MiB, GiB, TiB, or KB, MB, GB, TB (powers of 1000). Rounded; nullopt for other texts
+// and for 2^62 bytes or more.
+std::optional<int64_t> ParseBytes(absl::string_view text);
 
 // SetTexts and GetTexts keep a list of texts in a payload of an absl::Status. Each text is stored as its
 // length and its bytes, so a text may hold any bytes. Such payloads never leave the process: lengths are in

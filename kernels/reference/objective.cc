@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The objectives of docs/math.md for one row, written down once more: by the formula of each paper, in double
-// precision, with derivatives with respect to the log-probability of the target. kernels/objective.h is what
-// the backends evaluate; nothing of its formulas is used here.
+// What the loss of a row is made of, by the formulas of docs/math.md, in double precision: its objective,
+// soft targets, and the divergence from a teacher.
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <limits>
+#include <vector>
 
 #include "kernels/reference/reference.h"
 
 namespace lossd::kernels::reference {
+
+// ---- Objectives ----
+// By the formula of each paper, with derivatives with respect to the log-probability of the target.
+// kernels/objective.h is what the backends evaluate; nothing of its formulas is used here.
+
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -105,6 +111,145 @@ ObjectiveRow ComputeObjective(const Objective& objective, double l, double stopp
               : objective.kl == KlEstimator::kK2 ? of_difference
                                                  : 1.0 + BoundedExp(d) * (1.0 + of_difference));
   row.sensitivity += beta * std::fabs(derivative);
+  return row;
+}
+
+// ---- Soft targets, class by class ----
+
+SoftTargets SoftTargetsOf(const LossOptions& options, const Softmax& soft, const Rows& rows, size_t n) {
+  SoftTargets targets;
+  if (options.rest == Rest::kNoTargets) return targets;
+  const size_t v_count = soft.z.size();
+  targets.weight.assign(v_count, 0.0);
+  targets.named.assign(v_count, 0);
+  double sum = 0.0;
+  const auto count = static_cast<size_t>(rows.target_count);
+  for (size_t i = n * count; i < (n + 1) * count; ++i) {
+    if (rows.target_classes[i] < 0) continue;
+    const auto v = static_cast<size_t>(rows.target_classes[i]);
+    targets.weight[v] += rows.target_weights[i];
+    targets.named[v] = 1;
+    sum += rows.target_weights[i];
+  }
+  if (options.rest == Rest::kRenormalized) {
+    for (double& q : targets.weight) q /= sum;
+    sum = 1.0;
+  }
+  // What is less is a rounding error of weights that add up to 1 (kernels/soft_targets.h).
+  if (options.rest == Rest::kOneClass && 1.0 - sum >= kLeastRest) targets.rest = 1.0 - sum;
+  targets.total = sum + targets.rest;
+  targets.tail = 0.0;
+  for (size_t v = 0; v < v_count; ++v) {
+    if (targets.named[v] == 0) targets.tail += std::exp(soft.log_p[v]);
+  }
+  return targets;
+}
+
+double SoftTargets::Loss(const Softmax& soft) const {
+  double loss = rest > 0.0 ? -rest * std::log(tail) : 0.0;
+  for (size_t v = 0; v < weight.size(); ++v) {
+    if (weight[v] > 0.0) loss -= weight[v] * soft.log_p[v];
+  }
+  return loss;
+}
+
+double SoftTargets::Slope(const Softmax& soft, size_t v) const {
+  const double p = std::exp(soft.log_p[v]);
+  if (named[v] != 0) return total * p - weight[v];
+  return rest > 0.0 ? (total - rest / tail) * p : total * p;
+}
+
+double SoftTargets::Magnitude(const Softmax& soft, size_t v) const {
+  const double p = std::exp(soft.log_p[v]);
+  if (named[v] != 0) return total * p + weight[v];
+  return rest > 0.0 ? (total + rest / tail) * p : total * p;
+}
+
+// ---- Divergences, as they are defined ----
+
+namespace {
+
+// log softmax(z / temperature).
+std::vector<double> LogSoftmax(const std::vector<double>& z, double temperature) {
+  const double top = *std::max_element(z.begin(), z.end());
+  double sum = 0.0;
+  for (const double logit : z) sum += std::exp((logit - top) / temperature);
+  std::vector<double> log_p;
+  for (const double logit : z) log_p.push_back((logit - top) / temperature - std::log(sum));
+  return log_p;
+}
+
+// p log(p / other), which is 0 where p is.
+double Times(double log_p, double log_other) {
+  const double p = std::exp(log_p);
+  return std::isinf(log_p) ? 0.0 : p * (log_p - log_other);
+}
+
+double LogOfSum(double a, double b) {
+  const double top = std::max(a, b);
+  if (std::isinf(top)) return top;
+  return top + std::log(std::exp(a - top) + std::exp(b - top));
+}
+
+// What one class adds to a divergence, and q times its derivatives by q and p.
+struct ClassTerm {
+  double value = 0.0;
+  double by_student = 0.0;
+  double by_teacher = 0.0;
+};
+
+ClassTerm TermOf(const Distillation& distillation, double log_p, double log_q) {
+  const double p = std::exp(log_p);
+  const double q = std::exp(log_q);
+  switch (distillation.divergence) {
+    case Divergence::kNone:
+      return {};
+    case Divergence::kForwardKl:
+      return {.value = Times(log_p, log_q), .by_student = -p, .by_teacher = Times(log_p, log_q) + p};
+    case Divergence::kReverseKl:
+      return {.value = Times(log_q, log_p), .by_student = Times(log_q, log_p) + q, .by_teacher = -q};
+    case Divergence::kJensenShannon: {
+      const double beta = static_cast<double>(distillation.beta);
+      const double log_m = LogOfSum(std::log(beta) + log_p, std::log(1.0 - beta) + log_q);
+      return {.value = beta * Times(log_p, log_m) + (1.0 - beta) * Times(log_q, log_m),
+              .by_student = (1.0 - beta) * Times(log_q, log_m),
+              .by_teacher = beta * Times(log_p, log_m)};
+    }
+    case Divergence::kTotalVariation: {
+      const double sign = q > p ? 0.5 : q < p ? -0.5 : 0.0;
+      return {.value = 0.5 * std::fabs(p - q), .by_student = sign * q, .by_teacher = -sign * p};
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+// With y = z / temperature and D = sum_v f(p_v, q_v): dD/dy_k = q_k (f_k - sum_v q_v f_v), f_v being the
+// derivative of f by q at class v. TermOf gives q f.
+RowDivergence ComputeDivergence(const Distillation& distillation, const Softmax& student,
+                                const Softmax& teacher) {
+  const double temperature = static_cast<double>(distillation.temperature);
+  const std::vector<double> log_q = LogSoftmax(student.z, temperature);
+  const std::vector<double> log_p = LogSoftmax(teacher.z, temperature);
+  std::vector<ClassTerm> terms;
+  RowDivergence row;
+  double mean = 0.0;
+  double mean_teacher = 0.0;
+  for (size_t v = 0; v < log_q.size(); ++v) {
+    terms.push_back(TermOf(distillation, log_p[v], log_q[v]));
+    row.value += terms[v].value;
+    mean += terms[v].by_student;
+    mean_teacher += terms[v].by_teacher;
+  }
+  for (size_t v = 0; v < log_q.size(); ++v) {
+    const double q = std::exp(log_q[v]);
+    const double p = std::exp(log_p[v]);
+    row.gradient.push_back((terms[v].by_student - q * mean) / temperature);
+    row.magnitude.push_back((std::fabs(terms[v].by_student) + q * (1.0 + std::fabs(mean)) + p) / temperature);
+    row.slope +=
+        std::fabs(terms[v].by_student - q * mean) + std::fabs(terms[v].by_teacher - p * mean_teacher);
+  }
   return row;
 }
 

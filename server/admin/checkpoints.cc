@@ -13,9 +13,8 @@
 #include "kernels/host_memory.h"
 #include "proto/tensorfile/file.h"
 #include "server/head/checkpoint_store.h"
-#include "server/head/paths.h"
+#include "server/head/disk.h"
 #include "server/messages/convert.h"
-#include "server/messages/texts.h"
 
 namespace lossd::admin {
 

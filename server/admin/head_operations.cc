@@ -15,7 +15,6 @@
 #include "server/head/head.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
-#include "server/messages/texts.h"
 
 namespace lossd::admin {
 

@@ -13,9 +13,9 @@
 #include "absl/strings/str_join.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
+#include "server/head/disk.h"
 #include "server/head/head.h"
 #include "server/head/manifest.h"
-#include "server/head/paths.h"
 
 namespace lossd::admin {
 

@@ -88,30 +88,30 @@ bool IsLoopback(const Address& address) {
 namespace {
 
 // Listens on one address, and adds the sockets to `sockets`.
-absl::Status Open(Address* address, uint32_t unix_mode, std::vector<connections::ListeningSocket>* sockets) {
+absl::Status Open(Address* address, uint32_t unix_mode, std::vector<access::ListeningSocket>* sockets) {
   if (address->port == Address::kUnixSocket) {
-    absl::StatusOr<connections::ListeningSocket> socket =
-        connections::ListeningSocket::OpenUnix(address->socket_path(), unix_mode, SOCK_STREAM);
+    absl::StatusOr<access::ListeningSocket> socket =
+        access::ListeningSocket::OpenUnix(address->socket_path(), unix_mode, SOCK_STREAM);
     if (!socket.ok()) return absl::UnavailableError(absl::StrCat("listen: ", socket.status().message()));
     sockets->push_back(*std::move(socket));
     return absl::OkStatus();
   }
-  absl::StatusOr<std::vector<connections::ListeningSocket>> opened =
-      connections::ListeningSocket::OpenTcp(address->host, address->port);
+  absl::StatusOr<std::vector<access::ListeningSocket>> opened =
+      access::ListeningSocket::OpenTcp(address->host, address->port);
   if (!opened.ok()) {
     return absl::UnavailableError(
         absl::StrCat("listen: ", opened.status().message(), " (is the port taken?)"));
   }
   address->port = opened->front().port();
-  for (connections::ListeningSocket& socket : *opened) sockets->push_back(std::move(socket));
+  for (access::ListeningSocket& socket : *opened) sockets->push_back(std::move(socket));
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<std::vector<connections::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
-                                                                      uint32_t unix_mode) {
-  std::vector<connections::ListeningSocket> sockets;
+absl::StatusOr<std::vector<access::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
+                                                                 uint32_t unix_mode) {
+  std::vector<access::ListeningSocket> sockets;
   for (Address& address : *addresses) {
     LOSSD_RETURN_IF_ERROR(Open(&address, unix_mode, &sockets));
   }

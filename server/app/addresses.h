@@ -20,8 +20,8 @@
 #include "server/access/audit_log.h"
 #include "server/access/authority.h"
 #include "server/access/certificates.h"
+#include "server/access/listening_socket.h"
 #include "server/app/server_options.h"
-#include "server/connections/listening_socket.h"
 #include "server/metrics/http_server.h"
 #include "server/rpc/access_control.h"
 #include "server/rpc/transport.h"
@@ -50,8 +50,8 @@ bool IsLoopback(const Address& address);
 
 // Opens the sockets of a server's gRPC addresses: listens on all addresses, which get the ports that were
 // chosen. `unix_mode`: of the files of Unix sockets. UNAVAILABLE naming the option `listen`.
-absl::StatusOr<std::vector<connections::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
-                                                                      uint32_t unix_mode);
+absl::StatusOr<std::vector<access::ListeningSocket>> OpenSockets(std::vector<Address>* addresses,
+                                                                 uint32_t unix_mode);
 
 // The addresses with commas between them.
 std::string TextOf(const std::vector<Address>& addresses);

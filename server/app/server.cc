@@ -14,8 +14,8 @@
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
-#include "server/connections/connection_acceptor.h"
-#include "server/connections/listening_socket.h"
+#include "server/access/connection_acceptor.h"
+#include "server/access/listening_socket.h"
 #include "server/log/log.h"
 #include "server/metrics/metrics.h"
 #include "server/rpc/services.h"
@@ -152,10 +152,10 @@ absl::Status Server::Listen() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   SetReflection(!security_->asks(), &builder);
-  LOSSD_TRY(std::vector<connections::ListeningSocket> sockets,
+  LOSSD_TRY(std::vector<access::ListeningSocket> sockets,
             OpenSockets(&grpc_addresses_, options_.unix_socket_mode));
   CreateAcceptor(std::move(sockets));
-  auto take = connections::GrpcTaker(&builder, security_->credentials());
+  auto take = access::GrpcTaker(&builder, security_->credentials());
   pulse_ = std::make_unique<rpc::Pulse>(&builder);
   rpc::Configure(TransportOf(options_), &builder);
   builder.RegisterService(loss_service_.get());
@@ -169,13 +169,13 @@ absl::Status Server::Listen() {
   return absl::OkStatus();
 }
 
-void Server::CreateAcceptor(std::vector<connections::ListeningSocket> sockets) {
-  connections::EntranceOptions limits{.in_all = options_.max_connections,
-                                      .per_peer = options_.max_connections_per_address};
-  limits.on_refused = [this](int, absl::string_view flag, const connections::Peer& peer) {
+void Server::CreateAcceptor(std::vector<access::ListeningSocket> sockets) {
+  access::EntranceOptions limits{.in_all = options_.max_connections,
+                                 .per_peer = options_.max_connections_per_address};
+  limits.on_refused = [this](int, absl::string_view flag, const access::Peer& peer) {
     OnRefused(flag, peer.name);
   };
-  acceptor_ = std::make_unique<connections::ConnectionAcceptor>(std::move(sockets), std::move(limits));
+  acceptor_ = std::make_unique<access::ConnectionAcceptor>(std::move(sockets), std::move(limits));
 }
 
 void Server::OnRefused(absl::string_view limit, absl::string_view address) {

@@ -35,10 +35,10 @@ class Channel;
 class Server;
 }  // namespace grpc
 
-namespace lossd::connections {
+namespace lossd::access {
 class ConnectionAcceptor;
 class ListeningSocket;
-}  // namespace lossd::connections
+}  // namespace lossd::access
 
 namespace lossd::metrics {
 class GpuMonitor;
@@ -134,7 +134,7 @@ class Server {
   void WatchRanks();
   void CreateServices();
   absl::Status Listen();
-  void CreateAcceptor(std::vector<connections::ListeningSocket> sockets);
+  void CreateAcceptor(std::vector<access::ListeningSocket> sockets);
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
   // On the threads of the acceptors.
@@ -166,7 +166,7 @@ class Server {
   std::unique_ptr<rpc::LossService> loss_service_;
   std::unique_ptr<rpc::HeadService> head_service_;
   std::unique_ptr<rpc::ServerService> server_service_;
-  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
+  std::unique_ptr<access::ConnectionAcceptor> acceptor_;
   std::unique_ptr<rpc::Pulse> pulse_;
   std::mutex refusals_mutex_;
   Every refusals_logged_{absl::Seconds(10)};

@@ -240,9 +240,9 @@ std::vector<std::string> SharingDevices(const ServerOptions& options, kernels::B
 
 bool IsAbstract(absl::string_view name) { return !name.empty() && name.front() == '@'; }
 
-absl::StatusOr<connections::ListeningSocket> Listen(const std::string& name, uint32_t mode) {
-  if (IsAbstract(name)) return connections::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET);
-  return connections::ListeningSocket::OpenUnix(name, mode, SOCK_SEQPACKET);
+absl::StatusOr<access::ListeningSocket> Listen(const std::string& name, uint32_t mode) {
+  if (IsAbstract(name)) return access::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET);
+  return access::ListeningSocket::OpenUnix(name, mode, SOCK_SEQPACKET);
 }
 
 }  // namespace
@@ -252,7 +252,7 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOp
                                                                   kernels::Backend* backend) {
   if (options.shared_memory_bytes <= 0 && SharingDevices(options, backend).empty()) return nullptr;
   const std::string name = options.region_socket.empty() ? ChooseName(addresses) : options.region_socket;
-  absl::StatusOr<connections::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
+  absl::StatusOr<access::ListeningSocket> listener = Listen(name, options.unix_socket_mode);
   if (listener.ok())
     return std::unique_ptr<SharedMemory>(new SharedMemory(name, *std::move(listener), options, backend));
   if (!options.region_socket.empty())
@@ -262,8 +262,8 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Start(const ServerOp
   return nullptr;
 }
 
-SharedMemory::SharedMemory(std::string name, connections::ListeningSocket listener,
-                           const ServerOptions& options, kernels::Backend* backend)
+SharedMemory::SharedMemory(std::string name, access::ListeningSocket listener, const ServerOptions& options,
+                           kernels::Backend* backend)
     : name_(std::move(name)),
       devices_(SharingDevices(options, backend)),
       device_bytes_(options.shared_device_memory_bytes),

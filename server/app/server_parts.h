@@ -28,10 +28,10 @@
 #include "kernels/backend.h"
 #include "kernels/create_backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
+#include "server/access/listening_socket.h"
 #include "server/admin/head_operations.h"
 #include "server/app/addresses.h"
 #include "server/app/server_options.h"
-#include "server/connections/listening_socket.h"
 #include "server/engine/engine_options.h"
 #include "server/metrics/http_server.h"
 #include "server/metrics/metrics.h"
@@ -161,7 +161,7 @@ class SharedMemory {
   static std::vector<metrics::SharedMemoryUse> UsesOf(const SharedMemory* shared);
 
  private:
-  SharedMemory(std::string name, connections::ListeningSocket listener, const ServerOptions& options,
+  SharedMemory(std::string name, access::ListeningSocket listener, const ServerOptions& options,
                kernels::Backend* backend);
 
   const std::string name_;

@@ -30,7 +30,6 @@
 #include "server/engine/schedule.h"
 #include "server/engine/stream.h"
 #include "server/engine/stream_state.h"
-#include "server/engine/work_queue.h"
 
 namespace lossd::engine {
 

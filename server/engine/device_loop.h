@@ -23,7 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::engine {
 
@@ -77,7 +77,7 @@ enum class ValuesAre : uint8_t {
   kAway,  // they have to be copied to the device first
 };
 
-// Work whose values are away is passed over so many times at most: by chunks of the same head (work_queue.h),
+// Work whose values are away is passed over so many times at most: by chunks of the same head (schedule.h),
 // and by work of other heads.
 inline constexpr int kMostPassedOver = 8;
 
@@ -152,7 +152,7 @@ class DeviceLoop final : public Runtime::Loop {
 
   absl::Mutex* const mutex_;
   Runtime* const runtime_;
-  kernels::Heartbeat heartbeat_;
+  clocks::Heartbeat heartbeat_;
   absl::CondVar wake_;
   bool news_ ABSL_GUARDED_BY(mutex_) = false;  // since there was nothing to do
   std::deque<Work> tasks_ ABSL_GUARDED_BY(mutex_);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A Flight is a chunk on the device. It hands the chunk to the backend, sends the results of the slices when
 // they are there, and books the rows in the ledger when the chunk is done. It treats all chunks alike; what
-// is special about a chunk is in its ChunkWork (work_queue.h).
+// is special about a chunk is in its ChunkWork (schedule.h).
 //
 // Exactly once. A flight commits rows when their weight gradient has been added, or together with the results
 // if the work says so (ChunkWork::settles_with_results). It releases the rows if the gradient failed.
@@ -23,7 +23,7 @@
 #include "absl/time/time.h"
 #include "kernels/backend.h"
 #include "server/engine/engine_options.h"
-#include "server/engine/work_queue.h"
+#include "server/engine/schedule.h"
 
 namespace lossd::engine {
 

@@ -28,6 +28,33 @@ bool SameBytes(const T* a, const T* b, size_t count) {
   return std::memcmp(a, b, count * sizeof(T)) == 0;
 }
 
+// Rows that are missing, for a message.
+class MissingRows {
+ public:
+  // Rows behind all that were added before; none is possible.
+  void Add(RowRange rows) {
+    if (rows.begin >= rows.end) return;
+    if (!ranges_.empty() && ranges_.back().end == rows.begin) {
+      ranges_.back().end = rows.end;
+    } else {
+      ranges_.push_back(rows);
+    }
+  }
+  // "rows [0, 4), [8, 16)", after eight ranges "and 3 more ranges".
+  std::string ToText() const {
+    constexpr size_t kMost = 8;
+    std::string text = "rows ";
+    for (size_t i = 0; i < ranges_.size() && i < kMost; ++i) {
+      absl::StrAppend(&text, i == 0 ? "" : ", ", Text(ranges_[i]));
+    }
+    if (ranges_.size() > kMost) absl::StrAppend(&text, " and ", ranges_.size() - kMost, " more ranges");
+    return text;
+  }
+
+ private:
+  std::vector<RowRange> ranges_;
+};
+
 }  // namespace
 
 // ---- MicrobatchRecord: segments ----
@@ -315,33 +342,18 @@ int64_t MicrobatchRecord::Commit(RowRange rows) {
 }
 
 std::string MicrobatchRecord::DescribeMissing() const {
-  constexpr int kMaxRanges = 8;
-  std::vector<RowRange> missing;
+  MissingRows missing;
   int64_t next = 0;  // first row not yet known to be settled
-  const auto note = [&missing](int64_t begin, int64_t end) {
-    if (begin >= end) return;
-    if (!missing.empty() && missing.back().end == begin) {
-      missing.back().end = end;
-    } else {
-      missing.push_back({begin, end});
-    }
-  };
   for (const auto& [begin, segment] : segments_) {
-    note(next, begin);
+    missing.Add({next, begin});
     for (size_t i = 0; i < segment.states.size(); ++i) {
       const int64_t row = begin + static_cast<int64_t>(i);
-      if (!IsSettled(segment.states[i])) note(row, row + 1);
+      if (!IsSettled(segment.states[i])) missing.Add({row, row + 1});
     }
     next = begin + static_cast<int64_t>(segment.states.size());
   }
-  note(next, terms_.microbatch_rows);
-  std::string text = "rows ";
-  for (size_t i = 0; i < missing.size() && i < kMaxRanges; ++i) {
-    absl::StrAppend(&text, i == 0 ? "" : ", ", Text(missing[i]));
-  }
-  if (missing.size() > kMaxRanges)
-    absl::StrAppend(&text, " and ", missing.size() - kMaxRanges, " more ranges");
-  return absl::StrCat(text, " of ", terms_.microbatch_rows);
+  missing.Add({next, terms_.microbatch_rows});
+  return absl::StrCat(missing.ToText(), " of ", terms_.microbatch_rows);
 }
 
 // ---- Ledger: texts ----
@@ -719,22 +731,13 @@ void ContributionLedger::Commit(uint64_t id, RowRange rows, absl::Span<const uin
 bool ContributionLedger::Complete(uint64_t id) const { return contributions_.at(id).complete(); }
 
 std::string ContributionLedger::DescribeMissing(uint64_t id) const {
-  constexpr size_t kMaxRanges = 8;
   const Record& entry = contributions_.at(id);
-  std::vector<RowRange> missing;
+  MissingRows missing;
   for (size_t i = 0; i < entry.checksums.size(); ++i) {
-    if (entry.checksums[i] != 0) continue;
     const int64_t row = entry.terms.rows.begin + static_cast<int64_t>(i);
-    if (missing.empty() || missing.back().end != row) missing.push_back({row, row});
-    ++missing.back().end;
+    if (entry.checksums[i] == 0) missing.Add({row, row + 1});
   }
-  std::string text = absl::StrCat("contribution ", id, ": rows ");
-  for (size_t i = 0; i < missing.size() && i < kMaxRanges; ++i) {
-    absl::StrAppend(&text, i == 0 ? "" : ", ", Text(missing[i]));
-  }
-  if (missing.size() > kMaxRanges)
-    absl::StrAppend(&text, " and ", missing.size() - kMaxRanges, " more ranges");
-  return absl::StrCat(text, " of ", Text(entry.terms.rows));
+  return absl::StrCat("contribution ", id, ": ", missing.ToText(), " of ", Text(entry.terms.rows));
 }
 
 std::vector<std::string> ContributionLedger::Incomplete(absl::Span<const uint64_t> ids, int max_lines) const {

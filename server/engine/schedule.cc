@@ -1,11 +1,199 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/engine/schedule.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <utility>
 
-#include "server/engine/work_queue.h"
+#include "kernels/decision.h"
+#include "xxhash.h"
 
 namespace lossd::engine {
+
+uint64_t SampleSeed(absl::string_view head, uint64_t step, uint64_t microbatch_id) {
+  // absl::Hash and std::hash differ between processes and platforms.
+  uint64_t seed = XXH64(head.data(), head.size(), /*seed=*/0);
+  seed = kernels::MixBits(seed + step);
+  return kernels::MixBits(seed + microbatch_id);
+}
+
+// ---- The queue ----
+
+namespace {
+
+// Rows of both may be computed in one chunk.
+bool Compatible(const StreamSpec& a, const StreamSpec& b) {
+  return a.options == b.options && a.hidden_dtype == b.hidden_dtype &&
+         a.accumulate_gradients == b.accumulate_gradients;
+}
+
+// Reserves the slice's rows; false if some are being computed by another chunk.
+bool TryReserve(SliceWork& slice, Ledger& ledger) {
+  const StreamSpec& spec = slice.stream->spec();
+  if (!spec.accumulate_gradients) return true;
+  if (ledger.AnyReserved(spec.microbatch_id, slice.rows)) return false;
+  slice.accumulate.resize(static_cast<size_t>(slice.rows.size()));
+  slice.has_repeats = ledger.Reserve(spec.microbatch_id, slice.rows, absl::MakeSpan(slice.accumulate)) > 0;
+  return true;
+}
+
+}  // namespace
+
+void WorkQueue::Push(std::unique_ptr<SliceWork> slice) {
+  ++slices_;
+  rows_ += slice->rows.size();
+  slice->round = RoundOf(*slice);
+  const auto is_later = [&slice](const Item& item) {
+    const auto* other = std::get_if<std::unique_ptr<SliceWork>>(&item);
+    return other != nullptr && (*other)->round > slice->round;
+  };
+  auto at = items_.end();
+  while (at != items_.begin() && is_later(*std::prev(at))) --at;
+  items_.insert(at, std::move(slice));
+}
+
+int64_t WorkQueue::RoundOf(const SliceWork& slice) {
+  int64_t& given = given_[slice.stream->spec().peer];
+  given = std::max(given, round_ * round_rows_);
+  const int64_t round = given / round_rows_;
+  given += slice.rows.size();
+  return round;
+}
+
+void WorkQueue::ForgetPeers() {
+  if (slices_ == 0) round_ = 0;
+  std::erase_if(given_,
+                [this](const auto& peer) { return slices_ == 0 || peer.second <= round_ * round_rows_; });
+}
+
+void WorkQueue::Push(Operation* operation) { items_.emplace_back(operation); }
+
+std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeFailed() {
+  std::vector<std::unique_ptr<SliceWork>> taken;
+  std::deque<Item> kept;
+  for (Item& item : items_) {
+    auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&item);
+    if (slice != nullptr && (*slice)->stream->failed()) {
+      --slices_;
+      rows_ -= (*slice)->rows.size();
+      if (const auto peer = given_.find((*slice)->stream->spec().peer); peer != given_.end())
+        peer->second -= (*slice)->rows.size();
+      taken.push_back(std::move(*slice));
+    } else {
+      kept.push_back(std::move(item));
+    }
+  }
+  items_ = std::move(kept);
+  ForgetPeers();
+  return taken;
+}
+
+std::vector<Operation*> WorkQueue::TakeOperations() {
+  std::vector<Operation*> taken;
+  std::deque<Item> kept;
+  for (Item& item : items_) {
+    if (auto* operation = std::get_if<Operation*>(&item)) {
+      taken.push_back(*operation);
+    } else {
+      kept.push_back(std::move(item));
+    }
+  }
+  items_ = std::move(kept);
+  return taken;
+}
+
+Operation* WorkQueue::FrontOperation() const {
+  if (items_.empty()) return nullptr;
+  auto* const front = std::get_if<Operation*>(&items_.front());
+  return front == nullptr ? nullptr : *front;
+}
+
+Operation* WorkQueue::TakeOperation() {
+  Operation* const operation = FrontOperation();
+  if (operation != nullptr) items_.pop_front();
+  return operation;
+}
+
+const SliceWork* WorkQueue::SliceAt(size_t position) const {
+  if (position >= items_.size()) return nullptr;
+  const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&items_[position]);
+  return slice == nullptr ? nullptr : slice->get();
+}
+
+ValuesAre WorkQueue::ValuesAt(size_t position) const {
+  return values_ == nullptr ? ValuesAre::kHome : values_(*SliceAt(position));
+}
+
+// Whoever has been passed over often enough lets nobody behind it pass any more.
+size_t WorkQueue::Lead() const {
+  for (size_t i = 0; SliceAt(i) != nullptr; ++i) {
+    if (ValuesAt(i) != ValuesAre::kAway || SliceAt(i)->passed_over >= kMostPassedOver) return i;
+  }
+  return SliceAt(0) == nullptr ? items_.size() : 0;
+}
+
+ValuesAre WorkQueue::Values() const {
+  const size_t lead = Lead();
+  return lead == items_.size() ? ValuesAre::kHome : ValuesAt(lead);
+}
+
+template <typename Fn>
+bool WorkQueue::ForEachOfNext(int64_t chunk_rows, Fn fn) const {
+  const size_t lead = Lead();
+  if (lead == items_.size()) return !items_.empty();
+  const StreamSpec& first = SliceAt(lead)->stream->spec();
+  int64_t rows = 0;
+  for (size_t i = 0; i < items_.size() && rows < chunk_rows; ++i) {
+    const SliceWork* const slice = SliceAt(i);
+    if (slice == nullptr) return true;
+    if (!Compatible(first, slice->stream->spec())) continue;
+    const int64_t more = slice->rows.size();
+    if (rows + more > chunk_rows || !fn(i)) return true;
+    rows += more;
+  }
+  return rows >= chunk_rows;
+}
+
+NextChunk WorkQueue::Next(int64_t chunk_rows) const {
+  NextChunk next;
+  next.closed = ForEachOfNext(chunk_rows, [&](size_t i) {
+    const SliceWork& slice = *std::get<std::unique_ptr<SliceWork>>(items_[i]);
+    next.rows += slice.rows.size();
+    next.accumulates = slice.stream->spec().accumulate_gradients;
+    return true;
+  });
+  return next;
+}
+
+std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows, Ledger& ledger) {
+  std::vector<std::unique_ptr<SliceWork>> chunk;
+  const size_t lead = Lead();
+  if (lead == items_.size()) return chunk;
+  const int64_t round = SliceAt(0)->round;  // of those who are passed over
+  ForEachOfNext(chunk_rows, [&](size_t i) {
+    auto& slice = std::get<std::unique_ptr<SliceWork>>(items_[i]);
+    if (!TryReserve(*slice, ledger)) return false;
+    --slices_;
+    rows_ -= slice->rows.size();
+    chunk.push_back(std::move(slice));
+    return true;
+  });
+  if (chunk.empty()) return chunk;
+  round_ = std::max(round_, round);
+  for (size_t i = 0; i < lead; ++i) {
+    if (auto& slice = std::get<std::unique_ptr<SliceWork>>(items_[i]); slice != nullptr) ++slice->passed_over;
+  }
+  std::erase_if(items_, [](const Item& item) {
+    const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&item);
+    return slice != nullptr && *slice == nullptr;
+  });
+  ForgetPeers();
+  return chunk;
+}
+
+// ---- Schedules ----
+
 namespace {
 
 // One segment a slice.

@@ -17,8 +17,8 @@
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "server/head/checkpoint_store.h"
+#include "server/head/disk.h"
 #include "server/head/head.h"
-#include "server/head/paths.h"
 
 namespace lossd::head {
 namespace {

@@ -26,7 +26,7 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "server/head/paths.h"
+#include "server/head/disk.h"
 
 namespace lossd::head {
 namespace {

@@ -14,7 +14,7 @@
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/safetensors.h"
-#include "server/head/paths.h"
+#include "server/head/disk.h"
 
 namespace lossd::head {
 namespace {

@@ -9,8 +9,8 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 #include "proto/tensorfile/safetensors.h"
+#include "server/head/disk.h"
 #include "server/head/head.h"
-#include "server/head/paths.h"
 
 namespace lossd::head {
 

@@ -6,12 +6,16 @@
 // of a type's range, counts that disagree, hyper-parameters out of range. The error's detail has the field's
 // path and value. The engine refuses what depends on a head or a step.
 //
+// Other functions check texts that clients choose and people read (names of runs, ids of calls), and
+// WithDetail adds an ErrorDetail of the protocol to an error.
+//
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_MESSAGES_CONVERT_H_
 #define LOSSD_SERVER_MESSAGES_CONVERT_H_
 
 #include <cstdint>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kernels/backend.h"
@@ -23,6 +27,28 @@
 #include "server/engine/stream.h"
 
 namespace lossd::messages {
+
+// ---- Texts and errors ----
+
+// INVALID_ARGUMENT naming the field unless `text` has `least` to `most` printable characters: UTF-8 without
+// control characters, line breaks, and characters that turn or hide the text around them.
+absl::Status CheckText(absl::string_view field, absl::string_view text, int least, int most);
+
+// A run: at most 128 characters, or nothing.
+absl::Status CheckRun(absl::string_view field, absl::string_view run);
+// An id of a call that is done once: 1 to 64 characters.
+absl::Status CheckCallId(absl::string_view field, absl::string_view id);
+
+// FAILED_PRECONDITION if a request is meant for another server process than this one.
+absl::Status CheckIncarnation(absl::string_view field, uint64_t meant, uint64_t own);
+
+// `status`, which is not OK, with its ErrorDetail: field, value, open step and missing rows, where the error
+// names them, and the server's incarnation. This is the one place that makes a lossd.v1.ErrorDetail out of
+// what errors say to programs: the field at fault (kernels/errors/field_error.h) and the rest
+// (server/engine/errors.h).
+absl::Status WithDetail(absl::Status status, uint64_t incarnation);
+
+// ---- Messages ----
 
 // 1 to 64 characters out of A-Z a-z 0-9 . _ -, not starting with a dot: safe as a file name.
 absl::Status CheckName(absl::string_view field, absl::string_view name);

@@ -23,8 +23,8 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "server/connections/closer.h"
-#include "server/connections/connection_acceptor.h"
+#include "server/access/closer.h"
+#include "server/access/connection_acceptor.h"
 #include "server/log/log.h"
 
 namespace lossd::metrics {
@@ -60,8 +60,8 @@ absl::StatusOr<HttpListener> ListenForHttp(absl::string_view address) {
       colon == address.size() ? std::nullopt : ParsePort(address.substr(colon + 1));
   if (!loopback.has_value() || !port.has_value())
     return errors::FieldError("http address", "be <IP address>:<port>", address);
-  absl::StatusOr<std::vector<connections::ListeningSocket>> sockets =
-      connections::ListeningSocket::OpenTcp(std::string(host), *port);
+  absl::StatusOr<std::vector<access::ListeningSocket>> sockets =
+      access::ListeningSocket::OpenTcp(std::string(host), *port);
   if (!sockets.ok()) {
     return absl::UnavailableError(
         absl::StrCat("http: ", sockets.status().message(), " (is the port taken?)"));
@@ -242,15 +242,15 @@ MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {
   return queued;
 }
 
-connections::EntranceOptions Limits(HttpOnLimit on_limit) {
-  connections::EntranceOptions limits{.in_all = HttpServer::kMostConnections,
-                                      .per_peer = HttpServer::kMostPerPeer,
-                                      .oldest_makes_room = true,
-                                      .age = HttpServer::kAge};
+access::EntranceOptions Limits(HttpOnLimit on_limit) {
+  access::EntranceOptions limits{.in_all = HttpServer::kMostConnections,
+                                 .per_peer = HttpServer::kMostPerPeer,
+                                 .oldest_makes_room = true,
+                                 .age = HttpServer::kAge};
   if (on_limit != nullptr) {
     limits.on_refused = [on_limit = std::move(on_limit)](int, absl::string_view reason,
-                                                         const connections::Peer& peer) {
-      on_limit(reason == connections::kMaxPerPeer ? kHttpConnectionsPerAddress : kHttpConnections, peer.name);
+                                                         const access::Peer& peer) {
+      on_limit(reason == access::kMaxPerPeer ? kHttpConnectionsPerAddress : kHttpConnections, peer.name);
     };
   }
   return limits;
@@ -296,8 +296,8 @@ HttpServer::HttpServer(HttpListener listener, HttpHandlers handlers, HttpGuard g
       handlers_(std::move(handlers)),
       guard_(std::move(guard)),
       certificates_(std::move(certificates)),
-      acceptor_(std::make_unique<connections::ConnectionAcceptor>(std::move(listener.sockets),
-                                                                  Limits(std::move(on_limit)))) {}
+      acceptor_(std::make_unique<access::ConnectionAcceptor>(std::move(listener.sockets),
+                                                             Limits(std::move(on_limit)))) {}
 
 HttpServer::~HttpServer() {
   acceptor_->Stop();
@@ -344,7 +344,7 @@ void HttpServer::Take(int connection) {
     return;
   }
   acceptor_->Closing(connection);  // its client has gone already
-  connections::CloseElsewhere(wire::OwnedDescriptor(connection));
+  access::CloseElsewhere(wire::OwnedDescriptor(connection));
 }
 
 absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(absl::string_view address,

@@ -14,7 +14,7 @@
 // Limits. The thread has kStackBytes of stack, which has to hold the static thread-local data of all
 // libraries of the program (BLAS takes 60 KiB) and the handlers. A request line and its header fields share
 // kRequestBytes. A connection on which nothing happens for kIdleSeconds is closed. Connections of HTTP come
-// in as gRPC's connections do (server/connections), on a thread of their own, but the oldest connection makes
+// in as gRPC's connections do (server/access), on a thread of their own, but the oldest connection makes
 // room for a new one: beyond kMostConnections in all, beyond kMostPerPeer of its peer (an address; of this
 // host, a user), or when it is older than kAge. A client is therefore never refused because others hold
 // connections, not even others of the same peer, and these cost one descriptor each and no thread.
@@ -41,9 +41,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 #include "server/access/certificates.h"
-#include "server/connections/listening_socket.h"
+#include "server/access/listening_socket.h"
 #include "server/metrics/events.h"
 #include "server/metrics/metrics.h"
 #include "server/metrics/status_page.h"
@@ -61,7 +61,7 @@ absl::string_view PageIcon();
 // All functions are stateless and thread-safe.
 
 struct HttpListener {
-  std::vector<connections::ListeningSocket> sockets;
+  std::vector<access::ListeningSocket> sockets;
   std::string address;  // "host:port" with the port that was chosen
   bool loopback = false;
 };
@@ -127,7 +127,7 @@ struct HttpRequest {
   std::vector<absl::string_view> origins;         // of all Origin fields
   std::vector<absl::string_view> fetch_sites;     // of all Sec-Fetch-Site fields
   std::string peer;                               // the client's address, without the port
-  std::string peer_name;                          // and whose connection it is (connections::Peer::name)
+  std::string peer_name;                          // and whose connection it is (access::Peer::name)
 };
 
 // Whose requests are answered.
@@ -165,9 +165,9 @@ bool NamesLoopback(absl::string_view host);
 
 struct MHD_Daemon;
 
-namespace lossd::connections {
+namespace lossd::access {
 class ConnectionAcceptor;
-}  // namespace lossd::connections
+}  // namespace lossd::access
 
 namespace lossd::metrics {
 
@@ -181,7 +181,7 @@ struct HttpSecurity {
 };
 
 // Hears, on the thread that accepts, that a connection made room: which limit was reached, kHttpConnections
-// or kHttpConnectionsPerAddress, and whose connection it was (connections::Peer::name).
+// or kHttpConnectionsPerAddress, and whose connection it was (access::Peer::name).
 using HttpOnLimit = std::function<void(absl::string_view limit, absl::string_view peer)>;
 inline constexpr absl::string_view kHttpConnections = "http_connections";
 inline constexpr absl::string_view kHttpConnectionsPerAddress = "http_connections_per_address";
@@ -231,9 +231,9 @@ class HttpServer {
   const HttpHandlers handlers_;
   const HttpGuard guard_;
   const std::unique_ptr<HttpCertificates> certificates_;  // null: plain HTTP
-  const std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
+  const std::unique_ptr<access::ConnectionAcceptor> acceptor_;
   MHD_Daemon* daemon_ = nullptr;
-  kernels::Heartbeat handler_begins_;
+  clocks::Heartbeat handler_begins_;
   std::atomic<bool> handler_runs_{false};
 };
 

@@ -67,21 +67,21 @@ constexpr int kSpareConnections = 32;
 Leader::Leader(const LeaderOptions& options) : options_(options), rows_(std::make_unique<LeaderRows>()) {}
 
 absl::Status Leader::Listen() {
-  auto listeners = connections::ListeningSocket::OpenTcp(options_.host, options_.port);
+  auto listeners = access::ListeningSocket::OpenTcp(options_.host, options_.port);
   if (!listeners.ok())
     return absl::UnavailableError(
         absl::StrCat("for ranks: ", listeners.status().message(), " (a taken port?)"));
   port_ = listeners->front().port();
   grpc::ServerBuilder builder;
-  const auto by_port = connections::GrpcTaker(&builder, options_.credentials);
-  connections::ConnectionAcceptor::Take by_local;
+  const auto by_port = access::GrpcTaker(&builder, options_.credentials);
+  access::ConnectionAcceptor::Take by_local;
   int local = -1;
   if (options_.devices > 1) {
     const std::string name = NewLocalName();
-    LOSSD_TRY(auto listener, connections::ListeningSocket::OpenAbstract(name, SOCK_STREAM));
+    LOSSD_TRY(auto listener, access::ListeningSocket::OpenAbstract(name, SOCK_STREAM));
     local = listener.descriptor();
     local_address_ = absl::StrCat("unix-abstract:", name);
-    by_local = connections::GrpcTaker(&builder, grpc::InsecureServerCredentials());
+    by_local = access::GrpcTaker(&builder, grpc::InsecureServerCredentials());
     listeners->push_back(std::move(listener));
   }
   Configure(options_.limits, &builder);
@@ -89,10 +89,10 @@ absl::Status Leader::Listen() {
   builder.RegisterService(this);
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) return absl::UnavailableError("gRPC cannot start; its log says why");
-  acceptor_ = std::make_unique<connections::ConnectionAcceptor>(
-      *std::move(listeners), connections::EntranceOptions{.own_user_on_loopback = options_.secret.empty(),
-                                                          .in_all = kMostRanks + kSpareConnections,
-                                                          .per_peer = options_.ranks + kSpareConnections});
+  acceptor_ = std::make_unique<access::ConnectionAcceptor>(
+      *std::move(listeners), access::EntranceOptions{.own_user_on_loopback = options_.secret.empty(),
+                                                     .in_all = kMostRanks + kSpareConnections,
+                                                     .per_peer = options_.ranks + kSpareConnections});
   acceptor_->Start("lossd-accept-r",
                    [=](int from, int connection) { (from == local ? by_local : by_port)(from, connection); });
   return absl::OkStatus();

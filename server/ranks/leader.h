@@ -30,7 +30,7 @@
 #include "kernels/rank_link.h"
 #include "lossd/ranks/v1/ranks.grpc.pb.h"
 #include "lossd/ranks/v1/ranks.pb.h"
-#include "server/connections/connection_acceptor.h"
+#include "server/access/connection_acceptor.h"
 #include "server/head/file_sites.h"
 #include "server/ranks/channel.h"
 #include "server/ranks/remote_backend.h"
@@ -154,7 +154,7 @@ class Leader final : private v1::RankService::Service {
   FirstNews<Leaving> leaving_;
 
   std::unique_ptr<grpc::Server> server_;
-  std::unique_ptr<connections::ConnectionAcceptor> acceptor_;
+  std::unique_ptr<access::ConnectionAcceptor> acceptor_;
 };
 
 }  // namespace lossd::ranks

@@ -20,9 +20,9 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
-#include "server/connections/closer.h"
+#include "proto/wire/shared_memory.h"
+#include "server/access/closer.h"
 #include "server/log/log.h"
-#include "server/memory/shared_memory.h"
 
 namespace lossd::ranks {
 
@@ -241,7 +241,7 @@ absl::StatusOr<std::unique_ptr<MappedRows>> MappedRows::Connect(const std::strin
                                                                 kernels::Backend* backend) {
   LOSSD_TRY(wire::OwnedDescriptor connected, wire::ConnectRegionSocket(socket));
   if (absl::Status status = CheckListener(connected.get()); !status.ok()) {
-    connections::CloseElsewhere(std::move(connected));  // a stranger may have sent something
+    access::CloseElsewhere(std::move(connected));  // a stranger may have sent something
     return status;
   }
   v1::RowsFromWorker hello;
@@ -352,7 +352,7 @@ absl::StatusOr<std::string> Random(size_t bytes) {
 class SharedStaging final : public kernels::StagingMemory {
  public:
   // `memory`: of what this owns; null where it is the caller's. The first `bytes` bytes are used.
-  SharedStaging(RowRegions* regions, uint64_t region, std::unique_ptr<memory::SharedMemory> memory,
+  SharedStaging(RowRegions* regions, uint64_t region, std::unique_ptr<wire::SharedMemory> memory,
                 std::unique_ptr<kernels::StagingMemory> staging, size_t bytes)
       : regions_(regions),
         region_(region),
@@ -369,7 +369,7 @@ class SharedStaging final : public kernels::StagingMemory {
  private:
   RowRegions* const regions_;
   const uint64_t region_;
-  const std::unique_ptr<memory::SharedMemory> memory_;
+  const std::unique_ptr<wire::SharedMemory> memory_;
   const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, as the backend knows it
   const size_t bytes_;
 };
@@ -388,15 +388,15 @@ absl::StatusOr<std::unique_ptr<SharedRows>> SharedRows::Listen(int ranks) {
     tokens.push_back(std::move(token));
   }
   std::string name = absl::StrCat("@lossd-rows-", absl::BytesToHexString(random));
-  LOSSD_TRY(auto listener, connections::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET));
-  std::vector<connections::ListeningSocket> listeners;
+  LOSSD_TRY(auto listener, access::ListeningSocket::OpenAbstract(name.substr(1), SOCK_SEQPACKET));
+  std::vector<access::ListeningSocket> listeners;
   listeners.push_back(std::move(listener));
   return std::unique_ptr<SharedRows>(
       new SharedRows(ranks, std::move(name), std::move(tokens), std::move(listeners)));
 }
 
 SharedRows::SharedRows(int ranks, std::string name, std::vector<std::string> tokens,
-                       std::vector<connections::ListeningSocket> listeners)
+                       std::vector<access::ListeningSocket> listeners)
     : name_(std::move(name)),
       tokens_(std::move(tokens)),
       entrance_(std::move(listeners), {.in_all = ranks + kStrangers, .per_peer = ranks + kStrangers}),
@@ -429,7 +429,7 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(ker
 // Counted before its pages are taken, so that a limit refuses what has no room.
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShared(kernels::Backend* first,
                                                                                    int64_t bytes) {
-  LOSSD_TRY(std::unique_ptr<memory::SharedMemory> memory, memory::SharedMemory::Reserve(bytes));
+  LOSSD_TRY(std::unique_ptr<wire::SharedMemory> memory, wire::SharedMemory::Reserve(bytes));
   const absl::Span<uint8_t> pages = memory->bytes();
   LOSSD_TRY(std::unique_ptr<kernels::StagingMemory> staging, first->AdoptStaging(pages, {}));
   if (absl::Status status = memory->Fill(); !status.ok()) {
@@ -487,7 +487,7 @@ void SharedRows::Run() {
         regions_.Leave(current->rank);
         log::Log(log::LogLevel::kDebug, "rank shares no memory any more", {{"rank", current->rank}});
       }
-      connections::CloseElsewhere(std::move(current->socket));
+      access::CloseElsewhere(std::move(current->socket));
       sessions_.erase(current);
     }
     for (size_t i = 2; i < first; ++i) {
@@ -506,7 +506,7 @@ int SharedRows::Patience() const {
 }
 
 void SharedRows::Accept(int listener) {
-  std::optional<connections::Connection> accepted = entrance_.Accept(listener);
+  std::optional<access::Connection> accepted = entrance_.Accept(listener);
   if (!accepted.has_value()) return;
   Session session;
   session.socket = std::move(accepted->socket);
@@ -517,8 +517,8 @@ void SharedRows::Accept(int listener) {
 bool SharedRows::Read(Session* session) {
   std::vector<wire::OwnedDescriptor> unasked;
   absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(session->socket.get(), &unasked);
-  connections::CloseElsewhere(std::move(unasked));
-  if (packet.ok()) connections::CloseElsewhere(std::move(packet->descriptor));
+  access::CloseElsewhere(std::move(unasked));
+  if (packet.ok()) access::CloseElsewhere(std::move(packet->descriptor));
   v1::RowsFromWorker message;
   if (!packet.ok() || packet->closed || !message.ParseFromString(packet->bytes)) return false;
   if (session->rank == 0) return Enter(session, message);

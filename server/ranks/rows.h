@@ -28,11 +28,11 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/group/group_backend.h"
 #include "lossd/ranks/v1/ranks.pb.h"
 #include "proto/wire/region_packets.h"
-#include "server/connections/entrance.h"
+#include "server/access/entrance.h"
 
 namespace lossd::ranks {
 
@@ -193,7 +193,7 @@ class SharedRows final : public kernels::GroupStaging {
   };
 
   SharedRows(int ranks, std::string name, std::vector<std::string> tokens,
-             std::vector<connections::ListeningSocket> listeners);
+             std::vector<access::ListeningSocket> listeners);
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateShared(kernels::Backend* first,
                                                                          int64_t bytes);
   // ---- Of the thread ----
@@ -207,12 +207,12 @@ class SharedRows final : public kernels::GroupStaging {
 
   const std::string name_;
   const std::vector<std::string> tokens_;  // by rank
-  connections::Entrance entrance_;
+  access::Entrance entrance_;
   const wire::OwnedDescriptor wake_;
   const wire::OwnedDescriptor stop_;
   RowRegions regions_;
   std::list<Session> sessions_;  // of the thread
-  kernels::Heartbeat beat_;
+  clocks::Heartbeat beat_;
   std::thread thread_;
 };
 

@@ -38,7 +38,6 @@
 #include "lossd/ranks/v1/ranks.pb.h"
 #include "server/head/checkpoint.h"
 #include "server/head/disk.h"
-#include "server/head/paths.h"
 #include "server/ranks/channel.h"
 #include "server/ranks/rows.h"
 #include "server/ranks/start.h"

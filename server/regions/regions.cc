@@ -19,16 +19,16 @@
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
-#include "server/connections/closer.h"
+#include "proto/wire/shared_memory.h"
+#include "server/access/closer.h"
 #include "server/log/log.h"
-#include "server/memory/shared_memory.h"
 
 namespace lossd::regions {
 namespace {
 
 class OfHost final : public RegionMemory {
  public:
-  OfHost(std::unique_ptr<memory::SharedMemory> memory, std::unique_ptr<kernels::StagingMemory> staging)
+  OfHost(std::unique_ptr<wire::SharedMemory> memory, std::unique_ptr<kernels::StagingMemory> staging)
       : memory_(std::move(memory)), staging_(std::move(staging)) {}
 
   absl::Span<uint8_t> bytes() const override { return memory_->bytes(); }
@@ -45,7 +45,7 @@ class OfHost final : public RegionMemory {
 
  private:
   const std::string none_;
-  const std::unique_ptr<memory::SharedMemory> memory_;
+  const std::unique_ptr<wire::SharedMemory> memory_;
   const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, as the backend knows it
 };
 
@@ -72,7 +72,7 @@ class OfDevice final : public RegionMemory {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<RegionMemory>> HostRegionMemory(kernels::Backend* backend, int64_t bytes) {
-  LOSSD_TRY(std::unique_ptr<memory::SharedMemory> memory, memory::SharedMemory::Create(bytes));
+  LOSSD_TRY(std::unique_ptr<wire::SharedMemory> memory, wire::SharedMemory::Create(bytes));
   LOSSD_TRY(auto staging, backend->AdoptStaging(memory->bytes(), {.descriptor = memory->descriptor()}));
   return std::make_unique<OfHost>(std::move(memory), std::move(staging));
 }
@@ -231,27 +231,26 @@ std::string Opened(const Region& region) {
   return answer.SerializeAsString();
 }
 
-void SayWhy(int connection, absl::string_view reason, const connections::Peer&) {
+void SayWhy(int connection, absl::string_view reason, const access::Peer&) {
   wire::SendRegionPacket(
       connection,
-      Refusal(reason == connections::kStranger ? "the server shares memory with programs of its own user "
-                                                 "only, unless its region socket is a file "
-                                                 "(--region_socket, --unix_socket_mode)"
-                                               : "too many programs share memory with the server"),
+      Refusal(reason == access::kStranger ? "the server shares memory with programs of its own user "
+                                            "only, unless its region socket is a file "
+                                            "(--region_socket, --unix_socket_mode)"
+                                          : "too many programs share memory with the server"),
       -1)
       .IgnoreError();
 }
 
-std::vector<connections::ListeningSocket> One(connections::ListeningSocket socket) {
-  std::vector<connections::ListeningSocket> sockets;
+std::vector<access::ListeningSocket> One(access::ListeningSocket socket) {
+  std::vector<access::ListeningSocket> sockets;
   sockets.push_back(std::move(socket));
   return sockets;
 }
 
 }  // namespace
 
-SessionServer::SessionServer(connections::ListeningSocket listener, Regions* regions,
-                             const SessionLimits& limits)
+SessionServer::SessionServer(access::ListeningSocket listener, Regions* regions, const SessionLimits& limits)
     : entrance_(One(std::move(listener)),
                 {.in_all = limits.in_all, .per_peer = limits.per_user, .on_refused = &SayWhy}),
       regions_(regions),
@@ -306,9 +305,9 @@ int SessionServer::Patience() const {
 }
 
 void SessionServer::Accept(int listener) {
-  std::optional<connections::Connection> accepted = entrance_.Accept(listener);
+  std::optional<access::Connection> accepted = entrance_.Accept(listener);
   if (!accepted.has_value()) return;
-  const connections::Peer& who = accepted->peer;
+  const access::Peer& who = accepted->peer;
   Session session;
   session.socket = std::move(accepted->socket);
   session.process = wire::OwnedDescriptor(OpenProcess(who.process));
@@ -322,8 +321,8 @@ bool SessionServer::Serve(Session* session) {
   std::vector<wire::OwnedDescriptor> unasked;
   absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(session->socket.get(), &unasked);
   const bool brings = !unasked.empty() || (packet.ok() && packet->descriptor);
-  connections::CloseElsewhere(std::move(unasked));
-  if (packet.ok()) connections::CloseElsewhere(std::move(packet->descriptor));
+  access::CloseElsewhere(std::move(unasked));
+  if (packet.ok()) access::CloseElsewhere(std::move(packet->descriptor));
   if (!packet.ok() || packet->closed || brings) return false;
   const auto refuse = [&](absl::string_view reason) {
     wire::SendRegionPacket(session->socket.get(), Refusal(reason), -1).IgnoreError();
@@ -350,7 +349,7 @@ bool SessionServer::Serve(Session* session) {
 
 void SessionServer::Close(std::list<Session>::iterator session) {
   if (!session->region.empty()) regions_->Forget(session->region);
-  connections::CloseElsewhere(std::move(session->socket));
+  access::CloseElsewhere(std::move(session->socket));
   sessions_.erase(session);
   --sessions_open_;
 }

@@ -31,9 +31,9 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "kernels/backend.h"
-#include "kernels/exchange_times.h"
+#include "kernels/clocks/clock.h"
 #include "proto/wire/region_packets.h"
-#include "server/connections/entrance.h"
+#include "server/access/entrance.h"
 #include "server/engine/staging.h"
 
 namespace lossd::regions {
@@ -171,11 +171,11 @@ struct SessionLimits {
 // connection has ended, even if a child of that process holds the connection.
 //
 // SessionServer has one thread, and no client can make it wait: what a client has sent is closed on another
-// thread (server/connections/closer.h). Thread-safe, but for its end.
+// thread (server/access/closer.h). Thread-safe, but for its end.
 class SessionServer {
  public:
   // `listener`: SOCK_SEQPACKET. `regions` outlives this.
-  SessionServer(connections::ListeningSocket listener, Regions* regions, const SessionLimits& limits);
+  SessionServer(access::ListeningSocket listener, Regions* regions, const SessionLimits& limits);
   // Closes all sessions.
   ~SessionServer();
   SessionServer(const SessionServer&) = delete;
@@ -201,13 +201,13 @@ class SessionServer {
   void Close(std::list<Session>::iterator session);
   int Patience() const;  // for poll
 
-  connections::Entrance entrance_;
+  access::Entrance entrance_;
   Regions* const regions_;
   const SessionLimits limits_;
   const wire::OwnedDescriptor wake_;
   std::list<Session> sessions_;  // of the thread
   std::atomic<int64_t> sessions_open_{0};
-  kernels::Heartbeat beat_;
+  clocks::Heartbeat beat_;
   std::thread thread_;
 };
 

@@ -60,7 +60,7 @@ struct AdmittedCall {
 class AccessControl {
  public:
   // Says whose connection comes from an address of the loopback ("127.0.0.1:41234"), as
-  // connections::ConnectionAcceptor::NameAt: "uid 1000". "": not known. Thread-safe.
+  // access::ConnectionAcceptor::NameAt: "uid 1000". "": not known. Thread-safe.
   using NameAt = std::function<std::string(absl::string_view address)>;
 
   // `authority` and `audit` outlive this object.

@@ -11,7 +11,6 @@
 #include "proto/wire/status_details.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
-#include "server/messages/texts.h"
 
 namespace lossd::rpc {
 

@@ -8,7 +8,7 @@
 #include "kernels/errors/status_macros.h"
 #include "proto/wire/status_details.h"
 #include "server/access/authority.h"
-#include "server/messages/texts.h"
+#include "server/messages/convert.h"
 
 namespace lossd::rpc {
 

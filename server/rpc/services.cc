@@ -12,7 +12,6 @@
 #include "proto/wire/payload_codec.h"
 #include "server/log/log.h"
 #include "server/messages/convert.h"
-#include "server/messages/texts.h"
 
 namespace lossd::rpc {
 

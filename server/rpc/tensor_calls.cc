@@ -10,7 +10,6 @@
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "server/messages/convert.h"
-#include "server/messages/texts.h"
 #include "server/rpc/compute_loss_call.h"
 
 namespace lossd::rpc {

@@ -30,7 +30,6 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/clocks/clock.h"
-#include "kernels/exchange_times.h"
 #include "proto/wire/region_packets.h"
 #include "server/engine/staging.h"
 
@@ -200,7 +199,7 @@ class Pulse {
   std::string unread_;  // of a frame that has not come as a whole
   int unanswered_ = 0;  // questions
   std::atomic<bool> watched_{false};
-  kernels::Heartbeat beat_;
+  clocks::Heartbeat beat_;
   std::optional<Periodic> thread_;
 };
 

@@ -25,7 +25,6 @@
 #include "server/engine/stream.h"
 #include "server/head/manifest.h"
 #include "server/messages/convert.h"
-#include "server/messages/texts.h"
 #include "server/regions/regions.h"
 #include "server/rpc/compute_loss_call.h"
 #include "tests/fuzz/fuzz.h"

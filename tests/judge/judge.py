@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs random histories for a while and judges them.
 
-    LOSSD_BINARY=build/cpu-only/server/app/lossd python3 tests/judge/judge.py --minutes=5 --seed=1 --mix=all,cuts,kills
+    LOSSD_BINARY=build/cpu-only/bin/lossd python3 tests/judge/judge.py --minutes=5 --seed=1 --mix=all,cuts,kills
 
 Prints counts of histories, calls, outcomes, undecided histories and violations, and of each kind of violation one
 counter-example. Exit status 1 if there was a violation, 2 if there was none and a history is undecided.

@@ -30,7 +30,7 @@ def epsilon_among(p: NDArray[Any]) -> float:
 
 
 # The softmax of sampled gradients and its random numbers ("Sampled gradients" in docs/math.md), written anew from
-# kernels/decision.h and server/engine/work_queue.h: what they say may not change from one version to the next.
+# kernels/decision.h and server/engine/schedule.h: what they say may not change from one version to the next.
 
 _MASK = 2**64 - 1
 _PRIMES = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)

@@ -21,7 +21,7 @@ import lossd
 from lossd import _native
 
 
-# Servers by name: the file that lossctl keeps, and what a client takes from it. tests/client/contexts has cases of the file.
+# Servers by name: the file that lossctl keeps, and what a client takes from it. tests/client/cpp/contexts.json has cases of the file.
 
 
 @pytest.fixture(autouse=True)

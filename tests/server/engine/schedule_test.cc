@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of schedule.h and work_queue.h: the queue and its policy for chunks, the seeds of sampled gradients,
+// Tests of schedule.h: the queue and its policy for chunks, the seeds of sampled gradients,
 // what the engine reports of chunks, and what comes next to the device, by arrival and in deterministic mode.
 #include "server/engine/schedule.h"
 
@@ -18,7 +18,6 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/engine/deterministic_schedule.h"
-#include "server/engine/work_queue.h"
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/fake_backend.h"
 

@@ -25,8 +25,8 @@
 #include "server/engine/engine.h"
 #include "server/engine/errors.h"
 #include "server/engine/ledger.h"
+#include "server/engine/schedule.h"
 #include "server/engine/stream_state.h"
-#include "server/engine/work_queue.h"
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/fake_backend.h"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of disk.h and paths.h: the removal of folders, the lock of a folder, names and paths, and a file
+// Tests of disk.h: the removal of folders, the lock of a folder, names and paths, and a file
 // system without locks.
 #include "server/head/disk.h"
 
@@ -23,7 +23,6 @@
 #include "absl/time/clock.h"
 #include "gtest/gtest.h"
 #include "server/head/checkpoint_store.h"
-#include "server/head/paths.h"
 #include "tests/server/head/checkpoint_fixture.h"
 #include "tests/support/temp_folder.h"
 

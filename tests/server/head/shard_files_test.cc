@@ -19,7 +19,6 @@
 #include "kernels/clocks/clock.h"
 #include "server/head/disk.h"
 #include "server/head/file_sites.h"
-#include "server/head/paths.h"
 #include "tests/server/head/checkpoint_fixture.h"
 
 namespace lossd::head::shard_files_test {

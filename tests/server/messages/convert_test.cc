@@ -13,7 +13,6 @@
 #include "lossd/v1/types.pb.h"
 #include "proto/wire/status_details.h"
 #include "server/engine/errors.h"
-#include "server/messages/texts.h"
 
 // ---- Conversions ----
 

@@ -24,11 +24,11 @@
 #include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "server/memory/shared_memory.h"
+#include "proto/wire/shared_memory.h"
 #include "server/ranks/messages.h"
 #include "server/ranks/remote_backend.h"
+#include "tests/server/access/await_closing.h"
 #include "tests/server/app/forwarding_backend.h"
-#include "tests/server/connections/await_closing.h"
 #include "tests/server/ranks/local_worker.h"
 
 // ---- Row regions ----
@@ -301,7 +301,7 @@ TEST_F(SharedRowsTest, NothingIsSharedWithNobody) {
 TEST_F(SharedRowsTest, MemoryOfOthersIsSharedWithItsDescriptor) {
   const auto worker = MakeBackend();
   const auto mapped = Map(worker.get()).value();
-  const auto theirs = memory::SharedMemory::Create(2 * kPage).value();
+  const auto theirs = wire::SharedMemory::Create(2 * kPage).value();
   auto without = rows_->Adopt(own_.get(), theirs->bytes(), {}).value();
   EXPECT_FALSE(Find(*without, theirs->bytes().data(), 1).has_value());
   without.reset();
@@ -337,7 +337,7 @@ TEST_F(SharedRowsTest, OnlySealedMemoryIsMapped) {
 }
 
 int OpenDescriptors() {
-  connections::AwaitClosing();
+  access::AwaitClosing();
   int count = 0;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
     count += entry.exists() ? 1 : 0;

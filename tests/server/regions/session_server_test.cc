@@ -19,9 +19,9 @@
 #include "client/cpp/regions.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "server/connections/listening_socket.h"
+#include "server/access/listening_socket.h"
 #include "server/regions/regions.h"
-#include "tests/server/connections/await_closing.h"
+#include "tests/server/access/await_closing.h"
 
 namespace lossd::regions::session_server_test {
 namespace {
@@ -33,7 +33,7 @@ constexpr int64_t kMebibyte = int64_t{1} << 20;
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
 size_t OpenDescriptors() {
-  connections::AwaitClosing();
+  access::AwaitClosing();
   const std::filesystem::directory_iterator begin("/proc/self/fd");
   return static_cast<size_t>(std::distance(begin, std::filesystem::directory_iterator()));
 }
@@ -52,8 +52,8 @@ class SessionServerTest : public ::testing::Test {
     regions_ = std::make_unique<Regions>(backend_.get(), RegionLimits{.host_bytes = 32 * kMebibyte}, 0.5);
     const std::string name = absl::StrCat("lossd-test-", getpid(), "-", std::random_device()());
     socket_ = absl::StrCat("@", name);
-    server_ = std::make_unique<SessionServer>(
-        *connections::ListeningSocket::OpenAbstract(name, SOCK_SEQPACKET), regions_.get(), limits);
+    server_ = std::make_unique<SessionServer>(*access::ListeningSocket::OpenAbstract(name, SOCK_SEQPACKET),
+                                              regions_.get(), limits);
   }
   absl::StatusOr<std::shared_ptr<SharedRegion>> Open(uint64_t bytes = kMebibyte) const {
     return SharedRegion::Open(socket_, bytes, kPatience);

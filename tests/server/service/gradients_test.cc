@@ -21,7 +21,7 @@
 #include "client/cpp/client.h"
 #include "kernels/clocks/clock.h"
 #include "proto/wire/status_details.h"
-#include "server/engine/work_queue.h"
+#include "server/engine/schedule.h"
 #include "tests/kernels/comparison.h"
 #include "tests/kernels/problem.h"
 #include "tests/server/service/service_client.h"
