@@ -29,14 +29,14 @@ class Outcome(Generic[T]):
         self._gate.acquire()
         self._done = False
         self._value: list[T] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # that `body` raised
 
     def run(self, body: Callable[[], T]) -> None:
         """Takes what `body` returns or raises. Once."""
         try:
             self._value.append(body())
         except BaseException as error:
-            self._error = error
+            self.error = error
         self._done = True
         self._gate.release()
 
@@ -57,8 +57,8 @@ class Outcome(Generic[T]):
 
     def result(self) -> T:
         """What `body` returned, or raises what it raised; only when it is done."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._value[0]
 
 
