@@ -62,13 +62,14 @@ class Outcome(Generic[T]):
         return self._value[0]
 
 
-def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
-    """What `body` returns or raises; on the main thread it is run on another one meanwhile.
+def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None, meanwhile: Callable[[], None] | None = None) -> T:
+    """What `body` returns or raises; on the main thread it is run on another one, and so it is if there is a `meanwhile`, which
+    this thread calls a few times a second, and once after the end.
 
-    An exception of a signal handler is passed on once `body` has ended, early because of `cancel`; without `cancel`, and
-    when a second one comes, at once, and `body` goes on alone.
+    An exception of a signal handler or of `meanwhile` is passed on once `body` has ended, early because of `cancel`; without
+    `cancel`, and when a second one comes, at once, and `body` goes on alone.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if meanwhile is None and threading.current_thread() is not threading.main_thread():
         return body()
     outcome: Outcome[T] = Outcome()
     begins = threading.Lock()  # whoever takes it decides whether `body` is run
@@ -82,7 +83,11 @@ def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None) -
             _thread.start_new_thread(work, ())  # Thread.start() takes a lock of the kind above
         except RuntimeError:  # the interpreter is ending
             work()
-        outcome.await_end()
+        ended = False
+        while not ended:
+            ended = outcome.await_end(None if meanwhile is None else 0.1)
+            if meanwhile is not None:
+                meanwhile()
     except BaseException:
         runs = not begins.acquire(blocking=False)
         if runs and cancel is not None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lossd import _native, errors
 from lossd._arrays import Array, array_of
 from lossd._interrupts import Outcome, run_apart
-from lossd._native import BackwardArguments, DepthArguments, LossArguments, NativeClient
+from lossd._native import DepthArguments, LossArguments, NativeClient
 from lossd.types import (
     Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, RetryOptions, whole_number)
 from lossd.v1 import loss_pb2, types_pb2
@@ -34,7 +34,7 @@ _LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1
 class Asked:
     """What one computation is asked, in a structure of the library, and the memory that it points to."""
 
-    def __init__(self, arguments: LossArguments | BackwardArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
+    def __init__(self, arguments: LossArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
                  rows: str = "hidden") -> None:
         """`rows`: the caller's name of the rows, for errors."""
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
@@ -187,16 +187,13 @@ class Pending(Generic[R]):
     _RESULT, _NAME = "the loss", "a loss computation that is under way"
 
     def __init__(self, client: Computations, asked: Asked, finish: Callable[[LossResult], R]) -> None:
-        """It runs in the library, on no thread of Python. `finish` makes the result of what the server says."""
+        # It runs in the library, on no thread of Python. `finish` makes the result of what the server says.
         self._client = client
         self._asked: Asked | None = asked  # is kept until the end
         self._of_rows = asked.rows
         self._finish = finish
         self._call = _native.Call()
-        library, of_loss = client._library, isinstance(asked.arguments, LossArguments)
-        self._begin = library.lossd_client_compute if of_loss else library.lossd_client_backward
-        check = library.lossd_check_loss if of_loss else library.lossd_check_backward
-        if not check(ctypes.byref(asked.arguments), self._call.pointer):
+        if not client._library.lossd_check_loss(ctypes.byref(asked.arguments), self._call.pointer):
             self._call.check()
         self._begun: Outcome[None] | None = None  # of what has to be there before it begins
         self._lock = threading.Lock()  # guards what follows
@@ -259,7 +256,8 @@ class Pending(Generic[R]):
             except BaseException:
                 self._call.cancel()
                 raise
-            self._begin(self._client._pointer, ctypes.byref(asked.arguments), self._call.pointer)
+            client = self._client
+            client._library.lossd_client_compute(client._pointer, ctypes.byref(asked.arguments), self._call.pointer)
 
         if ready is None and not asked.streams:
             return begin()
@@ -290,10 +288,10 @@ class Pending(Generic[R]):
             self._error = self._client._meant(error)
         else:
             self._value = self._finish(
-                _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.cost()))
+                _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.result()))
 
 
-def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Cost) -> LossResult:
+def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Result) -> LossResult:
     """Fields have the names that they have in the messages."""
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
         return {each.name: getattr(message, each.name) for each in fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
@@ -304,7 +302,7 @@ def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Cost) -> LossR
     values: dict[str, Any] = {
         **same(summary, LossResult), **same(summary.state, LossResult), "depths": depths,
         "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
-        **{name: getattr(cost, name) for name, *_ in cost._fields_}}
+        **{name: getattr(cost, name) for name in cost.COST}}
     return LossResult(**values)
 
 
@@ -315,13 +313,13 @@ class PendingLoss(Pending[LossResult]):
 class PendingRows(Pending[EmbedResult]):
     """Rows of an embedding on their way. The memory that they go to is in use until they are there."""
 
-    _RESULT, _NAME = "the last row", "the rows of an embedding that are on their way"
+    _RESULT, _NAME = "the last row", "rows that are on their way"
 
 
 def waiting(begin: Callable[Concatenate[C, A], Pending[R]], result: type[R]) -> Callable[Concatenate[C, A], R]:
     """The method that has the arguments of `begin`, a method NAME_async, and waits for the result of what that begins."""
     @functools.wraps(begin)
-    def blocking(self: C, *arguments: A.args, **named: A.kwargs) -> R:
+    def blocking(self: C, /, *arguments: A.args, **named: A.kwargs) -> R:
         begun: Pending[R] = getattr(self, begin.__name__)(*arguments, **named)
         return begun.wait()
 

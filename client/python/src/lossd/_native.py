@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from lossd import errors
-from lossd._interrupts import SIGNAL_SECONDS, Outcome, run_apart
+from lossd._interrupts import SIGNAL_SECONDS, run_apart
 from lossd.types import RetryOptions
 from lossd.v1 import types_pb2
 
@@ -38,7 +38,6 @@ _INTERRUPT_SECONDS = 0.05  # how late a wait of the main thread may notice a sig
 
 _P = ctypes.c_void_p
 _TEXT = ctypes.c_char_p
-_SIZE = ctypes.POINTER(ctypes.c_size_t)
 _TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of the options of a client, in order
 
 
@@ -72,26 +71,19 @@ class LossArguments(ctypes.Structure):
         ("classes_size", ctypes.c_uint64), ("target_classes", _P), ("target_weights", _P),
         ("depths", ctypes.POINTER(DepthArguments)), ("depth_count", ctypes.c_uint64),
         *((name, _P) for name in ("row_loss", "row_lse", "row_entropy", "row_logprob", "row_argmax", "class_logprobs",
-                                  "top_logprobs", "top_classes")),
-        ("slice_bytes", ctypes.c_uint64), ("stream", _P), ("timeout", ctypes.c_double), ("streams", ctypes.c_int32),
-        ("on_device", ctypes.c_int32), ("has_stream", ctypes.c_int32)]
+                                  "top_logprobs", "top_classes", "grad_loss", "grad_lse", "grad_entropy")),
+        ("slice_bytes", ctypes.c_uint64), ("stream", _P), ("timeout", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in ("streams", "on_device", "has_stream", "backward", "hidden_dtype"))]
 
 
-class BackwardArguments(ctypes.Structure):
-    """lossd_backward."""
+class Result(ctypes.Structure):
+    """lossd_result."""
 
+    COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")
     _fields_ = [
-        ("open", _TEXT), ("open_size", ctypes.c_uint64), ("rows", ctypes.c_uint64), ("hidden_size", ctypes.c_uint64),
-        ("hidden_dtype", ctypes.c_int32), ("on_device", ctypes.c_int32), ("grad_loss", _P), ("grad_lse", _P),
-        ("grad_entropy", _P), ("grad_hidden", _P), ("stream", _P), ("timeout", ctypes.c_double),
-        ("streams", ctypes.c_int32), ("has_stream", ctypes.c_int32)]
-
-
-class Cost(ctypes.Structure):
-    """lossd_cost."""
-
-    _fields_ = [("loss", ctypes.c_double), ("wall_seconds", ctypes.c_double), ("sent_bytes", ctypes.c_uint64),
-                ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
+        ("code", ctypes.c_int32), ("reason", ctypes.c_int32), ("message", _TEXT), ("detail", _P), ("detail_size", ctypes.c_uint64),
+        ("answer", _P), ("answer_size", ctypes.c_uint64), ("loss", ctypes.c_double), ("wall_seconds", ctypes.c_double),
+        ("sent_bytes", ctypes.c_uint64), ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
 
 
 class RequestArguments(ctypes.Structure):
@@ -118,13 +110,8 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_call_new", _P, ()),
     ("lossd_call_cancel", None, (_P,)),
     ("lossd_call_wait", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_call_code", ctypes.c_int, (_P,)),
-    ("lossd_call_message", _TEXT, (_P,)),
-    ("lossd_call_reason", ctypes.c_int, (_P,)),
-    ("lossd_call_detail", _P, (_P, _SIZE)),
-    ("lossd_call_answer", _P, (_P, _SIZE)),
-    ("lossd_call_progress", _P, (_P, _SIZE)),
-    ("lossd_call_cost", None, (_P, ctypes.POINTER(Cost))),
+    ("lossd_call_result", None, (_P, ctypes.POINTER(Result))),
+    ("lossd_call_progress", _P, (_P, ctypes.POINTER(ctypes.c_size_t))),
     ("lossd_call_free", None, (_P,)),
     ("lossd_client_complete", None, (ctypes.POINTER(_ClientOptions), _TEXT, _P)),
     ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
@@ -140,9 +127,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_await_stream", None, (_P, _P, _P)),
     ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
     ("lossd_check_loss", ctypes.c_int, (ctypes.POINTER(LossArguments), _P)),
-    ("lossd_check_backward", ctypes.c_int, (ctypes.POINTER(BackwardArguments), _P)),
     ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
-    ("lossd_client_backward", None, (_P, ctypes.POINTER(BackwardArguments), _P)),
 )
 
 
@@ -223,17 +208,18 @@ class Call:
         """Whether it has ended within so many seconds. An interrupt does not shorten them."""
         return int(self._library.lossd_call_wait(self.pointer, seconds))
 
-    def _bytes(self, function: Any) -> bytes | None:
-        size = ctypes.c_size_t()
-        address = function(self.pointer, ctypes.byref(size))
-        return None if address is None else ctypes.string_at(address, size.value)
+    def result(self) -> Result:
+        """Of a call that has ended, which keeps what it points to."""
+        result = Result()
+        self._library.lossd_call_result(self.pointer, ctypes.byref(result))
+        return result
 
     def error(self) -> errors.LossdError | None:
         """Of a call that has ended; None: it has ended well."""
-        if (code := self._library.lossd_call_code(self.pointer)) == 0:
-            return None
-        return errors.from_native(code, self._library.lossd_call_message(self.pointer).decode(errors="replace"),
-                                  self._bytes(self._library.lossd_call_detail), self._library.lossd_call_reason(self.pointer))
+        found = self.result()
+        return None if found.code == 0 else errors.from_native(
+            found.code, found.message.decode(errors="replace"), ctypes.string_at(found.detail or b"", found.detail_size),
+            found.reason)
 
     def check(self) -> None:
         """Raises its error."""
@@ -241,16 +227,14 @@ class Call:
             raise error
 
     def answer(self) -> bytes:
-        return self._bytes(self._library.lossd_call_answer) or b""
-
-    def cost(self) -> Cost:
-        cost = Cost()
-        self._library.lossd_call_cost(self.pointer, ctypes.byref(cost))
-        return cost
+        found = self.result()
+        return ctypes.string_at(found.answer, found.answer_size)
 
     def progress(self) -> bytes | None:
         """What it has told since the last time; None: nothing. Before its end, too."""
-        return self._bytes(self._library.lossd_call_progress)
+        size = ctypes.c_size_t()
+        address = self._library.lossd_call_progress(self.pointer, ctypes.byref(size))
+        return None if address is None else ctypes.string_at(address, size.value)
 
 
 def completed(context: str | None, texts: Mapping[str, str | None]) -> dict[str, str]:
@@ -443,10 +427,11 @@ class NativeClient:
         def body(kept: Any = payload) -> None:  # also when interrupts leave the call to itself
             self._library.lossd_client_request(self._pointer, ctypes.byref(asked), call.pointer)
 
-        if on_progress is None:
-            run_apart(body, call.cancel)
-        else:
-            _run_watched(body, call, on_progress)
+        def tell() -> None:
+            if on_progress is not None and (told := call.progress()) is not None:
+                on_progress(told)
+
+        run_apart(body, call.cancel, None if on_progress is None else tell)
         if (error := call.error()) is not None:
             raise self._meant(error)
         return answer.FromString(call.answer())
@@ -480,20 +465,3 @@ def await_end(wait: Callable[[float], int], timeout: float | None) -> bool:
             return True
         if left == 0.0:
             return False
-
-
-def _run_watched(body: Callable[[], None], call: Call, on_progress: Callable[[bytes], None]) -> None:
-    """Runs `body` on another thread, and tells on this one what the call tells. Whatever is raised here ends the call."""
-    outcome: Outcome[None] = Outcome()
-    threading.Thread(target=lambda: outcome.run(body), name="lossd", daemon=True).start()
-    ended = False
-    try:
-        while not ended:
-            ended = outcome.await_end(0.1)
-            if (told := call.progress()) is not None:
-                on_progress(told)
-    except BaseException:
-        call.cancel()
-        outcome.await_end()
-        raise
-    outcome.result()

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from lossd import _arrays, _loss_call, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._loss_call import Asked, PendingLoss, waiting
-from lossd._native import BackwardArguments, LossArguments
+from lossd._native import LossArguments
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
@@ -30,10 +30,7 @@ class Client(EmbeddingCalls):
             result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
             client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
 
-    compute_loss and backward compute; embed and add_row_gradients are for a weight that serves as an embedding; create_head, reset_head, describe_head, list_heads and delete_head are about heads;
-    read_tensor, write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open
-    step; save_checkpoint, list_checkpoints, load_checkpoint and delete_checkpoint about checkpoints. lossd.torch has a
-    module and an optimizer for PyTorch on top.
+    lossd.torch has a module and an optimizer for PyTorch on top.
 
     Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors.
     Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, delete_checkpoint, loss
@@ -276,7 +273,8 @@ class Client(EmbeddingCalls):
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
         _loss_call.check_numbers(step=step, id=id, streams=streams)
         asked = Asked(
-            BackwardArguments(rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype], streams=streams or 0),
+            LossArguments(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
+                          streams=streams or 0),
             loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
         asked.put(grad_loss=upstream, grad_hidden=place, **others)
 

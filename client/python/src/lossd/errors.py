@@ -148,12 +148,12 @@ def from_code(code: int, message: str) -> LossdError:
     return _CLASSES.get(code, Internal)(message)
 
 
-def from_native(code: int, message: str, packed: bytes | None, reason: int) -> LossdError:
-    """The error of a call of the library. `packed`: an ErrorDetail; `reason`: what an Aborted is (lossd_call_reason)."""
-    detail = None if packed is None else types_pb2.ErrorDetail.FromString(packed)
-    if detail is not None and _STRUCTS.match(detail.field) and message.startswith(detail.field):  # what the client refused itself
+def from_native(code: int, message: str, packed: bytes, reason: int) -> LossdError:
+    """The error of a call of the library. `packed`: an ErrorDetail; `reason`: what an Aborted is (lossd_result)."""
+    detail = types_pb2.ErrorDetail.FromString(packed)
+    if _STRUCTS.match(detail.field) and message.startswith(detail.field):  # what the client refused itself
         message, detail.field = _in_python(message), _in_python(detail.field)
-    return (_REASONS.get(reason) or _CLASSES.get(code, Internal))(message, detail)
+    return _REASONS.get(reason, _CLASSES.get(code, Internal))(message, detail)
 
 
 def _in_python(text: str) -> str:

@@ -79,7 +79,7 @@ class _Range:
     """What a number may be."""
 
     text: str
-    has: Callable[[Any], bool]
+    has: Callable[[Any], Any]
     numbers: tuple[type, ...] = (int, float, np.integer, np.floating)
 
     def check(self, name: str, value: Any) -> None:
