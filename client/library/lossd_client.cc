@@ -54,14 +54,15 @@ class CallState {
   void End(absl::Status status, std::string answer = "") ABSL_LOCKS_EXCLUDED(mu_) {
     EndLoss(std::move(status), std::move(answer), {});
   }
-  void EndLoss(absl::Status status, std::string answer, const lossd_cost& cost) ABSL_LOCKS_EXCLUDED(mu_) {
+  // `cost`: the loss, and what it cost.
+  void EndLoss(absl::Status status, std::string answer, const lossd_result& cost) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     if (ended_) return;
     if (on_end_ != nullptr) std::exchange(on_end_, nullptr)();  // whoever sees the end finds the place free
     status_ = std::move(status);
     message_ = std::string(status_.message());
     answer_ = std::move(answer);
-    cost_ = cost;
+    result_ = cost;
     if (const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status_); detail.has_value()) {
       detail_ = detail->SerializeAsString();
     }
@@ -103,12 +104,18 @@ class CallState {
     return std::exchange(progress_, std::nullopt);
   }
 
-  // What follows does not change once it has ended.
-  const absl::Status& status() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return status_; }
-  const std::string& message() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return message_; }
-  const std::optional<std::string>& detail() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return detail_; }
-  const std::string& answer() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return answer_; }
-  const lossd_cost& cost() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return cost_; }
+  // Once it has ended, which nothing changes any more.
+  lossd_result Result() const ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    lossd_result result = result_;
+    result.code = static_cast<int32_t>(status_.code());
+    result.reason = RestartOf(status_).has_value() ? 1 : IsStepDiscarded(status_) ? 2 : 0;
+    result.message = message_.c_str();
+    if (detail_.has_value()) result.detail = detail_->data();
+    result.detail_size = detail_.has_value() ? detail_->size() : 0;
+    result.answer = answer_.data();
+    result.answer_size = answer_.size();
+    return result;
+  }
 
  private:
   internal::Cancellation cancellation_;
@@ -122,7 +129,7 @@ class CallState {
   std::string message_ ABSL_GUARDED_BY(mu_);
   std::optional<std::string> detail_ ABSL_GUARDED_BY(mu_);
   std::string answer_ ABSL_GUARDED_BY(mu_);
-  lossd_cost cost_ ABSL_GUARDED_BY(mu_) = {};
+  lossd_result result_ ABSL_GUARDED_BY(mu_) = {};  // its loss and cost alone
 };
 
 // A client's places for loss computations. Calls that have one outlive the client.
@@ -422,8 +429,8 @@ absl::Span<T> Room(T* values, uint64_t count) {
 }
 
 // What a microbatch and the gradients of a retained one say alike: whose rows they are, and where these lie.
-template <typename Rows, typename Given, typename Open>
-void SetRows(Rows& rows, const Given& given, const Open& open) {
+template <typename Rows, typename Open>
+void SetRows(Rows& rows, const lossd_loss& given, const Open& open) {
   rows.head = open.head();
   if (open.has_step()) rows.step = open.step();
   rows.id = open.microbatch_id();
@@ -490,7 +497,7 @@ ComputeOptions OptionsOf(const lossd_loss& loss, const v1::OpenMicrobatch& open)
   return options;
 }
 
-RetainedGradients GradientsOf(const lossd_backward& backward, const v1::OpenBackward& open) {
+RetainedGradients GradientsOf(const lossd_loss& backward, const v1::OpenBackward& open) {
   RetainedGradients gradients;
   SetRows(gradients, backward, open);
   gradients.hidden_dtype = static_cast<v1::DType>(backward.hidden_dtype);
@@ -500,17 +507,10 @@ RetainedGradients GradientsOf(const lossd_backward& backward, const v1::OpenBack
   return gradients;
 }
 
-BackwardOptions OptionsOf(const lossd_backward& backward, const v1::OpenBackward& open) {
+BackwardOptions OptionsOf(const lossd_loss& backward, const v1::OpenBackward& open) {
   return {.accumulate_gradients = open.accumulate_gradients(),
           .streams = backward.streams,
           .timeout = absl::Seconds(backward.timeout)};
-}
-
-// Whether arguments are right; else the call ends.
-int IsRight(lossd_call* call, absl::Status status) {
-  if (status.ok()) return 1;
-  call->state->End(std::move(status));
-  return 0;
 }
 
 std::string SummaryOf(const LossResult& result) {
@@ -549,13 +549,15 @@ std::string SummaryOf(const LossResult& result) {
   return summary.SerializeAsString();
 }
 
-lossd_cost CostOf(const LossResult& result) {
-  return {.loss = result.loss,
-          .wall_seconds = result.wall_seconds,
-          .sent_bytes = result.sent_bytes,
-          .received_bytes = result.received_bytes,
-          .streams = result.streams,
-          .repeats = result.repeats};
+lossd_result CostOf(const LossResult& result) {
+  lossd_result cost = {};
+  cost.loss = result.loss;
+  cost.wall_seconds = result.wall_seconds;
+  cost.sent_bytes = result.sent_bytes;
+  cost.received_bytes = result.received_bytes;
+  cost.streams = result.streams;
+  cost.repeats = result.repeats;
+  return cost;
 }
 
 // Starts what `start` makes of a client and a callback, as `call`. The client's end waits for it.
@@ -597,26 +599,7 @@ int lossd_call_wait(lossd_call* call, double seconds) {
   return call->state->Wait(client::Seconds(seconds)) ? 1 : 0;
 }
 
-int lossd_call_code(const lossd_call* call) { return static_cast<int>(call->state->status().code()); }
-
-const char* lossd_call_message(const lossd_call* call) { return call->state->message().c_str(); }
-
-int lossd_call_reason(const lossd_call* call) {
-  const absl::Status& status = call->state->status();
-  if (client::RestartOf(status).has_value()) return 1;
-  return client::IsStepDiscarded(status) ? 2 : 0;
-}
-
-const void* lossd_call_detail(const lossd_call* call, size_t* size) {
-  const std::optional<std::string>& detail = call->state->detail();
-  *size = detail.has_value() ? detail->size() : 0;
-  return detail.has_value() ? detail->data() : nullptr;
-}
-
-const void* lossd_call_answer(const lossd_call* call, size_t* size) {
-  *size = call->state->answer().size();
-  return call->state->answer().data();
-}
+void lossd_call_result(const lossd_call* call, lossd_result* result) { *result = call->state->Result(); }
 
 const void* lossd_call_progress(lossd_call* call, size_t* size) {
   std::optional<std::string> progress = call->state->TakeProgress();
@@ -626,8 +609,6 @@ const void* lossd_call_progress(lossd_call* call, size_t* size) {
   *size = call->progress.size();
   return call->progress.data();
 }
-
-void lossd_call_cost(const lossd_call* call, lossd_cost* cost) { *cost = call->state->cost(); }
 
 void lossd_call_free(lossd_call* call) {
   call->state->Cancel();
@@ -786,35 +767,34 @@ int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, do
 }
 
 int lossd_check_loss(const lossd_loss* loss, lossd_call* call) {
-  return client::IsRight(call, [&]() -> absl::Status {
+  absl::Status status = [&]() -> absl::Status {
+    if (loss->backward != 0) {
+      LOSSD_TRY(const auto open, client::Parse<v1::OpenBackward>(loss->open, loss->open_size));
+      return client::internal::ValidateBackward(client::GradientsOf(*loss, open),
+                                                client::OptionsOf(*loss, open));
+    }
     LOSSD_TRY(const auto open, client::Parse<v1::OpenMicrobatch>(loss->open, loss->open_size));
     return client::internal::ValidateCall(client::MicrobatchOf(*loss, open), client::OutputsOf(*loss, open),
                                           client::OptionsOf(*loss, open));
-  }());
-}
-
-int lossd_check_backward(const lossd_backward* backward, lossd_call* call) {
-  return client::IsRight(call, [&]() -> absl::Status {
-    LOSSD_TRY(const auto open, client::Parse<v1::OpenBackward>(backward->open, backward->open_size));
-    return client::internal::ValidateBackward(client::GradientsOf(*backward, open),
-                                              client::OptionsOf(*backward, open));
-  }());
+  }();
+  if (status.ok()) return 1;
+  call->state->End(std::move(status));
+  return 0;
 }
 
 void lossd_client_compute(lossd_client* client, const lossd_loss* loss, lossd_call* call) {
+  if (loss->backward != 0) {
+    const auto open = client::Parse<v1::OpenBackward>(loss->open, loss->open_size);
+    if (!open.ok()) return call->state->End(open.status());
+    return client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
+      return on.BackwardAsync(client::GradientsOf(*loss, *open), loss->grad_hidden,
+                              client::OptionsOf(*loss, *open), std::move(end));
+    });
+  }
   const auto open = client::Parse<v1::OpenMicrobatch>(loss->open, loss->open_size);
   if (!open.ok()) return call->state->End(open.status());
   client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
     return on.ComputeLossAsync(client::MicrobatchOf(*loss, *open), client::OutputsOf(*loss, *open),
                                client::OptionsOf(*loss, *open), std::move(end));
-  });
-}
-
-void lossd_client_backward(lossd_client* client, const lossd_backward* backward, lossd_call* call) {
-  const auto open = client::Parse<v1::OpenBackward>(backward->open, backward->open_size);
-  if (!open.ok()) return call->state->End(open.status());
-  client::StartLoss(client, call, [&](client::Client& on, client::LossCallback end) {
-    return on.BackwardAsync(client::GradientsOf(*backward, *open), backward->grad_hidden,
-                            client::OptionsOf(*backward, *open), std::move(end));
   });
 }

@@ -4,12 +4,13 @@
  *
  *   lossd_call* call = lossd_call_new();
  *   lossd_client* client = lossd_client_connect(&options, call);
- *   if (client == NULL) { fprintf(stderr, "%s\n", lossd_call_message(call)); ... }
+ *   lossd_call_result(call, &result);
+ *   if (client == NULL) { fprintf(stderr, "%s\n", result.message); ... }
  *
  * A `lossd_call` is what a function that takes one has become: its status, its answer, and the way to end it
- * early. It serves one function, but lossd_client_enter and lossd_client_compute or lossd_client_backward of
- * one loss computation share it. Requests and answers are messages of the protocol (proto/lossd/v1),
- * serialized. Times are seconds, sizes are bytes; rows are as client_options.h has them.
+ * early. It serves one function, but lossd_client_enter, lossd_check_loss and lossd_client_compute of one
+ * loss computation share it. Requests and answers are messages of the protocol (proto/lossd/v1), serialized.
+ * Times are seconds, sizes are bytes; rows are as client_options.h has them.
  *
  * Status codes are gRPC's: 0 OK, 3 INVALID_ARGUMENT and so on; message, detail and repeats are those of the
  * C++ client.
@@ -38,15 +39,25 @@ lossd_call* lossd_call_new(void);
 void lossd_call_cancel(lossd_call* call);
 /* Waits until the call has ended, for at most `seconds`; negative: without an end. 1 if it has. */
 int lossd_call_wait(lossd_call* call, double seconds);
-/* The status of a call that has ended. The text is the call's. */
-int lossd_call_code(const lossd_call* call);
-const char* lossd_call_message(const lossd_call* call);
-/* What an ABORTED means: 1: the server was restarted; 2: gradients of the step were discarded. Else 0. */
-int lossd_call_reason(const lossd_call* call);
-/* lossd.v1.ErrorDetail of an error; NULL if it has none. The bytes are the call's. */
-const void* lossd_call_detail(const lossd_call* call, size_t* size);
-/* The answer of a call that has ended with OK. The bytes are the call's. */
-const void* lossd_call_answer(const lossd_call* call, size_t* size);
+/* What a call that has ended has become. Texts and bytes are the call's. */
+typedef struct lossd_result {
+  int32_t code;        /* its status */
+  int32_t reason;      /* of an ABORTED: 1: the server was restarted; 2: gradients were discarded; else 0 */
+  const char* message; /* of an error */
+  const void* detail;  /* lossd.v1.ErrorDetail of an error; NULL if it has none */
+  uint64_t detail_size;
+  const void* answer; /* with OK */
+  uint64_t answer_size;
+  /* Of a loss computation with OK: its loss, and what it cost. */
+  double loss;
+  double wall_seconds;
+  uint64_t sent_bytes;
+  uint64_t received_bytes;
+  int32_t streams;
+  int32_t repeats;
+} lossd_result;
+
+void lossd_call_result(const lossd_call* call, lossd_result* result);
 /* lossd.v1.SaveProgress: the newest that SaveCheckpoint has told since the last time; NULL: nothing new. The
  * bytes are valid until the next of these calls. */
 const void* lossd_call_progress(lossd_call* call, size_t* size);
@@ -149,7 +160,11 @@ typedef struct lossd_depth {
 
 /* As Microbatch, LossOutputs and ComputeOptions (client_options.h). `open` is a lossd.v1.OpenMicrobatch with
  * head, step, microbatch_id, hidden_dtype, options, reduction, normalizer, grad_output, accumulate_gradients,
- * retain, class_count, top_k, target_count and embedding; its other fields do not matter. N is `rows`. */
+ * retain, class_count, top_k, target_count and embedding; its other fields do not matter. N is `rows`.
+ *
+ * With `backward` as RetainedGradients and BackwardOptions: `open` is a lossd.v1.OpenBackward with head,
+ * step, microbatch_id and accumulate_gradients, and of the rest rows, hidden_size, hidden_dtype, grad_hidden,
+ * grad_loss, grad_lse, grad_entropy, stream, timeout, streams, on_device and has_stream matter. */
 typedef struct lossd_loss {
   const void* open;
   uint64_t open_size;
@@ -178,59 +193,31 @@ typedef struct lossd_loss {
   float* class_logprobs;
   float* top_logprobs;
   int32_t* top_classes;
+  const float* grad_loss;
+  const float* grad_lse;
+  const float* grad_entropy;
   uint64_t slice_bytes; /* 0: what suits the way they travel */
   void* stream;         /* only if has_stream */
   double timeout;       /* 0: the client's own */
   int32_t streams;      /* 0: as many as suit */
   int32_t on_device;    /* the rows are in memory of a GPU */
   int32_t has_stream;
+  int32_t backward;
+  int32_t hidden_dtype; /* lossd.v1.DType, of a backward */
 } lossd_loss;
-
-/* As RetainedGradients and BackwardOptions. `open` is a lossd.v1.OpenBackward with head, step, microbatch_id
- * and accumulate_gradients. */
-typedef struct lossd_backward {
-  const void* open;
-  uint64_t open_size;
-  uint64_t rows;
-  uint64_t hidden_size;
-  int32_t hidden_dtype; /* lossd.v1.DType */
-  int32_t on_device;
-  const float* grad_loss;
-  const float* grad_lse;
-  const float* grad_entropy;
-  void* grad_hidden;
-  void* stream;
-  double timeout;
-  int32_t streams;
-  int32_t has_stream;
-} lossd_backward;
-
-/* What one cost, and its loss. */
-typedef struct lossd_cost {
-  double loss;
-  double wall_seconds;
-  uint64_t sent_bytes;
-  uint64_t received_bytes;
-  int32_t streams;
-  int32_t repeats;
-} lossd_cost;
 
 /* Takes one of the client's `most` places for loss computations under way, and waits for one for at most
  * `seconds`. 1 if the call has one, which it gives back when it ends; 0 if there was none in time. 1 also for
  * a client that is closed: the call will say so. */
 int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, double seconds);
-/* What a loss computation or a backward is refused for without the server being asked: then 0, and the call
- * has ended with INVALID_ARGUMENT; else 1, and nothing has become of the call. Reads the struct alone and
- * what it says of targets and classes, no rows. */
+/* What a loss computation is refused for without the server being asked: then 0, and the call has ended with
+ * INVALID_ARGUMENT; else 1, and nothing has become of the call. Reads the struct alone and what it says of
+ * targets and classes, no rows. */
 int lossd_check_loss(const lossd_loss* loss, lossd_call* call);
-int lossd_check_backward(const lossd_backward* backward, lossd_call* call);
 /* Starts a loss computation and returns at once; lossd_call_wait waits for its end. Memory that the struct
  * points to is the caller's: rows and results stay as they are until the call has ended; everything else is
  * copied. The answer is a lossd.v1.MicrobatchSummary of all rows. */
 void lossd_client_compute(lossd_client* client, const lossd_loss* loss, lossd_call* call);
-void lossd_client_backward(lossd_client* client, const lossd_backward* backward, lossd_call* call);
-/* Of a loss computation that has ended with OK. */
-void lossd_call_cost(const lossd_call* call, lossd_cost* cost);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fake server with the faults of a script, and a log of what reached it: one "repeats" case of golden/ as
-// the tests of both clients run it (golden/README.md says how a case is written).
+// The fake server with the faults of a script, and a log of what reached it: one "repeats" case of golden/
+// (golden/README.md says how a case is written).
 //
 // Thread-safe. Its incarnations are 1, 2, ...; its head "head" has D = 8, V = 10. Calls come one after the
 // other, each over one stream.

@@ -331,7 +331,7 @@ json Call::RowResults() const {
 }
 
 // ---- Messages ----
-// Golden cases of what the client sends: plans and bytes; and of bytes that it reads.
+// Golden cases of what the client sends: plans and bytes.
 
 json CallOfPlan(const json& c) {
   json call{{"head", "lm"},
@@ -411,14 +411,6 @@ void RunTensor(const json& c) {
   EXPECT_EQ(count, c["messages"].size());
 }
 
-std::unique_ptr<google::protobuf::Message> MessageNamed(const std::string& name) {
-  const auto* type =
-      google::protobuf::DescriptorPool::generated_pool()->FindMessageTypeByName("lossd.v1." + name);
-  if (type == nullptr) throw std::invalid_argument("there is no message " + name);
-  return std::unique_ptr<google::protobuf::Message>(
-      google::protobuf::MessageFactory::generated_factory()->GetPrototype(type)->New());
-}
-
 void RunPlan(const json& c) {
   CheckMembers(c, {"hidden_size", "dtype", "limits", "slice_bytes", "streams", "max_message_bytes"},
                {"targets", "backward_rows", "ignore_index", "retain", "depths", "streams_planned", "fails"});
@@ -450,25 +442,6 @@ void RunWire(const json& c) {
   if (message == "write_tensor") return RunTensor<v1::WriteTensorRequest, v1::OpenTensor>(c);
   if (message == "add_gradient") return RunTensor<v1::AddGradientRequest, v1::OpenGradient>(c);
   FAIL() << "unknown message " << message;
-}
-
-void RunDecode(const json& c) {
-  CheckMembers(c, {"type", "hex"}, {"fields", "payload", "fails"});
-  const auto message = MessageNamed(c["type"]);
-  const auto payload = wire::Decode(ToBuffer(FromHex(c["hex"])), message.get());
-  if (c.contains("fails")) {  // the callers of Decode put "server sent an unreadable message" in front
-    EXPECT_EQ(payload.status().code(), absl::StatusCode::kInvalidArgument) << payload.status();
-    return;
-  }
-  ASSERT_TRUE(payload.ok()) << payload.status();
-  message->DiscardUnknownFields();
-  const auto expected = MessageNamed(c["type"]);
-  Parse(c["fields"], expected.get());
-  EXPECT_TRUE(google::protobuf::util::MessageDifferencer::Equals(*message, *expected))
-      << message->ShortDebugString();
-  std::string bytes(payload->size(), '\0');
-  payload->CopyTo(reinterpret_cast<uint8_t*>(bytes.data()));
-  EXPECT_EQ(json(ToHex(bytes)), c["payload"]);
 }
 
 // ---- Answers ----
@@ -954,7 +927,6 @@ const std::map<std::string, Run>& Runs() {
       {"plan", RunPlan},
       {"sizes of regions", RunRegionSizes},
       {"wire", RunWire},
-      {"decode", RunDecode},
       {"stream answers", RunStreamAnswers},
       {"tensor answers", RunTensorAnswers},
       {"statuses", RunStatuses},

@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs pytest in the environment that prepare_venv.sh made.
 #
-#   run_pytest.sh VENV LOSSD FAKE_SERVER ARGUMENT...
+#   run_pytest.sh VENV LOSSD ARGUMENT...
+#
+# A first ARGUMENT that is empty is left out.
 #
 # A test that hangs for five minutes says where its threads are.
 #
 # Exit status 77, which means skipped, if there is no such environment or every test was skipped.
 set -u
-venv=$1 lossd=$2 fake_server=$3
-shift 3
+venv=$1 lossd=$2
+shift 2
+[ -n "${1-}" ] || shift
 cd "$(dirname "$0")" || exit 1
 if [ ! -x "$venv/bin/python" ]; then
   echo "skipped: no Python environment with the client"
@@ -29,7 +32,7 @@ if grep -qs '^LOSSD_SANITIZE:[A-Z]*=.' "$build/CMakeCache.txt"; then
   done
 fi
 status=0
-LOSSD_BINARY=$lossd LOSSD_FAKE_SERVER=$fake_server "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider \
+LOSSD_BINARY=$lossd "$venv/bin/python" -m pytest -q -ra -p no:cacheprovider \
   -o faulthandler_timeout=300 "$@" || status=$?
 if [ "$status" = 5 ]; then exit 77; fi  # nothing was collected: the modules were skipped
 exit "$status"

@@ -565,7 +565,7 @@ def between_and_gone(server, client, monkeypatch):
 
     monkeypatch.setattr(client, "_describe", describe_and_delete)
     yield name
-    if any(head.name == name for head in client.list_heads()):
+    if any(head.spec.name == name for head in client.list_heads()):
         client.delete_head(name)
 
 

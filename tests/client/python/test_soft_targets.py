@@ -180,6 +180,16 @@ def test_retained_rows_are_bounded_with_their_targets():
         server.stop()
 
 
+def test_arrays_count_alike_however_they_lie_in_memory(client, rows):
+    head, _, hidden, classes, weights, targets = rows
+    arrays = {"hidden": hidden.reshape(-1, D).numpy(), "targets": targets.reshape(-1).numpy(),
+              "options": lossd.LossOptions(rest="none")}
+    pairs = classes.reshape(-1, K).numpy(), weights.reshape(-1, K).numpy()
+    losses = [client.compute_loss(head, **arrays, target_classes=order(pairs[0]), target_weights=order(pairs[1])).loss
+              for order in (np.ascontiguousarray, np.asfortranarray)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_what_is_refused(client, rows):
     head, _, hidden, classes, weights, targets = rows
     module = LossHead(client, head)

@@ -25,15 +25,7 @@ _LAST_WORDS = 2.0  # seconds in which a server that lives says itself what is lo
 
 def _text_of(value: object) -> str:
     """An option's value as the flag of the program is given it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
-
-
-def _own_gpu() -> str | None:
-    """The UUID of the GPU that the calling thread works on; None: it works on none."""
-    found = _native.current_gpu()
-    return None if found is None else found[1]
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def to_its_end(body: Callable[[], T]) -> T:
@@ -127,12 +119,12 @@ class EmbeddedClient(Client):
         first, _, _ = (address or server.address).partition(",")
         super().__init__(first, **given)
         if address is not None:
-            mine = weakref.ref(self._connections)
-            server.watch(lambda why: None if (those := mine()) is None else those.fail(why))
+            mine = weakref.ref(self)
+            server.watch(lambda why: None if (client := mine()) is None else client._fail(why))
             # The first call of a client opens its memory, and the GPUs of all ranks register it. Once they train, that may have to
             # wait for a collective, which waits for a rank that waits for the head. So the memory is opened now.
             if (gpu := _native.current_gpu()) is not None:
-                self._connections.open_memory(gpu[0])
+                self.shares_gpu(gpu[0])
 
     def __enter__(self) -> EmbeddedClient:
         return self
@@ -164,8 +156,8 @@ def options_of(*, flags: Mapping[str, Any] | None, **arguments: Any) -> dict[str
         if name in given:
             raise errors.InvalidArgument(f"{name} is an argument, and one of flags too")
         given[name] = value
-    if "device" not in given and "devices" not in given and given.get("backend") != "cpu" and (gpu := _own_gpu()) is not None:
-        given["device"] = gpu
+    if not {"device", "devices"} & {*given} and given.get("backend") != "cpu" and (gpu := _native.current_gpu()) is not None:
+        given["device"] = gpu[1]
     return given
 
 

@@ -3,27 +3,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from numpy.typing import ArrayLike
 
 from lossd import _arrays, _loss_call, errors, types
 from lossd._head_calls import HeadCalls
-from lossd._loss_call import Asked, LossCall, PendingLoss, PendingRows
+from lossd._loss_call import PendingLoss, PendingRows, waiting
 from lossd.types import DType, EmbedResult, LossResult
 
 
 class EmbeddingCalls(HeadCalls):
     """The part of lossd.Client that is about heads as embeddings; threads, units and errors as there."""
-
-    def embed(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
-              streams: int | None = None, timeout: float | None = None,
-              ready: Callable[[], None] | None = None) -> EmbedResult:
-        """Rows of a head's weight; blocks until they are there; see embed_async."""
-        return self.embed_async(
-            head, ids, dtype=dtype, step=step, out=out, streams=streams, timeout=timeout, ready=ready).wait()
 
     def embed_async(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
                     streams: int | None = None, timeout: float | None = None,
@@ -45,7 +38,7 @@ class EmbeddingCalls(HeadCalls):
           streams, timeout: as compute_loss_async().
           ready: blocks until `out` may be written; runs on a thread of the client.
         """
-        self._connections.check_usable()
+        self.check_usable()
         numbers = _arrays.as_targets(ids, "ids")
         types.enum_value("dtype", types.DTYPES, dtype)
         shape = out.__cuda_array_interface__["shape"] if _arrays.is_cuda_array(out) else getattr(out, "shape", None)
@@ -54,21 +47,16 @@ class EmbeddingCalls(HeadCalls):
         hidden_size = self._hidden_size(head, timeout) if shape is None else int(shape[1])
         array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
         assert place is not None
-        call = self._launch(_loss_call.embedding(
-            head, step=step, ids=numbers, hidden_size=hidden_size, dtype=types.DTYPES[dtype], streams=streams, place=place),
-            timeout, ready)
-        return PendingRows(call, lambda result: EmbedResult(
-            array, result.step, result.incarnation, result.weights_version, result.wall_seconds, result.received_bytes,
-            result.streams, result.repeats))
+        asked = _loss_call.embedding(
+            head, step=step, ids=numbers, hidden_size=hidden_size, dtype=types.DTYPES[dtype], streams=streams, place=place)
 
-    def add_row_gradients(
-            self, head: str, ids: ArrayLike, gradients: Any, *, step: int, id: int, scale: float = 1.0,
-            padding_idx: int | None = None, dtype: DType | None = None, streams: int | None = None,
-            timeout: float | None = None, ready: Callable[[], None] | None = None) -> LossResult:
-        """Adds gradients of rows to that of a head's weight; blocks until all is done; see add_row_gradients_async."""
-        return self.add_row_gradients_async(
-            head, ids, gradients, step=step, id=id, scale=scale, padding_idx=padding_idx, dtype=dtype, streams=streams,
-            timeout=timeout, ready=ready).wait()
+        def finish(result: LossResult) -> EmbedResult:
+            return EmbedResult(array, **{each.name: getattr(result, each.name) for each in fields(EmbedResult)[1:]})
+
+        return self._launch(PendingRows(self, asked, finish), timeout, ready)
+
+    embed = waiting(embed_async, EmbedResult)
+    """As embed_async(), and waits for the rows."""
 
     def add_row_gradients_async(
             self, head: str, ids: ArrayLike, gradients: Any, *, step: int, id: int, scale: float = 1.0,
@@ -94,23 +82,22 @@ class EmbeddingCalls(HeadCalls):
           dtype: of the gradients, where the array does not say it.
           streams, timeout, ready: as compute_loss_async().
         """
-        self._connections.check_usable()
+        self.check_usable()
         numbers = _arrays.as_targets(ids, "ids")
-        kind, shape, data = _arrays.as_rows("gradients", gradients, dtype)
-        if len(numbers) != shape[0]:
-            raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {shape[0]} rows of gradients")
-        call = self._launch(_loss_call.embedding(
-            head, step=step, id=id, ids=numbers, hidden_size=shape[1], dtype=types.DTYPES[kind], streams=streams, gradients=data,
-            scale=scale, padding_idx=None if padding_idx is None else types.whole_number("padding_idx", padding_idx, 0, 31)),
-            timeout, ready)
-        return PendingLoss(call, lambda result: result)
+        kind, data = _arrays.as_rows("gradients", gradients, dtype)
+        if len(numbers) != data.shape[0]:
+            raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {data.shape[0]} rows of gradients")
+        asked = _loss_call.embedding(
+            head, step=step, id=id, ids=numbers, hidden_size=data.shape[1], dtype=types.DTYPES[kind], streams=streams, gradients=data,
+            scale=scale, padding_idx=None if padding_idx is None else types.whole_number("padding_idx", padding_idx, 0, 31))
+        return self._launch(PendingLoss(self, asked, lambda result: result), timeout, ready)
+
+    add_row_gradients = waiting(add_row_gradients_async, LossResult)
+    """As add_row_gradients_async(), and waits for the result."""
 
     def _hidden_size(self, head: str, timeout: float | None) -> int:
         """D, which is asked for once."""
         if not head:
             raise errors.InvalidArgument("head is empty")
-        return self._connections.known_hidden_size(head) or int(self._describe(head, timeout).spec.hidden_size)
-
-    @abstractmethod
-    def _launch(self, asked: Asked, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
-        """Begins a computation of the client."""
+        known = int(self._library.lossd_client_known_hidden_size(self._pointer, head.encode()))
+        return known or int(self._describe(head, timeout).spec.hidden_size)

@@ -11,18 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _loaded, errors, types
-from lossd._native import Clock, Connections
+from lossd._loss_call import Computations
+from lossd._native import Clock
 from lossd.descriptions import (
-    AddedGradient,
-    CheckpointInfo,
-    HeadDescription,
-    HeadState,
-    SaveProgress,
-    SavedCheckpoint,
-    StepResult,
-    TensorFile,
-    read,
-)
+    AddedGradient, CheckpointInfo, HeadDescription, HeadState, SaveProgress, SavedCheckpoint, StepResult, TensorFile, read)
 from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split
 from lossd.v1 import head_pb2, types_pb2
 
@@ -77,17 +69,12 @@ def checked_classes(class_list: ArrayLike) -> list[int]:
     return numbers
 
 
-class HeadCalls:
+class HeadCalls(Computations):
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
     Calls that only read, apply_step, add_gradient, reset_head, set_shares and delete_checkpoint (the server does each once)
     are repeated when the connection breaks, within the timeout. The others never are.
     """
-
-    def __init__(self, connections: Connections) -> None:
-        self._connections = connections
-        self._run = connections.run
-        self._call = connections.request
 
     def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
                     class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
@@ -207,7 +194,7 @@ class HeadCalls:
         It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
         if it changes each time, or if the head was deleted and made again meanwhile and its shape is or was another one.
         """
-        clock = Clock(timeout or self._connections.transfer_timeout)
+        clock = Clock(timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         request = head_pb2.ReadTensorRequest(
             head=head, param=number, role=types.enum_value("role", types.ROLES, role),

@@ -29,14 +29,14 @@ class Outcome(Generic[T]):
         self._gate.acquire()
         self._done = False
         self._value: list[T] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # that `body` raised
 
     def run(self, body: Callable[[], T]) -> None:
         """Takes what `body` returns or raises. Once."""
         try:
             self._value.append(body())
         except BaseException as error:
-            self._error = error
+            self.error = error
         self._done = True
         self._gate.release()
 
@@ -57,18 +57,19 @@ class Outcome(Generic[T]):
 
     def result(self) -> T:
         """What `body` returned, or raises what it raised; only when it is done."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._value[0]
 
 
-def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
-    """What `body` returns or raises; on the main thread it is run on another one meanwhile.
+def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None, meanwhile: Callable[[], None] | None = None) -> T:
+    """What `body` returns or raises; on the main thread it is run on another one, and so it is if there is a `meanwhile`, which
+    this thread calls a few times a second, and once after the end.
 
-    An exception of a signal handler is passed on once `body` has ended, early because of `cancel`; without `cancel`, and
-    when a second one comes, at once, and `body` goes on alone.
+    An exception of a signal handler or of `meanwhile` is passed on once `body` has ended, early because of `cancel`; without
+    `cancel`, and when a second one comes, at once, and `body` goes on alone.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if meanwhile is None and threading.current_thread() is not threading.main_thread():
         return body()
     outcome: Outcome[T] = Outcome()
     begins = threading.Lock()  # whoever takes it decides whether `body` is run
@@ -82,7 +83,11 @@ def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None) -
             _thread.start_new_thread(work, ())  # Thread.start() takes a lock of the kind above
         except RuntimeError:  # the interpreter is ending
             work()
-        outcome.await_end()
+        ended = False
+        while not ended:
+            ended = outcome.await_end(None if meanwhile is None else 0.1)
+            if meanwhile is not None:
+                meanwhile()
     except BaseException:
         runs = not begins.acquire(blocking=False)
         if runs and cancel is not None:

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import _thread
+import ctypes
+import functools
+import inspect
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lossd import _native, errors
-from lossd._arrays import RowMemory, host_rows
-from lossd._interrupts import Outcome
-from lossd._native import BackwardArguments, Connections, DepthArguments, LossArguments
-from lossd.types import Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, whole_number
+from lossd._arrays import Array, array_of
+from lossd._interrupts import Outcome, run_apart
+from lossd._native import DepthArguments, LossArguments, NativeClient
+from lossd.types import (
+    Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, RetryOptions, whole_number)
 from lossd.v1 import loss_pb2, types_pb2
 
 
@@ -30,21 +34,21 @@ _LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1
 class Asked:
     """What one computation is asked, in a structure of the library, and the memory that it points to."""
 
-    def __init__(self, arguments: LossArguments | BackwardArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
+    def __init__(self, arguments: LossArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
                  rows: str = "hidden") -> None:
         """`rows`: the caller's name of the rows, for errors."""
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
         self.arguments = arguments
         self.rows = rows
         self.streams: dict[int, int] = {}  # to wait for beside the one that the library waits for, each with an address of its GPU
-        self._kept: list[RowMemory] = []
+        self._kept: list[Array] = []
 
-    def put(self, **arrays: NDArray[Any] | RowMemory | None) -> None:
+    def put(self, **arrays: NDArray[Any] | Array | None) -> None:
         """Has fields of the structure point to arrays; to none if they are None or empty."""
         for name, array in arrays.items():
-            setattr(self.arguments, name, self.pointer_to(host_rows(array) if isinstance(array, np.ndarray) else array))
+            setattr(self.arguments, name, self.pointer_to(array_of(name, array) if isinstance(array, np.ndarray) else array))
 
-    def pointer_to(self, memory: RowMemory | None) -> int | None:
+    def pointer_to(self, memory: Array | None) -> int | None:
         """The address of memory that is kept."""
         if memory is None or not memory.nbytes:
             return None
@@ -57,7 +61,7 @@ class Asked:
             self.streams.setdefault(memory.stream, memory.address)
         return memory.address
 
-    def put_rows(self, hidden: Sequence[RowMemory], grad_hidden: Sequence[RowMemory], depths: Sequence[Depth]) -> None:
+    def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array], depths: Sequence[Depth]) -> None:
         """Hidden states and their gradients: one piece, or one for each depth; no gradients if none are wanted."""
         apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
         if not apart:
@@ -82,16 +86,15 @@ def check_objective(options: LossOptions, reduction: Reduction, per_row: Mapping
     objective = options.objective
     needed = () if objective is None else objective.numbers
     for name in ("advantages", "old_logprobs", "ref_logprobs"):
-        if name in needed and name not in per_row:
-            raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row")
-        if name in per_row and name not in needed:
-            raise errors.InvalidArgument(f"{name} is given, but objective {objective} does not use it")
+        if (name in per_row) != (name in needed):
+            raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row" if name in needed else
+                                         f"{name} is given, but objective {objective} does not use it")
     if objective is not None and reduction == "none":
         raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
 
 
 def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_size: int, dtype: types_pb2.DType,
-              streams: int | None, place: RowMemory | None = None, id: int = 0, gradients: RowMemory | None = None,
+              streams: int | None, place: Array | None = None, id: int = 0, gradients: Array | None = None,
               scale: float | None = None, padding_idx: int | None = None) -> Asked:
     """Rows of the weight, one for each id, which go to `place`; or their `gradients`, which join that of the weight, times
     `scale`: those of ids that are `padding_idx` are left out."""
@@ -117,27 +120,128 @@ def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_siz
 # ---- Computations under way ----
 
 
-class LossCall:
-    """One that runs in the library, on no thread of Python. What it refers to is kept until it has ended. Thread-safe."""
+R = TypeVar("R")
+C = TypeVar("C")
+P = TypeVar("P", bound="Pending[Any]")
+A = ParamSpec("A")
 
-    def __init__(self, connections: Connections, asked: Asked, on_end: Callable[[LossCall], None]) -> None:
-        """`on_end` is called when its end has been noticed, maybe more than once."""
-        self._connections = connections
-        self._on_end = on_end
-        self._asked: Asked | None = asked
-        self._rows = asked.rows
+
+class Computations(NativeClient):
+    """The part of lossd.Client that is about computations under way; threads, units and errors as there."""
+
+    def __init__(self, context: str | None, retry: RetryOptions, max_pending: int, **options: Any) -> None:
+        if max_pending < 1:
+            raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
+        super().__init__(context, retry, **options)
+        self._max_pending = max_pending
+        self._lock = threading.Lock()
+        self._pending: set[Pending[Any]] = set()  # those under way, which keep their arrays; guarded by _lock
+
+    def close(self) -> None:
+        """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
+        run_apart(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        for each in pending:
+            each.cancel()
+        self._end()
+        for each in pending:
+            each._await_end()
+        self._sweep()
+
+    def _launch(self, pending: P, timeout: float | None, ready: Callable[[], None] | None) -> P:
+        """Begins a computation, once there are fewer than max_pending."""
+        seconds = self._loss_timeout if timeout is None else timeout
+        if not seconds > 0:
+            raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
+        clock = _native.Clock(seconds)
+        self._sweep()
+        if not pending._enter(self._max_pending, seconds):
+            raise errors.DeadlineExceeded(
+                f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
+        try:
+            with self._lock:
+                self._pending.add(pending)
+            pending._start(max(clock.left() or 0.0, 1e-3), ready)
+        except BaseException:  # an interrupt
+            pending.cancel()
+            pending._await_end()  # the memory is free then
+            raise
+        return pending
+
+    def _forget(self, pending: Pending[Any]) -> None:
+        with self._lock:
+            self._pending.discard(pending)
+
+    def _sweep(self) -> None:
+        """Lets go of computations that have ended, and that nobody has waited for."""
+        with self._lock:
+            self._pending = {each for each in self._pending if not each.done()}
+
+
+class Pending(Generic[R]):
+    """A computation under way. Its memory, inputs and outputs, is in use until it is done."""
+
+    _RESULT, _NAME = "the loss", "a loss computation that is under way"
+
+    def __init__(self, client: Computations, asked: Asked, finish: Callable[[LossResult], R]) -> None:
+        # It runs in the library, on no thread of Python. `finish` makes the result of what the server says.
+        self._client = client
+        self._asked: Asked | None = asked  # is kept until the end
+        self._of_rows = asked.rows
+        self._finish = finish
         self._call = _native.Call()
-        connections.check(asked.arguments, self._call)
+        if not client._library.lossd_check_loss(ctypes.byref(asked.arguments), self._call.pointer):
+            self._call.check()
         self._begun: Outcome[None] | None = None  # of what has to be there before it begins
         self._lock = threading.Lock()  # guards what follows
-        self._result: LossResult | None = None
+        self._value: R | None = None
         self._error: BaseException | None = None
 
-    def enter(self, most: int, seconds: float) -> bool:
-        """Whether it has got one of the client's places within so many seconds."""
-        return self._connections.enter(self._call, most, seconds)
+    def __repr__(self) -> str:
+        return f"<lossd.{type(self).__name__}, {'done' if self.done() else 'under way'}>"
 
-    def start(self, timeout: float, ready: Callable[[], None] | None) -> None:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self._NAME} cannot be copied or pickled; copy what wait() returns")
+
+    def done(self) -> bool:
+        """Whether wait() would return at once."""
+        return (self._begun is None or self._begun.done()) and self._call.wait(0.0) != 0
+
+    def wait(self, timeout: float | None = None) -> R:
+        """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
+
+        TimeoutError after `timeout` seconds; the computation goes on. An interrupt (KeyboardInterrupt) ends the
+        computation before it is passed on, so that the memory is free; a second one is passed on at once.
+        """
+        try:
+            ended = self._await_end(timeout)
+        except BaseException:
+            self.cancel()
+            self._await_end()
+            raise
+        if not ended:
+            raise TimeoutError(f"{self._RESULT} is not there after {timeout} s")
+        with self._lock:
+            if self._value is None and self._error is None:
+                self._conclude()
+            if self._error is not None:
+                raise self._error
+            assert self._value is not None
+            return self._value
+
+    def cancel(self) -> None:
+        """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""
+        self._call.cancel()
+
+    def _enter(self, most: int, seconds: float) -> bool:
+        """Whether it has got one of `most` places of the client within so many seconds."""
+        enter = self._client._library.lossd_client_enter
+        return _native.await_end(lambda left: enter(self._client._pointer, self._call.pointer, most, left), seconds)
+
+    def _start(self, timeout: float, ready: Callable[[], None] | None) -> None:
         """`ready` runs on a thread of its own before the computation begins."""
         assert self._asked is not None
         asked: Asked = self._asked
@@ -152,7 +256,8 @@ class LossCall:
             except BaseException:
                 self._call.cancel()
                 raise
-            self._connections.compute(asked.arguments, self._call)
+            client = self._client
+            client._library.lossd_client_compute(client._pointer, ctypes.byref(asked.arguments), self._call.pointer)
 
         if ready is None and not asked.streams:
             return begin()
@@ -163,51 +268,30 @@ class LossCall:
         except RuntimeError:  # the interpreter is ending
             begun.run(begin)
 
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return (self._begun is None or self._begun.done()) and self._call.wait(0.0)
-
-    def await_end(self, timeout: float | None = None) -> bool:
+    def _await_end(self, timeout: float | None = None) -> bool:
         """Whether it has ended within so many seconds; None: waits without a limit."""
         clock = _native.Clock(timeout)
         if self._begun is not None and not self._begun.await_end(timeout):
             return False
-        if not _native.await_end(self._call, clock.left()):
+        if not _native.await_end(self._call.wait, clock.left()):
             return False
         self._asked = None
-        self._on_end(self)
+        self._client._forget(self)
         return True
 
-    def result(self) -> LossResult:
-        """Of one that has ended; the same object each time. Raises what went wrong."""
-        with self._lock:
-            if self._result is None and self._error is None:
-                self._conclude()
-            if self._error is not None:
-                raise self._error
-            assert self._result is not None
-            return self._result
-
     def _conclude(self) -> None:
-        if self._begun is not None:
-            try:
-                self._begun.result()
-            except BaseException as failed:
-                self._error = failed
-                return
-        error = self._call.error()
-        if error is not None:
+        if self._begun is not None and (failed := self._begun.error) is not None:
+            self._error = failed
+        elif (error := self._call.error()) is not None:
             if error.field == "hidden_size":
-                error.replace(f"hidden_size is {error.value}", f"{self._rows}: a row has {error.value} elements")
-            self._error = self._connections.meant(error)
-            return
-        self._result = _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.cost())
+                error.replace(f"hidden_size is {error.value}", f"{self._of_rows}: a row has {error.value} elements")
+            self._error = self._client._meant(error)
+        else:
+            self._value = self._finish(
+                _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.result()))
 
 
-def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Cost) -> LossResult:
+def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Result) -> LossResult:
     """Fields have the names that they have in the messages."""
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
         return {each.name: getattr(message, each.name) for each in fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
@@ -218,51 +302,8 @@ def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Cost) -> LossR
     values: dict[str, Any] = {
         **same(summary, LossResult), **same(summary.state, LossResult), "depths": depths,
         "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
-        **{name: getattr(cost, name) for name, *_ in cost._fields_}}
+        **{name: getattr(cost, name) for name in cost.COST}}
     return LossResult(**values)
-
-
-R = TypeVar("R")
-
-
-class Pending(Generic[R]):
-    """A computation under way. Its memory, inputs and outputs, is in use until it is done."""
-
-    _WHAT = "the loss"
-
-    def __init__(self, call: LossCall, result: Callable[[LossResult], R]) -> None:
-        self._call = call
-        self._result = result
-
-    def __repr__(self) -> str:
-        return f"<lossd.{type(self).__name__}, {'done' if self.done() else 'under way'}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a loss computation that is under way cannot be copied or pickled; copy what its wait() returns")
-
-    def done(self) -> bool:
-        """Whether wait() would return at once."""
-        return self._call.done()
-
-    def wait(self, timeout: float | None = None) -> R:
-        """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
-
-        TimeoutError after `timeout` seconds; the computation goes on. An interrupt (KeyboardInterrupt) ends the
-        computation before it is passed on, so that the memory is free; a second one is passed on at once.
-        """
-        try:
-            ended = self._call.await_end(timeout)
-        except BaseException:
-            self._call.cancel()
-            self._call.await_end()
-            raise
-        if not ended:
-            raise TimeoutError(f"{self._WHAT} is not there after {timeout} s")
-        return self._result(self._call.result())
-
-    def cancel(self) -> None:
-        """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""
-        self._call.cancel()
 
 
 class PendingLoss(Pending[LossResult]):
@@ -272,7 +313,18 @@ class PendingLoss(Pending[LossResult]):
 class PendingRows(Pending[EmbedResult]):
     """Rows of an embedding on their way. The memory that they go to is in use until they are there."""
 
-    _WHAT = "the last row"
+    _RESULT, _NAME = "the last row", "rows that are on their way"
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("rows that are on their way cannot be copied or pickled; copy what wait() returns")
+
+def waiting(begin: Callable[Concatenate[C, A], Pending[R]], result: type[R]) -> Callable[Concatenate[C, A], R]:
+    """The method that has the arguments of `begin`, a method NAME_async, and waits for the result of what that begins."""
+    @functools.wraps(begin)
+    def blocking(self: C, /, *arguments: A.args, **named: A.kwargs) -> R:
+        begun: Pending[R] = getattr(self, begin.__name__)(*arguments, **named)
+        return begun.wait()
+
+    name = begin.__name__.removesuffix("_async")
+    blocking.__name__, blocking.__qualname__ = name, begin.__qualname__.removesuffix("_async")
+    blocking.__doc__ = f"As {begin.__name__}(), and waits for the result.\n\n{begin.__doc__}"
+    blocking.__signature__ = inspect.signature(begin).replace(return_annotation=result.__name__)  # type: ignore[attr-defined]
+    return blocking

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,29 +22,30 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from lossd import errors
-from lossd._interrupts import SIGNAL_SECONDS, Outcome, run_apart
-from lossd._version import VERSION
+from lossd._interrupts import SIGNAL_SECONDS, run_apart
 from lossd.types import RetryOptions
 from lossd.v1 import types_pb2
 
 M = TypeVar("M", bound=Message)
-S = TypeVar("S", bound=ctypes.Structure)
+
+VERSION: str = metadata.version("lossd")
 
 _NAME = "liblossd.so"
 _PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
 _NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings it, as do "
              "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
 _INTERRUPT_SECONDS = 0.05  # how late a wait of the main thread may notice a signal of its own
-_REASONS: dict[int, type[errors.LossdError]] = {1: errors.Restarted, 2: errors.StepDiscarded}  # lossd_call_reason
 
 _P = ctypes.c_void_p
 _TEXT = ctypes.c_char_p
-_SIZE = ctypes.POINTER(ctypes.c_size_t)
+_TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of the options of a client, in order
 
 
 class _ClientOptions(ctypes.Structure):
+    """lossd_client_options."""
+
     _fields_ = [
-        *((name, _TEXT) for name in ("target", "ca", "cert", "key", "token", "transport", "run")),
+        *((name, _TEXT) for name in _TEXTS),
         ("expected_incarnation", ctypes.c_uint64), ("max_message_bytes", ctypes.c_int64),
         ("shared_memory_bytes", ctypes.c_int64),
         *((name, ctypes.c_double) for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout",
@@ -70,26 +71,19 @@ class LossArguments(ctypes.Structure):
         ("classes_size", ctypes.c_uint64), ("target_classes", _P), ("target_weights", _P),
         ("depths", ctypes.POINTER(DepthArguments)), ("depth_count", ctypes.c_uint64),
         *((name, _P) for name in ("row_loss", "row_lse", "row_entropy", "row_logprob", "row_argmax", "class_logprobs",
-                                  "top_logprobs", "top_classes")),
-        ("slice_bytes", ctypes.c_uint64), ("stream", _P), ("timeout", ctypes.c_double), ("streams", ctypes.c_int32),
-        ("on_device", ctypes.c_int32), ("has_stream", ctypes.c_int32)]
+                                  "top_logprobs", "top_classes", "grad_loss", "grad_lse", "grad_entropy")),
+        ("slice_bytes", ctypes.c_uint64), ("stream", _P), ("timeout", ctypes.c_double),
+        *((name, ctypes.c_int32) for name in ("streams", "on_device", "has_stream", "backward", "hidden_dtype"))]
 
 
-class BackwardArguments(ctypes.Structure):
-    """lossd_backward."""
+class Result(ctypes.Structure):
+    """lossd_result."""
 
+    COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")
     _fields_ = [
-        ("open", _TEXT), ("open_size", ctypes.c_uint64), ("rows", ctypes.c_uint64), ("hidden_size", ctypes.c_uint64),
-        ("hidden_dtype", ctypes.c_int32), ("on_device", ctypes.c_int32), ("grad_loss", _P), ("grad_lse", _P),
-        ("grad_entropy", _P), ("grad_hidden", _P), ("stream", _P), ("timeout", ctypes.c_double),
-        ("streams", ctypes.c_int32), ("has_stream", ctypes.c_int32)]
-
-
-class Cost(ctypes.Structure):
-    """lossd_cost."""
-
-    _fields_ = [("loss", ctypes.c_double), ("wall_seconds", ctypes.c_double), ("sent_bytes", ctypes.c_uint64),
-                ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
+        ("code", ctypes.c_int32), ("reason", ctypes.c_int32), ("message", _TEXT), ("detail", _P), ("detail_size", ctypes.c_uint64),
+        ("answer", _P), ("answer_size", ctypes.c_uint64), ("loss", ctypes.c_double), ("wall_seconds", ctypes.c_double),
+        ("sent_bytes", ctypes.c_uint64), ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
 
 
 class RequestArguments(ctypes.Structure):
@@ -116,13 +110,8 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_call_new", _P, ()),
     ("lossd_call_cancel", None, (_P,)),
     ("lossd_call_wait", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_call_code", ctypes.c_int, (_P,)),
-    ("lossd_call_message", _TEXT, (_P,)),
-    ("lossd_call_reason", ctypes.c_int, (_P,)),
-    ("lossd_call_detail", _P, (_P, _SIZE)),
-    ("lossd_call_answer", _P, (_P, _SIZE)),
-    ("lossd_call_progress", _P, (_P, _SIZE)),
-    ("lossd_call_cost", None, (_P, ctypes.POINTER(Cost))),
+    ("lossd_call_result", None, (_P, ctypes.POINTER(Result))),
+    ("lossd_call_progress", _P, (_P, ctypes.POINTER(ctypes.c_size_t))),
     ("lossd_call_free", None, (_P,)),
     ("lossd_client_complete", None, (ctypes.POINTER(_ClientOptions), _TEXT, _P)),
     ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
@@ -138,9 +127,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_await_stream", None, (_P, _P, _P)),
     ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
     ("lossd_check_loss", ctypes.c_int, (ctypes.POINTER(LossArguments), _P)),
-    ("lossd_check_backward", ctypes.c_int, (ctypes.POINTER(BackwardArguments), _P)),
     ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
-    ("lossd_client_backward", None, (_P, ctypes.POINTER(BackwardArguments), _P)),
 )
 
 
@@ -217,26 +204,22 @@ class Call:
     def cancel(self) -> None:
         self._library.lossd_call_cancel(self.pointer)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float) -> int:
         """Whether it has ended within so many seconds. An interrupt does not shorten them."""
-        return bool(self._library.lossd_call_wait(self.pointer, seconds))
+        return int(self._library.lossd_call_wait(self.pointer, seconds))
 
-    def _bytes(self, function: Any) -> bytes | None:
-        size = ctypes.c_size_t()
-        address = function(self.pointer, ctypes.byref(size))
-        return None if address is None else ctypes.string_at(address, size.value)
-
-    # ---- Once it has ended ----
+    def result(self) -> Result:
+        """Of a call that has ended, which keeps what it points to."""
+        result = Result()
+        self._library.lossd_call_result(self.pointer, ctypes.byref(result))
+        return result
 
     def error(self) -> errors.LossdError | None:
-        """None: it has ended well."""
-        code = self._library.lossd_call_code(self.pointer)
-        if code == 0:
-            return None
-        packed = self._bytes(self._library.lossd_call_detail)
-        detail = None if packed is None else types_pb2.ErrorDetail.FromString(packed)
-        message = self._library.lossd_call_message(self.pointer).decode(errors="replace")
-        return errors.from_native(code, message, detail, _REASONS.get(self._library.lossd_call_reason(self.pointer)))
+        """Of a call that has ended; None: it has ended well."""
+        found = self.result()
+        return None if found.code == 0 else errors.from_native(
+            found.code, found.message.decode(errors="replace"), ctypes.string_at(found.detail or b"", found.detail_size),
+            found.reason)
 
     def check(self) -> None:
         """Raises its error."""
@@ -244,19 +227,14 @@ class Call:
             raise error
 
     def answer(self) -> bytes:
-        return self._bytes(self._library.lossd_call_answer) or b""
-
-    def cost(self) -> Cost:
-        cost = Cost()
-        self._library.lossd_call_cost(self.pointer, ctypes.byref(cost))
-        return cost
+        found = self.result()
+        return ctypes.string_at(found.answer, found.answer_size)
 
     def progress(self) -> bytes | None:
         """What it has told since the last time; None: nothing. Before its end, too."""
-        return self._bytes(self._library.lossd_call_progress)
-
-
-_TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of _ClientOptions
+        size = ctypes.c_size_t()
+        address = self._library.lossd_call_progress(self.pointer, ctypes.byref(size))
+        return None if address is None else ctypes.string_at(address, size.value)
 
 
 def completed(context: str | None, texts: Mapping[str, str | None]) -> dict[str, str]:
@@ -281,10 +259,10 @@ def _encoded(name: str, text: Any) -> bytes | None:
     return encoded
 
 
-def _filled(kind: type[S], values: Mapping[str, Any]) -> S:
-    """A structure with those of the values that are not None; fields has_NAME say which are. InvalidArgument, naming it, if a
+def _filled(values: Mapping[str, Any]) -> _ClientOptions:
+    """The options with those of the values that are not None; fields has_NAME say which are. InvalidArgument, naming it, if a
     number does not fit its field."""
-    made = kind()
+    made = _ClientOptions()
     for name, value in values.items():
         if value is None:
             continue
@@ -292,20 +270,8 @@ def _filled(kind: type[S], values: Mapping[str, Any]) -> S:
         if hasattr(made, f"has_{name}"):
             setattr(made, f"has_{name}", 1)
         if isinstance(value, int) and getattr(made, name) != value:  # the field has some of its bits
-            raise errors.InvalidArgument(f"{name} is {value}; it must fit in {8 * getattr(kind, name).size} bits")
+            raise errors.InvalidArgument(f"{name} is {value}; it must fit in {8 * getattr(_ClientOptions, name).size} bits")
     return made
-
-
-@dataclass(frozen=True)
-class Transport:
-    """lossd_client_describe."""
-
-    transport: str
-    reason: str
-    connections: int
-    connections_reason: str
-    cuda_transport: str
-    cuda_reason: str
 
 
 def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
@@ -329,21 +295,19 @@ def _with_hint(error: errors.LossdError, wait_for_server: bool) -> errors.LossdE
     return error
 
 
-class Connections:
-    """A client of the library (lossd_client). Thread-safe."""
+class NativeClient:
+    """The part of lossd.Client that is about connections: a client of the library (lossd_client). Thread-safe."""
 
-    def __init__(self, context: str | None, texts: Mapping[str, str | None], numbers: Mapping[str, Any],
-                 retry: RetryOptions) -> None:
-        """`texts` and `numbers` are options of lossd_client_options, which are those of lossd.Client. A text that is None is
-        left to the environment and to the server that `context` names, a number that is None to the library."""
-        found = completed(context, texts)
+    def __init__(self, context: str | None, retry: RetryOptions, **options: Any) -> None:
+        """`options` are those of lossd_client_options. A text that is None is left to the environment and to the server that
+        `context` names, a number that is None to the library."""
+        found = completed(context, {name: options.pop(name) for name in _TEXTS})
         # Of the thread that connects, as the library does that on another one.
         gpu = current_gpu() if found["transport"] == "cuda_ipc" else None
-        given = _filled(_ClientOptions, {
-            **{name: os.fsencode(text) for name, text in found.items()}, **numbers, **dataclasses.asdict(retry),
-            "gpu": -1 if gpu is None else gpu[0]})
-        self.target, self.run = found["target"], found["run"]
-        self.loss_timeout, self.transfer_timeout = given.loss_timeout, given.transfer_timeout
+        given = _filled({**{name: os.fsencode(text) for name, text in found.items()}, **options, **dataclasses.asdict(retry),
+                         "gpu": -1 if gpu is None else gpu[0]})
+        self._target, self._run = found["target"], found["run"]
+        self._loss_timeout, self._transfer_timeout = given.loss_timeout, given.transfer_timeout
         self._library = library()
         self._pid = os.getpid()
         self._closed = False
@@ -354,16 +318,59 @@ class Connections:
             error = call.error()
             assert error is not None
             raise _with_hint(error, given.wait_for_server)
-        self.pointer: int = pointer
+        self._pointer: int = pointer
         # At the end of the process the client is closed and not freed: daemon threads may still call it.
         closing = weakref.finalize(self, _close, self._library, pointer, self._pid)
         weakref.finalize(self, _free, self._library, pointer, self._pid, closing).atexit = False
 
-    # ---- Whether it can be used ----
-
     @property
     def closed(self) -> bool:
+        """Whether close() was called."""
         return self._closed
+
+    @property
+    def target(self) -> str:
+        """The address of the server, as it was given."""
+        return self._target
+
+    @property
+    def run(self) -> str:
+        """The name under which this client trains: the argument `run`, or what stands for it."""
+        return self._run
+
+    @property
+    def transport(self) -> tuple[str, str]:
+        """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
+        found = self._ways()
+        return found[0], found[1]
+
+    @property
+    def cuda_transport(self) -> tuple[str, str]:
+        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
+        the host after a copy; decided with the first of them on each GPU, or with shares_gpu. If some go one way and some the
+        other, "grpc", and the reason has the way of each GPU."""
+        found = self._ways()
+        return found[4], found[5]
+
+    @property
+    def connections(self) -> tuple[int, str]:
+        """How many connections loss computations are spread over, and why; changes unless `channels` says how many."""
+        found = self._ways()
+        return int(found[2]), found[3]
+
+    def _ways(self) -> list[str]:
+        """The texts of lossd_client_describe."""
+        call = Call()
+        self._library.lossd_client_describe(self._pointer, call.pointer)
+        if call.error() is not None:
+            return ["grpc", "the client is closed", "0", "the client is closed", "grpc", "the client is closed"]
+        return call.answer().decode(errors="replace").split("\0")
+
+    def shares_gpu(self, device: int | None = None) -> bool:
+        """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
+        memory of a GPU of the server. Opens that memory when asked first, which takes some milliseconds."""
+        return bool(run_apart(
+            lambda: self._library.lossd_client_open_memory(self._pointer, -1 if device is None else device)))
 
     def check_usable(self) -> None:
         """ClientClosed or ForkedClient if no call can be made, Unavailable if the server is known to have ended."""
@@ -376,18 +383,25 @@ class Connections:
         if self._ended:
             raise errors.Unavailable(self._ended)
 
-    def close(self) -> None:
+    def acknowledge_restart(self, head: str) -> None:
+        """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
+
+        Not needed after load_checkpoint, create_head, reset_head, delete_head or zero_gradients of this client on the head.
+        """
+        self.check_usable()
+        self._library.lossd_client_acknowledge_restart(self._pointer, head.encode())
+
+    def _end(self) -> None:
         """Ends the calls under way and waits for them. May be repeated."""
         self._closed = True
-        if self._pid == os.getpid():
-            self._library.lossd_client_close(self.pointer)
+        _close(self._library, self._pointer, self._pid)
 
-    def fail(self, why: str) -> None:
+    def _fail(self, why: str) -> None:
         """The server is known to have ended: calls under way and later ones raise Unavailable with this reason."""
         self._ended = why
-        self._library.lossd_client_close(self.pointer)
+        self._library.lossd_client_close(self._pointer)
 
-    def meant(self, error: errors.LossdError) -> errors.LossdError:
+    def _meant(self, error: errors.LossdError) -> errors.LossdError:
         """The error of a call as the caller should see it."""
         if isinstance(error, errors.Cancelled):
             if self._closed:
@@ -396,11 +410,9 @@ class Connections:
                 return errors.Unavailable(self._ended)
         return error
 
-    # ---- Calls ----
-
-    def request(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
-                payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
-                on_progress: Callable[[bytes], None] | None = None) -> M:
+    def _call(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
+              payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
+              on_progress: Callable[[bytes], None] | None = None) -> M:
         """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
         self.check_usable()
         call, message = Call(), request.SerializeToString()
@@ -413,52 +425,16 @@ class Connections:
             asked.head, asked.head_size = head.SerializeToString(), head.ByteSize()
 
         def body(kept: Any = payload) -> None:  # also when interrupts leave the call to itself
-            self._library.lossd_client_request(self.pointer, ctypes.byref(asked), call.pointer)
+            self._library.lossd_client_request(self._pointer, ctypes.byref(asked), call.pointer)
 
-        if on_progress is None:
-            run_apart(body, call.cancel)
-        else:
-            _run_watched(body, call, on_progress)
+        def tell() -> None:
+            if on_progress is not None and (told := call.progress()) is not None:
+                on_progress(told)
+
+        run_apart(body, call.cancel, None if on_progress is None else tell)
         if (error := call.error()) is not None:
-            raise self.meant(error)
+            raise self._meant(error)
         return answer.FromString(call.answer())
-
-    def transport(self) -> Transport:
-        call = Call()
-        self._library.lossd_client_describe(self.pointer, call.pointer)
-        if call.error() is not None:
-            return Transport("grpc", "the client is closed", 0, "the client is closed", "grpc", "the client is closed")
-        texts = call.answer().decode(errors="replace").split("\0")
-        return Transport(texts[0], texts[1], int(texts[2]), *texts[3:6])
-
-    def open_memory(self, device: int | None) -> bool:
-        """Whether rows on this GPU (None: on the first one that is the server's) go through memory of a GPU of the server."""
-        return bool(run_apart(
-            lambda: self._library.lossd_client_open_memory(self.pointer, -1 if device is None else device)))
-
-    def known_hidden_size(self, head: str) -> int:
-        """D of a head, as the client has learnt it; 0: it has not."""
-        return int(self._library.lossd_client_known_hidden_size(self.pointer, head.encode()))
-
-    def acknowledge_restart(self, head: str) -> None:
-        self.check_usable()
-        self._library.lossd_client_acknowledge_restart(self.pointer, head.encode())
-
-    def enter(self, call: Call, most: int, seconds: float) -> bool:
-        """Whether the call has got one of `most` places for loss computations within so many seconds."""
-        return _in_time(lambda left: bool(self._library.lossd_client_enter(self.pointer, call.pointer, most, left)), seconds)
-
-    def check(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
-        """InvalidArgument for what the server need not be asked about; then the call has ended."""
-        check = self._library.lossd_check_loss if isinstance(arguments, LossArguments) else self._library.lossd_check_backward
-        if not check(ctypes.byref(arguments), call.pointer):
-            call.check()
-
-    def compute(self, arguments: LossArguments | BackwardArguments, call: Call) -> None:
-        """Starts a loss computation; the arrays that the arguments point to stay until it has ended."""
-        start = self._library.lossd_client_compute if isinstance(arguments, LossArguments) else \
-            self._library.lossd_client_backward
-        start(self.pointer, ctypes.byref(arguments), call.pointer)
 
 
 class Clock:
@@ -478,7 +454,7 @@ class Clock:
         return left
 
 
-def _in_time(wait: Callable[[float], bool], timeout: float | None) -> bool:
+def await_end(wait: Callable[[float], int], timeout: float | None) -> bool:
     """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
     handlers run between two waits."""
     most = _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
@@ -489,28 +465,3 @@ def _in_time(wait: Callable[[float], bool], timeout: float | None) -> bool:
             return True
         if left == 0.0:
             return False
-
-
-def await_end(call: Call, timeout: float | None = None) -> bool:
-    """Whether the call has ended within so many seconds; None: waits without a limit."""
-    return _in_time(call.wait, timeout)
-
-
-def _run_watched(body: Callable[[], None], call: Call, on_progress: Callable[[bytes], None]) -> None:
-    """Runs `body` on another thread, and tells on this one what the call tells. Whatever is raised here ends the call."""
-    outcome: Outcome[None] = Outcome()
-    threading.Thread(target=lambda: outcome.run(body), name="lossd", daemon=True).start()
-    try:
-        while not outcome.await_end(0.1):
-            _tell(call, on_progress)
-        _tell(call, on_progress)
-    except BaseException:
-        call.cancel()
-        outcome.await_end()
-        raise
-    outcome.result()
-
-
-def _tell(call: Call, on_progress: Callable[[bytes], None]) -> None:
-    if (told := call.progress()) is not None:
-        on_progress(told)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -12,11 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _loss_call, _native, errors, types
+from lossd import _arrays, _loss_call, errors, types
 from lossd._embedding import EmbeddingCalls
-from lossd._interrupts import run_apart
-from lossd._loss_call import Asked, LossCall, PendingLoss
-from lossd._native import BackwardArguments, Connections, LossArguments
+from lossd._loss_call import Asked, PendingLoss, waiting
+from lossd._native import LossArguments
 from lossd.descriptions import ServerDescription, StreamList, read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
@@ -32,10 +30,7 @@ class Client(EmbeddingCalls):
             result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
             client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
 
-    compute_loss and backward compute; embed and add_row_gradients are for a weight that serves as an embedding; create_head, reset_head, describe_head, list_heads and delete_head are about heads;
-    read_tensor, write_tensor and add_gradient about their tensors; grad_norm, apply_step and zero_gradients about the open
-    step; save_checkpoint, list_checkpoints, load_checkpoint and delete_checkpoint about checkpoints. lossd.torch has a
-    module and an optimizer for PyTorch on top.
+    lossd.torch has a module and an optimizer for PyTorch on top.
 
     Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors.
     Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, delete_checkpoint, loss
@@ -95,33 +90,12 @@ class Client(EmbeddingCalls):
             and errors say who trains it besides. Processes of one training may share a name. None: the environment variable
             LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>". "": no name.
         """
-        if max_pending < 1:
-            raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
-        super().__init__(Connections(
-            context,
-            {"target": target, "ca": ca, "cert": cert, "key": key, "token": token, "transport": transport, "run": run},
-            {"channels": channels, "connect_timeout": connect_timeout, "wait_for_server": wait_for_server,
-             "max_message_bytes": max_message_bytes, "call_timeout": call_timeout, "transfer_timeout": transfer_timeout,
-             "loss_timeout": loss_timeout, "dead_peer_timeout": dead_peer_timeout, "expected_incarnation": expected_incarnation,
-             "shared_memory_bytes": shared_memory_bytes},
-            retry))
-        self._max_pending = max_pending
-        self._lock = threading.Lock()
-        self._pending: set[LossCall] = set()  # those under way, which keep their arrays; guarded by _lock
-
-    def close(self) -> None:
-        """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
-        run_apart(self._close)
-
-    def _close(self) -> None:
-        with self._lock:
-            pending = list(self._pending)
-        for call in pending:
-            call.cancel()
-        self._connections.close()
-        for call in pending:
-            call.await_end()
-        self._sweep()
+        super().__init__(
+            context, retry, max_pending, target=target, ca=ca, cert=cert, key=key, token=token, transport=transport, run=run,
+            channels=channels, connect_timeout=connect_timeout, wait_for_server=wait_for_server,
+            max_message_bytes=max_message_bytes, call_timeout=call_timeout, transfer_timeout=transfer_timeout,
+            loss_timeout=loss_timeout, dead_peer_timeout=dead_peer_timeout, expected_incarnation=expected_incarnation,
+            shared_memory_bytes=shared_memory_bytes)
 
     def __repr__(self) -> str:
         return f"lossd.Client({self.target!r}{', closed' if self.closed else ''})"
@@ -129,50 +103,6 @@ class Client(EmbeddingCalls):
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} holds connections and threads, so it cannot be copied or pickled; make one with "
                         f"lossd.Client({self.target!r}) where it is needed")
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called."""
-        return self._connections.closed
-
-    @property
-    def target(self) -> str:
-        """The address of the server, as it was given."""
-        return self._connections.target
-
-    @property
-    def run(self) -> str:
-        """The name under which this client trains: the argument `run`, or what stands for it."""
-        return self._run
-
-    @property
-    def transport(self) -> tuple[str, str]:
-        """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
-        found = self._connections.transport()
-        return found.transport, found.reason
-
-    @property
-    def cuda_transport(self) -> tuple[str, str]:
-        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
-        the host after a copy; decided with the first of them on each GPU, or with shares_gpu. If some go one way and some the
-        other, "grpc", and the reason has the way of each GPU."""
-        found = self._connections.transport()
-        return found.cuda_transport, found.cuda_reason
-
-    def shares_gpu(self, device: int | None = None) -> bool:
-        """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
-        memory of a GPU of the server. Opens that memory when asked first, which takes some milliseconds."""
-        return self._connections.open_memory(device)
-
-    @property
-    def connections(self) -> tuple[int, str]:
-        """How many connections loss computations are spread over, and why; changes unless `channels` says how many."""
-        found = self._connections.transport()
-        return found.connections, found.connections_reason
-
-    def check_usable(self) -> None:
-        """ClientClosed or ForkedClient if no call can be made."""
-        self._connections.check_usable()
 
     def __enter__(self) -> Client:
         return self
@@ -182,27 +112,6 @@ class Client(EmbeddingCalls):
         self.close()
 
     # ---- Loss ----
-
-    def compute_loss(
-            self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *,
-            step: int | None = None, id: int = 0, dtype: DType | None = None, row_weights: ArrayLike | None = None,
-            advantages: ArrayLike | None = None, old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
-            options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
-            normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
-            retain: bool = False, grad_hidden: bool | NDArray[Any] | Sequence[NDArray[Any]] = False,
-            rows: Iterable[RowOutput] = (), classes: ArrayLike | None = None, top_k: int = 0,
-            streams: int | None = None, slice_bytes: int | None = None,
-            timeout: float | None = None, ready: Callable[[], None] | None = None,
-            teacher_hidden: NDArray[Any] | None = None, target_classes: ArrayLike | None = None,
-            target_weights: ArrayLike | None = None, depths: Sequence[Depth] = ()) -> LossResult:
-        """Computes loss and gradients of a microbatch and blocks until all is done; see compute_loss_async."""
-        return self.compute_loss_async(
-            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, advantages=advantages,
-            old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, options=options, reduction=reduction,
-            normalizer=normalizer, grad_output=grad_output, accumulate=accumulate, retain=retain,
-            grad_hidden=grad_hidden, rows=rows, classes=classes, top_k=top_k, streams=streams, slice_bytes=slice_bytes,
-            timeout=timeout, ready=ready, teacher_hidden=teacher_hidden, target_classes=target_classes,
-            target_weights=target_weights, depths=depths).wait()
 
     def compute_loss_async(
             self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *,
@@ -266,17 +175,14 @@ class Client(EmbeddingCalls):
             serves them all. Then `hidden` may be a list or tuple with an array [rows, D] for each depth, which need not
             lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
         """
-        self._connections.check_usable()
-        kind, (count, width), data = _arrays.rows_of_depths(hidden, dtype, depths)
+        self.check_usable()
+        kind, data = _arrays.rows_of_depths(hidden, dtype, depths)
+        count, width = sum(part.shape[0] for part in data), data[0].shape[1]
         labels = _arrays.as_targets(targets)
         if len(labels) != count:
             raise errors.InvalidArgument(f"targets has {len(labels)} entries for {count} rows of hidden")
-        if depths and isinstance(hidden, (list, tuple)):
-            gradient, places = _arrays.gradients_of_depths(grad_hidden, kind, width, data, depths)
-        else:
-            gradient, place = _arrays.gradient_rows(grad_hidden, kind, (count, width), data[0])
-            places = [] if place is None else [place]
-        teacher, teacher_size = _arrays.teacher_rows(teacher_hidden, dtype, kind, count, data)
+        gradient, places = _arrays.gradients_of(grad_hidden, kind, data, bool(depths) and isinstance(hidden, (list, tuple)))
+        teacher = _arrays.teacher_rows(teacher_hidden, dtype, kind, count, data)
         given = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         per_row = {name: _arrays.as_floats(name, values, count) for name, values in given.items() if values is not None}
         soft = _arrays.as_soft_targets(target_classes, target_weights, count)
@@ -292,10 +198,10 @@ class Client(EmbeddingCalls):
             accumulate_gradients=accumulate, retain=retain, top_k=top_k,
             class_count=0 if named is None else named.shape[-1], target_count=soft["target_classes"].shape[1] if soft else 0)
         asked = Asked(LossArguments(
-            rows=count, hidden_size=width, teacher_hidden_size=teacher_size, classes_size=0 if named is None else named.size,
-            streams=streams or 0, slice_bytes=slice_bytes or 0), open_)
-        asked.put(targets=labels, classes=named, **per_row, **soft, **of_classes)
-        asked.put(**{f"row_{name}": array for name, array in of_rows.items()})
+            rows=count, hidden_size=width, teacher_hidden_size=0 if teacher is None else teacher.shape[1],
+            classes_size=0 if named is None else named.size, streams=streams or 0, slice_bytes=slice_bytes or 0), open_)
+        asked.put(targets=labels, classes=named, **per_row, **soft, **of_classes,
+                  **{f"row_{name}": array for name, array in of_rows.items()})
         asked.put_rows(data, places, depths)
         asked.put(teacher_hidden=teacher)
         whole, of_depths = _per_depth(gradient, depths)
@@ -308,7 +214,10 @@ class Client(EmbeddingCalls):
                 depth.grad_hidden = part
             return result
 
-        return PendingLoss(self._launch(asked, timeout, ready), finish)
+        return self._launch(PendingLoss(self, asked, finish), timeout, ready)
+
+    compute_loss = waiting(compute_loss_async, LossResult)
+    """As compute_loss_async(), and waits for the result."""
 
     def distill(
             self, head: str, hidden: NDArray[Any], teacher_hidden: NDArray[Any], distillation: Distillation,
@@ -341,16 +250,6 @@ class Client(EmbeddingCalls):
             grad_output=grad_output, accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams,
             slice_bytes=slice_bytes, timeout=timeout, teacher_hidden=teacher_hidden)
 
-    def backward(
-            self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
-            grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None,
-            accumulate: bool = False, grad_hidden: bool | NDArray[Any] = False, streams: int | None = None,
-            timeout: float | None = None) -> LossResult:
-        """Gradients of a microbatch computed with retain=True; blocks until all is done; see backward_async."""
-        return self.backward_async(
-            head, id, grad_loss, hidden_size=hidden_size, dtype=dtype, grad_lse=grad_lse, grad_entropy=grad_entropy,
-            step=step, accumulate=accumulate, grad_hidden=grad_hidden, streams=streams, timeout=timeout).wait()
-
     def backward_async(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
             grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None,
@@ -366,7 +265,7 @@ class Client(EmbeddingCalls):
           hidden_size, dtype: as when the rows were retained.
           grad_lse, grad_entropy: [N], with respect to each row's log sum exp and entropy. None: 0.
         """
-        self._connections.check_usable()
+        self.check_usable()
         upstream = _arrays.as_floats("grad_loss", grad_loss)
         given = {"grad_lse": grad_lse, "grad_entropy": grad_entropy}
         others = {name: _arrays.as_floats(name, values, len(upstream)) for name, values in given.items() if values is not None}
@@ -374,7 +273,8 @@ class Client(EmbeddingCalls):
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
         _loss_call.check_numbers(step=step, id=id, streams=streams)
         asked = Asked(
-            BackwardArguments(rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype], streams=streams or 0),
+            LossArguments(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
+                          streams=streams or 0),
             loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
         asked.put(grad_loss=upstream, grad_hidden=place, **others)
 
@@ -382,19 +282,15 @@ class Client(EmbeddingCalls):
             result.grad_hidden = gradient
             return result
 
-        return PendingLoss(self._launch(asked, timeout, None), finish)
+        return self._launch(PendingLoss(self, asked, finish), timeout, None)
+
+    backward = waiting(backward_async, LossResult)
+    """As backward_async(), and waits for the result."""
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
         request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id)
         return self._call("ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse, timeout).released
-
-    def acknowledge_restart(self, head: str) -> None:
-        """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
-
-        Not needed after load_checkpoint, create_head, reset_head, delete_head or zero_gradients of this client on the head.
-        """
-        self._connections.acknowledge_restart(head)
 
     # ---- Server ----
 
@@ -406,35 +302,6 @@ class Client(EmbeddingCalls):
         """Who sends rows now, and the loss computations that are open: at most `max_streams` of them (0: 1000)."""
         request = server_pb2.ListStreamsRequest(max_streams=max_streams)
         return read(StreamList, self._call("ListStreams", request, server_pb2.ListStreamsResponse, timeout))
-
-    def _launch(self, asked: Asked, timeout: float | None, ready: Callable[[], None] | None) -> LossCall:
-        seconds = self._connections.loss_timeout if timeout is None else timeout
-        if not seconds > 0:
-            raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
-        clock = _native.Clock(seconds)
-        self._sweep()
-        call = LossCall(self._connections, asked, self._forget)
-        if not call.enter(self._max_pending, seconds):
-            raise errors.DeadlineExceeded(
-                f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
-        try:
-            with self._lock:
-                self._pending.add(call)
-            call.start(max(clock.left() or 0.0, 1e-3), ready)
-        except BaseException:  # an interrupt
-            call.cancel()
-            call.await_end()  # the memory is free then
-            raise
-        return call
-
-    def _forget(self, call: LossCall) -> None:
-        with self._lock:
-            self._pending.discard(call)
-
-    def _sweep(self) -> None:
-        """Lets go of computations that have ended, and that nobody has waited for."""
-        with self._lock:
-            self._pending = {call for call in self._pending if not call.done()}
 
 
 def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:

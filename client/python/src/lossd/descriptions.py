@@ -9,7 +9,7 @@ are seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
@@ -400,5 +400,4 @@ class TensorFile(Shown):
     allow_non_finite: bool = False
 
     def to_proto(self) -> head_pb2.TensorFile:
-        """Each field under its own name."""
-        return head_pb2.TensorFile(**{each.name: getattr(self, each.name) for each in fields(self)})
+        return head_pb2.TensorFile(**asdict(self))

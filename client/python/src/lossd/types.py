@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,12 +74,74 @@ def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
     return int(value)
 
 
+@dataclass(frozen=True)
+class _Range:
+    """What a number may be."""
+
+    text: str
+    has: Callable[[Any], Any]
+    numbers: tuple[type, ...] = (int, float, np.integer, np.floating)
+
+    def check(self, name: str, value: Any) -> None:
+        if not self.has(value):
+            raise errors.InvalidArgument(f"{name} is {value}; it must be {self.text}")
+
+
+_FINITE = _Range("finite", math.isfinite)
+_NOT_NEGATIVE = _Range("finite and not negative", lambda value: 0 <= value < math.inf)
+_FRACTION = _Range("in [0, 1]", lambda value: 0 <= value <= 1)
+_SCALE = _Range("finite and not 0", lambda value: math.isfinite(value) and value != 0)
+_SOFTCAP = _Range("0, or finite and at least 1.18e-38", lambda value: value == 0 or 1.18e-38 <= value < math.inf)
+_COUNT = _Range("a whole number that is not negative",
+                lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0)
+
+
+class _Options:
+    """Options that are checked when they are made, and that a message has under the same names."""
+
+    _PATH: ClassVar[str] = ""  # what errors say before the name of a field
+    _RULES: ClassVar[Mapping[str, Any]]  # of each field: the _Range of a number, the numbers of its words, or its class
+
+    def __post_init__(self) -> None:
+        """TypeError or InvalidArgument, naming field and value, for what breaks its rule."""
+        for option in fields(self):  # type: ignore[arg-type]
+            name, value, rule = self._PATH + option.name, getattr(self, option.name), self._RULES[option.name]
+            if value is None and option.default is None:
+                continue
+            kinds, said = _kinds(rule)
+            if not isinstance(value, kinds) or (isinstance(value, bool) and rule is not bool):
+                raise TypeError(f"{name} is {value!r}; it must be {said}")
+            if isinstance(rule, _Range):
+                rule.check(name, value)
+            elif isinstance(rule, Mapping):
+                enum_value(name, rule, value)
+
+    def _values(self) -> dict[str, Any]:
+        """The fields as a message has them; None is absent."""
+        return {name: _sent(getattr(self, name), rule) for name, rule in self._RULES.items()}
+
+
+def _kinds(rule: Any) -> tuple[Any, str]:
+    """The classes of what a rule is about, and how they are called."""
+    if isinstance(rule, _Range):
+        return rule.numbers, "an int" if float not in rule.numbers else "a number"
+    if rule is bool:
+        return (bool, np.bool_), "a bool"
+    return (str, "a str") if rule is str or isinstance(rule, Mapping) else (rule, f"a lossd.{rule.__name__}")
+
+
+def _sent(value: Any, rule: Any) -> Any:
+    if isinstance(value, _Options):
+        return value.to_proto()  # type: ignore[attr-defined]
+    return value if value is None else rule[value] if isinstance(rule, Mapping) else bool(value) if rule is bool else value
+
+
 _RATIO_KINDS = ("importance_sampling", "ppo", "cispo")
 _CLIP_KINDS = ("ppo", "cispo")
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(_Options):
     """What takes the place of the cross-entropy in a row's loss, of reinforcement learning and of fine-tuning.
 
         lossd.LossOptions(objective=lossd.Objective("ppo", clip_high=0.28, kl_coef=0.04))  # GRPO's loss of a token
@@ -111,28 +173,18 @@ class Objective:
     kl_coef: float = 0.0  # finite and not negative; 0: no reference
     entropy_bonus: float = 0.0  # finite
 
+    _PATH = "objective."
+    _RULES = {
+        "kind": OBJECTIVES, "clip_low": _FRACTION, "clip_high": _NOT_NEGATIVE,
+        "dual_clip": _Range("0, or finite and above 1", lambda value: value == 0 or 1 < value < math.inf),
+        "kl": KLS, "kl_coef": _NOT_NEGATIVE, "entropy_bonus": _FINITE}
+
     def __post_init__(self) -> None:
-        enum_value("objective.kind", OBJECTIVES, self.kind)
-        enum_value("objective.kl", KLS, self.kl)
-        for name in ("clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_bonus"):
-            value = getattr(self, name)
-            if value is None and name in ("clip_low", "clip_high"):
-                continue
-            if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
-                raise TypeError(f"objective.{name} is {value!r}; it must be a number")
-        for name, value in (("clip_low", self.clip_low), ("clip_high", self.clip_high)):
-            if value is not None and self.kind not in _CLIP_KINDS:
-                raise errors.InvalidArgument(f"objective.{name} is {value}; {self.kind!r} has no clip")
-        if self.clip_low is not None:
-            _check("objective.clip_low", self.clip_low, "in [0, 1]", 0 <= self.clip_low <= 1)
-        if self.clip_high is not None:
-            _check("objective.clip_high", self.clip_high, "finite and not negative", 0 <= self.clip_high < math.inf)
-        if self.dual_clip != 0 and self.kind != "ppo":
-            raise errors.InvalidArgument(f"objective.dual_clip is {self.dual_clip}; {self.kind!r} has none")
-        _check("objective.dual_clip", self.dual_clip, "0, or finite and above 1",
-               self.dual_clip == 0 or 1 < self.dual_clip < math.inf)
-        _check("objective.kl_coef", self.kl_coef, "finite and not negative", 0 <= self.kl_coef < math.inf)
-        _check("objective.entropy_bonus", self.entropy_bonus, "finite", math.isfinite(self.entropy_bonus))
+        super().__post_init__()
+        for name, kinds, has in (("clip_low", _CLIP_KINDS, "no clip"), ("clip_high", _CLIP_KINDS, "no clip"),
+                                 ("dual_clip", ("ppo",), "none")):
+            if (value := getattr(self, name)) != getattr(Objective, name) and self.kind not in kinds:
+                raise errors.InvalidArgument(f"objective.{name} is {value}; {self.kind!r} has {has}")
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -142,13 +194,11 @@ class Objective:
         return tuple(name for name, is_needed in needed.items() if is_needed)
 
     def to_proto(self) -> loss_pb2.Objective:
-        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
-        values["kind"], values["kl"] = OBJECTIVES[self.kind], KLS[self.kl]
-        return loss_pb2.Objective(**values)
+        return loss_pb2.Objective(**self._values())
 
 
 @dataclass(frozen=True)
-class Distillation:
+class Distillation(_Options):
     """Rows are compared with the softmax of a teacher, another head of the server; "Distillation" in docs/math.md.
 
     The loss of a row is weight * divergence + target_weight * (the loss with its target, as LossOptions say). Gradients
@@ -169,33 +219,18 @@ class Distillation:
     teacher_logit_scale: float = 1.0  # as LossOptions.logit_scale, of the teacher
     teacher_softcap: float = 0.0  # as LossOptions.softcap, of the teacher
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.teacher, str):
-            raise TypeError(f"distillation.teacher is {self.teacher!r}; it must be the name of a head, a str")
-        enum_value("distillation.divergence", DIVERGENCES, self.divergence)
-        for option in fields(self):
-            if option.name not in ("teacher", "divergence"):
-                _check_type("distillation." + option.name, getattr(self, option.name), option.default)
-        _check("distillation.beta", self.beta, "in (0, 1)", 0 < self.beta < 1)
-        _check("distillation.temperature", self.temperature, "finite and at least 1.18e-38",
-               1.18e-38 <= self.temperature < math.inf)
-        _check("distillation.weight", self.weight, "finite and not negative", 0 <= self.weight < math.inf)
-        _check("distillation.target_weight", self.target_weight, "finite and not negative",
-               0 <= self.target_weight < math.inf)
-        _check("distillation.teacher_logit_scale", self.teacher_logit_scale, "finite and not 0",
-               math.isfinite(self.teacher_logit_scale) and self.teacher_logit_scale != 0)
-        _check("distillation.teacher_softcap", self.teacher_softcap, "0, or finite and at least 1.18e-38",
-               self.teacher_softcap == 0 or 1.18e-38 <= self.teacher_softcap < math.inf)
+    _PATH = "distillation."
+    _RULES = {
+        "teacher": str, "divergence": DIVERGENCES, "beta": _Range("in (0, 1)", lambda value: 0 < value < 1),
+        "temperature": _Range("finite and at least 1.18e-38", lambda value: 1.18e-38 <= value < math.inf),
+        "weight": _NOT_NEGATIVE, "target_weight": _NOT_NEGATIVE, "teacher_logit_scale": _SCALE, "teacher_softcap": _SOFTCAP}
 
     def to_proto(self) -> loss_pb2.Distillation:
-        """Each field under its own name."""
-        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
-        values["divergence"] = DIVERGENCES[self.divergence]
-        return loss_pb2.Distillation(**values)
+        return loss_pb2.Distillation(**self._values())
 
 
 @dataclass(frozen=True, repr=False)
-class LossOptions(Shown):
+class LossOptions(Shown, _Options):
     """The loss of a row and how its gradients are computed; docs/math.md has the formulas.
 
     InvalidArgument, naming field and value, if an option is out of range; TypeError if it is no number, word or flag.
@@ -232,85 +267,30 @@ class LossOptions(Shown):
     # rows are ignored, and counted (LossResult.unlisted_rows).
     refuse_unlisted: bool = False
 
+    _RULES = {
+        "ignore_index": _Range("in [-2^31, 2^31)", lambda value: -2**31 <= value < 2**31, (int, np.integer)),
+        "label_smoothing": _FRACTION, "z_loss": _NOT_NEGATIVE, "softcap": _SOFTCAP, "logit_scale": _SCALE,
+        "use_class_weights": bool, "gradients": GRADIENTS,
+        "filter_epsilon": _Range("in [0, 1)", lambda value: 0 <= value < 1),
+        "sample_threshold": _Range("in [1e-30, 1]", lambda value: 1e-30 <= value <= 1), "max_gradient_error": _NOT_NEGATIVE,
+        "objective": Objective, "rest": RESTS, "distillation": Distillation, "refuse_unlisted": bool}
+
     def __post_init__(self) -> None:
-        for option in fields(self):
-            _check_type(option.name, getattr(self, option.name), option.default)
+        super().__post_init__()
+        for given, by, others in (
+                (self.rest, "rest", {"label_smoothing": "0", "use_class_weights": "absent", "objective": "absent",
+                                     "distillation": "absent"}),
+                (self.objective, "an objective", {"label_smoothing": "0", "use_class_weights": "False"}),
+                (self.distillation, "distillation", {"objective": "None"})):
+            for name, must in others.items() if given is not None else ():
+                if (value := getattr(self, name)) != getattr(LossOptions, name):
+                    raise errors.InvalidArgument(f"{name} is {value}; it must be {must} with {by}")
         if self.distillation is not None and self.gradients == "filtered":
             raise errors.InvalidArgument(
                 f"gradients is {self.gradients!r}; it must be 'exact', 'sampled', 'auto' or None with distillation")
-        _check("ignore_index", self.ignore_index, "in [-2^31, 2^31)", -2**31 <= self.ignore_index < 2**31)
-        _check("label_smoothing", self.label_smoothing, "in [0, 1]", 0 <= self.label_smoothing <= 1)
-        _check("z_loss", self.z_loss, "finite and not negative", 0 <= self.z_loss < math.inf)
-        _check("softcap", self.softcap, "0, or finite and at least 1.18e-38",
-               self.softcap == 0 or 1.18e-38 <= self.softcap < math.inf)
-        _check("logit_scale", self.logit_scale, "finite and not 0",
-               math.isfinite(self.logit_scale) and self.logit_scale != 0)
-        if self.gradients is not None:
-            enum_value("gradients", GRADIENTS, self.gradients)
-        if self.filter_epsilon is not None:
-            _check("filter_epsilon", self.filter_epsilon, "in [0, 1)", 0 <= self.filter_epsilon < 1)
-        if self.sample_threshold is not None:
-            _check("sample_threshold", self.sample_threshold, "in [1e-30, 1]", 1e-30 <= self.sample_threshold <= 1)
-        if self.max_gradient_error is not None:
-            _check("max_gradient_error", self.max_gradient_error, "finite and not negative",
-                   0 <= self.max_gradient_error < math.inf)
-        if self.rest is not None:
-            enum_value("rest", RESTS, self.rest)
-            _check("label_smoothing", self.label_smoothing, "0 with rest", self.label_smoothing == 0)
-            for name, value in (("use_class_weights", self.use_class_weights or None), ("objective", self.objective),
-                                ("distillation", self.distillation)):
-                if value is not None:
-                    raise errors.InvalidArgument(f"{name} is {value}; it must be absent with rest")
-        if self.objective is not None:
-            _check("label_smoothing", self.label_smoothing, "0 with an objective", self.label_smoothing == 0)
-            if self.use_class_weights:
-                raise errors.InvalidArgument("use_class_weights is True; it must be False with an objective")
-            if self.distillation is not None:
-                raise errors.InvalidArgument(f"objective is {self.objective}; it must be None with distillation")
 
     def to_proto(self) -> loss_pb2.LossOptions:
-        """Each field under its own name; None is absent."""
-        values: dict[str, Any] = {option.name: getattr(self, option.name) for option in fields(self)}
-        values["use_class_weights"] = bool(self.use_class_weights)
-        values["refuse_unlisted"] = bool(self.refuse_unlisted)
-        if self.gradients is not None:
-            values["gradients"] = GRADIENTS[self.gradients]
-        if self.rest is not None:
-            values["rest"] = RESTS[self.rest]
-        if self.objective is not None:
-            values["objective"] = self.objective.to_proto()
-        if self.distillation is not None:
-            values["distillation"] = self.distillation.to_proto()
-        return loss_pb2.LossOptions(**values)
-
-
-_MAY_BE_NONE = (
-    "gradients", "filter_epsilon", "sample_threshold", "max_gradient_error", "objective", "rest", "distillation")
-
-
-def _check_type(name: str, value: Any, default: Any) -> None:
-    """TypeError, naming the option and its value, unless it has the kind of value that the option takes."""
-    if value is None and name in _MAY_BE_NONE:
-        return
-    if name in ("gradients", "rest"):
-        kind, ok = "a str", isinstance(value, str)
-    elif name == "objective":
-        kind, ok = "a lossd.Objective", isinstance(value, Objective)
-    elif name == "distillation":
-        kind, ok = "a lossd.Distillation", isinstance(value, Distillation)
-    elif isinstance(default, bool):
-        kind, ok = "a bool", isinstance(value, (bool, np.bool_))
-    elif name == "ignore_index":
-        kind, ok = "an int", isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    else:
-        kind, ok = "a number", isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not ok:
-        raise TypeError(f"{name} is {value!r}; it must be {kind}")
-
-
-def _check(field_name: str, value: float, rule: str, holds: bool) -> None:
-    if not holds:
-        raise errors.InvalidArgument(f"{field_name} is {value}; it must be {rule}")
+        return loss_pb2.LossOptions(**self._values())
 
 
 @dataclass(frozen=True)
@@ -327,11 +307,9 @@ class Depth:
     normalizer: float | None = None
 
     def __post_init__(self) -> None:
-        _check("depth.rows", self.rows, "a whole number that is not negative",
-               isinstance(self.rows, (int, np.integer)) and not isinstance(self.rows, bool) and self.rows >= 0)
-        _check("depth.weight", self.weight, "finite and not negative", 0 <= self.weight < math.inf)
-        if self.normalizer is not None:
-            _check("depth.normalizer", self.normalizer, "finite and not negative", 0 <= self.normalizer < math.inf)
+        for name, allowed in (("rows", _COUNT), ("weight", _NOT_NEGATIVE), ("normalizer", _NOT_NEGATIVE)):
+            if (value := getattr(self, name)) is not None or name != "normalizer":
+                allowed.check(f"depth.{name}", value)
 
 
 @dataclass(frozen=True)
