@@ -227,10 +227,10 @@ def draw_real_model(path):
     apart.set(ylabel=f"minus {first}", xlabel="step")
     speed.set(xlim=(0, 1.6 * fastest), xlabel="thousand tokens a second and GPU")
     speed.invert_yaxis()
-    memory.set(ylim=(0, 1.6 * most), ylabel="memory of a GPU, GiB")
+    memory.set(ylim=(0, 1.75 * most), ylabel="memory of a GPU, GiB")
     memory.set_xticks([])
     loss.legend()
-    memory.legend(fontsize=7, loc="upper right", ncols=len(parts))
+    memory.legend(fontsize=7, loc="upper right")
     for axes in (loss, apart):
         axes.grid(alpha=0.3)
     return figure

@@ -115,6 +115,8 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
     parser.add_argument("--threads", type=int, default=1, help="of a rank on the CPU")
     parser.add_argument("--tolerance", type=float,
                         help="of losses in nats, and of gradient norms relatively [0.02, on the CPU 1e-4]")
+    parser.add_argument("--compared_steps", type=int, help="the first ones, whose losses must agree: AdamW makes another run of the "
+                        "smallest difference in time [all]")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a configuration is given up")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which none is started any more")
     parser.add_argument("--parts", type=Path,
@@ -139,6 +141,8 @@ def parse_arguments(given: list[str] | None = None, description: str | None = No
     for name in ("layers", "sequences", "microbatches", "warm_up", "steps", "threads", "most_splits", "text_bytes"):
         if getattr(arguments, name) < 1:
             parser.error(f"{name} is {getattr(arguments, name)}; it must be positive")
+    if arguments.compared_steps is not None and arguments.compared_steps < 1:
+        parser.error(f"compared_steps is {arguments.compared_steps}; it must be positive")
     if arguments.lr_warm_up < 0:
         parser.error(f"lr_warm_up is {arguments.lr_warm_up}; it must not be negative")
     available = torch.cuda.device_count() if arguments.device == "cuda" else 4
@@ -245,9 +249,10 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
     return found
 
 
-def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
-    """How far configurations are from the first exact one that is tied, or not, as they are: in losses, in nats, at most over all
-    steps; and in gradient norms of the first step, relatively. AdamW would hide a factor of gradients from losses."""
+def compare(entries: list[dict[str, Any]], tolerance: float, steps: int | None = None) -> dict[str, Any]:
+    """How far configurations are from the first exact one that is tied, or not, as they are: in losses, in nats, at most over the
+    first `steps` steps, or all; and in gradient norms of the first step, relatively. AdamW would hide a factor of gradients from
+    losses."""
     ran = [entry for entry in entries if "losses" in entry]
     references = {tied: next((entry for entry in ran if entry["exact"] and is_tied(entry) == tied), None) for tied in (False, True)}
     apart = {}
@@ -255,7 +260,7 @@ def compare(entries: list[dict[str, Any]], tolerance: float) -> dict[str, Any]:
         if (reference := references[is_tied(entry)]) is None:
             continue
         norms = reference["gradient_norms"]
-        apart[entry["name"]] = {"losses": float(np.abs(np.subtract(entry["losses"], reference["losses"])).max()),
+        apart[entry["name"]] = {"losses": float(np.abs(np.subtract(entry["losses"], reference["losses"])[:steps]).max()),
                                 **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}}
     agree = all(value <= tolerance for entry in ran if entry["exact"] for value in apart[entry["name"]].values())
     first = references[False] or references[True]
@@ -573,7 +578,7 @@ def main() -> None:
             entry["plan"]["measured_over_predicted"] = entry["step_seconds"] / entry["plan"]["step_seconds"]
             entry["plan"]["measured_over_least"] = entry["step_seconds"] / entry["plan"]["least_step_seconds"]
         result["configurations"].append(entry)
-        result["agreement"] = compare(result["configurations"], tolerance)
+        result["agreement"] = compare(result["configurations"], tolerance, arguments.compared_steps)
         result["fastest"] = fastest(result["configurations"])
         show(entry)
         if arguments.json:

@@ -23,17 +23,22 @@ _AT_A_TIME = 256  # files that are encoded together, so that memory stays small
 
 
 def read_texts(patterns: list[str], most_bytes: int) -> dict[str, bytes]:
-    """Contents by their digest, in the order of the digests, so that they are mixed; of equal files one. Files that would exceed
-    `most_bytes` together are left out."""
-    paths = sorted({path for pattern in patterns for path in glob.glob(pattern, recursive=True) if Path(path).is_file()})
-    digests = {hashlib.sha256(Path(path).read_bytes()).hexdigest(): path for path in paths}
-    texts, total = {}, 0
-    for digest in sorted(digests):
-        text = Path(digests[digest]).read_bytes()
-        if text and total + len(text) <= most_bytes:
-            texts[digest] = text
-            total += len(text)
+    """Contents by their digest, of equal files one. Files that would exceed `most_bytes` together are left out. The order is that of
+    digests of the paths, so that files of all folders are mixed."""
+    paths = {path for pattern in patterns for path in glob.glob(pattern, recursive=True) if Path(path).is_file()}
+    texts: dict[str, bytes] = {}
+    total = 0
+    for path in sorted(paths, key=_digest):
+        if 0 < Path(path).stat().st_size <= most_bytes - total:
+            text = Path(path).read_bytes()
+            if (digest := hashlib.sha256(text).hexdigest()) not in texts:
+                texts[digest] = text
+                total += len(text)
     return texts
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def tokenize(patterns: list[str], most_bytes: int, vocab_size: int, folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -45,8 +50,7 @@ def tokenize(patterns: list[str], most_bytes: int, vocab_size: int, folder: Path
         raise ValueError(f"text is {','.join(patterns)}; no file of at most {most_bytes} bytes matches")
     if vocab_size < 257:
         raise ValueError(f"vocab_size is {vocab_size}; bytes and the end of a file need 257")
-    digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
-    path = folder / f"tokens-{vocab_size}-{digest}.npy"
+    path = folder / f"tokens-{vocab_size}-{_digest(''.join(texts))[:16]}.npy"
     notes = path.with_suffix(".json")
     if not (path.exists() and notes.exists()):
         folder.mkdir(parents=True, exist_ok=True)

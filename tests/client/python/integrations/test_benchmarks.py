@@ -397,7 +397,8 @@ def test_bad_arguments_of_the_pipelines(pipeline_bench, capsys):
                                (["--model=llama-3.2-1b", "--shape=gemma2-2b"], "there can be one of them"),
                                (["--model=llama-3.2-1b", "--heads=6"], "heads is 6"),
                                (["--model=llama-3.2-1b", "--hidden_size=100"], "hidden_size is 100"),
-                               (["--lr_warm_up=-1"], "lr_warm_up is -1"), (["--text_bytes=0"], "text_bytes is 0")):
+                               (["--lr_warm_up=-1"], "lr_warm_up is -1"), (["--compared_steps=0"], "compared_steps is 0"),
+                               (["--text_bytes=0"], "text_bytes is 0")):
         with pytest.raises(SystemExit):
             pipeline_bench.parse_arguments(["--device=cpu", *arguments])
         assert message in capsys.readouterr().err
@@ -483,6 +484,8 @@ def test_losses_and_norms_that_disagree_are_found(pipeline_bench):
                                                        "b": {"losses": 1.0, "layers": 0.0, "head": 0.0}}, "agree": True}
     for other in (entry("c", True, 5.0, 3.98), entry("c", True, 5.0, float("nan")), entry("c", True, 5.0, 4.0, head=2.04)):
         assert not pipeline_bench.compare([*entries, other], 0.01)["agree"]
+    assert pipeline_bench.compare([*entries, entry("c", True, 5.005, 3.98)], 0.01, 1)["agree"]
+    assert not pipeline_bench.compare([*entries, entry("c", True, 5.02, 4.0)], 0.01, 1)["agree"]
 
 
 def measure_divided_classes(rank, seed):
