@@ -137,14 +137,6 @@ absl::Span<const double> Last(absl::Span<const double> values, size_t count) {
   return values.subspan(values.size() - std::min(count, values.size()));
 }
 
-std::string Bar(double share, size_t width) {
-  const auto filled =
-      static_cast<size_t>(std::lround(std::clamp(share, 0.0, 1.0) * static_cast<double>(width)));
-  std::string bar;
-  for (size_t i = 0; i < width; ++i) bar += i < filled ? "█" : "░";
-  return bar;
-}
-
 // ---- Text on a terminal ----
 
 size_t DisplayWidth(absl::string_view text) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text for people, and JSON for scripts: numbers, bars, tables and lists of fields, their colours, and the
-// environment variables that say how text looks. Functions are thread-safe as long as nothing changes the
-// environment; the classes are thread-compatible.
+// Text for people, and JSON for scripts: numbers, small charts, tables and lists of fields, their colours,
+// and the environment variables that say how text looks. Functions are thread-safe as long as nothing changes
+// the environment; the classes are thread-compatible.
 #ifndef LOSSD_CLIENT_CLI_FORMAT_H_
 #define LOSSD_CLIENT_CLI_FORMAT_H_
 
@@ -47,8 +47,6 @@ std::string Sparkline(absl::Span<const double> values);
 std::string Trendline(absl::Span<const double> values);
 // The last values, at most `count`.
 absl::Span<const double> Last(absl::Span<const double> values, size_t count);
-// A bar of `width` columns, of which `share`, in [0, 1], are filled.
-std::string Bar(double share, size_t width);
 
 // Columns on a terminal: code points, counting escape sequences as nothing.
 size_t DisplayWidth(absl::string_view text);

@@ -241,13 +241,6 @@ void Server::OnDeviceLost(const absl::Status& status) {
   options_.on_device_lost(status);
 }
 
-std::shared_ptr<grpc::Channel> Server::InProcessChannel() {
-  grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(-1);
-  arguments.SetMaxSendMessageSize(-1);
-  return grpc_->InProcessChannel(arguments);
-}
-
 bool Server::Drain(absl::Time deadline) {
   bool clean = true;
   std::call_once(drained_, [&] {

@@ -31,7 +31,6 @@
 #include "server/metrics/http_server.h"
 
 namespace grpc {
-class Channel;
 class Server;
 }  // namespace grpc
 
@@ -115,8 +114,6 @@ class Server {
   std::string grpc_address() const;
   std::string http_address() const;
   uint64_t incarnation() const { return engine_->incarnation(); }
-  // A channel without a network.
-  std::shared_ptr<grpc::Channel> InProcessChannel();
   engine::EngineStats stats() const { return engine_->stats(); }
   // What /livez says: OK, or UNAVAILABLE and why. Takes no lock.
   absl::Status Live() const;

@@ -98,8 +98,6 @@ TEST(FormatTest, TrendlinesGoFromTheSmallestToTheLargest) {
   EXPECT_EQ(Trendline({2, std::nan(""), 3, 2.5}), "▁x█▅");
   EXPECT_EQ(Last({1, 2, 3}, 2).size(), 2u);
   EXPECT_EQ(Last({1, 2, 3}, 9).size(), 3u);
-  EXPECT_EQ(Bar(0.5, 4), "██░░");
-  EXPECT_EQ(Bar(7, 2), "██");
 }
 
 TEST(FormatTest, LinesAreCutToTheTerminal) {

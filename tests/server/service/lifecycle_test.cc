@@ -394,15 +394,6 @@ TEST(LifecycleTest, PortThatIsTaken) {
   EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable) << second.status();
 }
 
-TEST(LifecycleTest, InProcessChannel) {
-  TestServer server;
-  const auto client = TestClient::Over(server.server().InProcessChannel());
-  ASSERT_NO_FATAL_FAILURE(CreateHead(*client));
-  const LossAnswers answers = RunMicrobatch(*client, 40, 1);
-  EXPECT_TRUE(answers.status.ok()) << answers.status;
-  EXPECT_EQ(answers.slices.size(), 3u);
-}
-
 // ---- Who may use a region ----
 // Regions of shared memory, of the host and of a GPU that is played, on a server that asks who calls: one
 // belongs to the identity that names it first, and others learn nothing of it.
