@@ -133,7 +133,9 @@ def _kinds(rule: Any) -> tuple[Any, str]:
 def _sent(value: Any, rule: Any) -> Any:
     if isinstance(value, _Options):
         return value.to_proto()  # type: ignore[attr-defined]
-    return value if value is None else rule[value] if isinstance(rule, Mapping) else bool(value) if rule is bool else value
+    if isinstance(rule, Mapping) and value is not None:
+        return rule[value]
+    return bool(value) if rule is bool else value
 
 
 _RATIO_KINDS = ("importance_sampling", "ppo", "cispo")
