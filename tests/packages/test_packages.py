@@ -185,7 +185,7 @@ def test_programs_run_as_themselves(installed: Path, tmp_path: Path) -> None:
 def test_the_quickstart_learns(installed: Path, tmp_path: Path) -> None:
     told = run(installed / "bin/python", "-m", "lossd.quickstart", "--steps=120", "--seconds=600", cwd=tmp_path)
     assert "started a server in this process" in told
-    found = run(installed / "bin/python", "-c", "from lossd import _embedded; print(_embedded._library_path())").strip()
+    found = run(installed / "bin/python", "-c", "from lossd import _native; print(_native._library_path())").strip()
     assert Path(found).resolve().is_relative_to(installed.resolve()) and Path(found).name == "liblossd.so"
     assert "the model has learnt: yes" in told
     assert "█" in told and "120 steps" in told
