@@ -222,7 +222,8 @@ absl::Status Leader::AwaitAll() {
     clocks::AwaitFor(mutex_, absl::Condition(&news), kLook);
     seen = workers_.size();
     if (seen == static_cast<size_t>(options_.ranks) - 1) {
-      // Under the same lock: a worker that goes from now on is lost, so that all that are connected are there.
+      // Under the same lock: a worker that goes from now on is lost, so that all that are connected are
+      // there.
       forming_ = false;
       formed_ = true;
       return absl::OkStatus();
