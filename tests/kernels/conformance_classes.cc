@@ -9,6 +9,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "tests/kernels/backend_conformance.h"
 #include "tests/kernels/chunk_run.h"
@@ -48,6 +49,18 @@ std::vector<int32_t> Order(const std::vector<float>& logits) {
   return order;
 }
 
+// That every row has the classes that its slice wants, in the order of these logits.
+void ExpectTopInOrder(const Problem& problem, const ChunkRun& run, const std::vector<float>& logits) {
+  const std::vector<int32_t> order = Order(logits);
+  for (size_t s = 0; s < problem.slices.size(); ++s) {
+    const auto k = static_cast<size_t>(problem.slices[s].top_k);
+    const std::vector<int32_t>& got = run.slices[s].top_classes;
+    for (size_t i = 0; i < got.size(); ++i) {
+      ASSERT_EQ(got[i], order[i % k]) << "slice " << s << " rank " << i % k;
+    }
+  }
+}
+
 }  // namespace
 
 TEST_P(BackendConformance, ClassesOfShapesThatNoTileDivides) {
@@ -78,15 +91,9 @@ TEST_P(BackendConformance, TopClassesWithTies) {
         ASSERT_NE(head, nullptr);
         const ChunkRun run = RunChunk(*head, problem);
         ASSERT_TRUE(run.done.ok()) << run.done;
-        const std::vector<int32_t> order = Order(logits);
-        for (size_t s = 0; s < problem.slices.size(); ++s) {
-          const auto k = static_cast<size_t>(problem.slices[s].top_k);
-          const std::vector<int32_t>& got = run.slices[s].top_classes;
-          for (size_t i = 0; i < got.size(); ++i) {
-            ASSERT_EQ(got[i], order[i % k]) << "V " << vocab << " kinds " << kinds << " rank " << i % k;
-          }
-          EXPECT_EQ(run.slices[s].argmax[0], order[0]);
-        }
+        SCOPED_TRACE(absl::StrCat("V ", vocab, " kinds ", kinds));
+        ASSERT_NO_FATAL_FAILURE(ExpectTopInOrder(problem, run, logits));
+        for (const SliceOutputs& slice : run.slices) EXPECT_EQ(slice.argmax[0], Order(logits)[0]);
         RunAndCompare(backend(), {problem});
       }
     }
@@ -108,10 +115,7 @@ TEST_P(BackendConformance, TopClassesOfSortedLogits) {
     ASSERT_NE(head, nullptr);
     const ChunkRun run = RunChunk(*head, problem);
     ASSERT_TRUE(run.done.ok()) << run.done;
-    const std::vector<int32_t> order = Order(logits);
-    for (size_t i = 0; i < run.slices[0].top_classes.size(); ++i) {
-      ASSERT_EQ(run.slices[0].top_classes[i], order[i % kMostTopClasses]) << i;
-    }
+    ASSERT_NO_FATAL_FAILURE(ExpectTopInOrder(problem, run, logits));
   }
 }
 
@@ -140,13 +144,7 @@ TEST_P(BackendConformance, TopClassesOfAManyThousand) {
     ASSERT_NE(head, nullptr);
     const ChunkRun run = RunChunk(*head, problem);
     ASSERT_TRUE(run.done.ok()) << run.done;
-    const std::vector<int32_t> order = Order(logits);
-    for (size_t s = 0; s < problem.slices.size(); ++s) {
-      const auto k = static_cast<size_t>(problem.slices[s].top_k);
-      const std::vector<int32_t>& got = run.slices[s].top_classes;
-      for (size_t i = 0; i < got.size(); ++i)
-        ASSERT_EQ(got[i], order[i % k]) << "slice " << s << " rank " << i;
-    }
+    ASSERT_NO_FATAL_FAILURE(ExpectTopInOrder(problem, run, logits));
     RunAndCompare(backend(), {problem});
   }
 }
