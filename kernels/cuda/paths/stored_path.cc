@@ -148,26 +148,27 @@ bool StagedLogits::UsesSpare(const ChunkJob& job, Kept kept) const {
   return std::any_of(blocks.begin(), blocks.end(), [](const StagedBlock& block) { return block.in_spare; });
 }
 
-absl::Status StagedLogits::ForEachBlock(
-    const ChunkJob& job, Kept kept,
-    absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)> step) const {
+absl::Status StagedLogits::ForEachBlock(const ChunkJob& job, Kept kept, BlockStep step) const {
+  for (const StagedBlock& block : Blocks(job.padded_rows(), kept)) {
+    LOSSD_RETURN_IF_ERROR(ComputeBlock(job, block.begin, block.rows, At(block), step));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StagedLogits::ComputeBlock(const ChunkJob& job, int64_t begin, int64_t count, void* at,
+                                        BlockStep step) const {
   Device& device = *context_.device;
   const HeadSizes& sizes = context_.sizes;
   const auto* const hidden = static_cast<const uint8_t*>(job.hidden);
-  for (const StagedBlock& block : Blocks(job.padded_rows(), kept)) {
-    const RowBlock rows = {block.begin, job.in.Block(block.begin, block.rows), job.out.From(block.begin)};
-    const LogitMatrix logits = {At(block), DType::kFloat32, sizes.padded_vocab, sizes.vocab};
-    if (rows.in.rows > 0) {
-      LOSSD_RETURN_IF_ERROR(
-          device.gemms().Run(shapes_.Logits(block.rows, sizes.padded_vocab),
-                             {.a = context_.weight(),
-                              .b = hidden + block.begin * sizes.padded_hidden * sizes.element,
-                              .c = logits.data},
-                             device.gemm_workspace(), device.compute()));
-    }
-    LOSSD_RETURN_IF_ERROR(step(rows, logits));
+  const RowBlock rows = {begin, job.in.Block(begin, count), job.out.From(begin)};
+  const LogitMatrix logits = {at, DType::kFloat32, sizes.padded_vocab, sizes.vocab};
+  if (rows.in.rows > 0) {
+    LOSSD_RETURN_IF_ERROR(device.gemms().Run(
+        shapes_.Logits(count, sizes.padded_vocab),
+        {.a = context_.weight(), .b = hidden + begin * sizes.padded_hidden * sizes.element, .c = logits.data},
+        device.gemm_workspace(), device.compute()));
   }
-  return absl::OkStatus();
+  return step(rows, logits);
 }
 
 GemmShape StagedLogits::LargestGemm() const {
@@ -267,25 +268,12 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
   return staged_.ForEachBlock(job, KeptOf(job), step);
 }
 
-absl::Status StoredPath::ForEachBlockBesideTeacher(
-    const ChunkJob& job, absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)> step) const {
-  const HeadSizes& sizes = context_.sizes;
+absl::Status StoredPath::ForEachBlockBesideTeacher(const ChunkJob& job, StagedLogits::BlockStep step) const {
   const int64_t most = RowsBesideTeacher(job, context_.config.compute_dtype);
   // The teacher's logits are the first `most` rows of its memory.
-  const LogitMatrix logits = {job.teacher->logits + most * job.teacher->padded_vocab, DType::kFloat32,
-                              sizes.padded_vocab, sizes.vocab};
-  const auto* const hidden = static_cast<const uint8_t*>(job.hidden);
+  float* const logits = job.teacher->logits + most * job.teacher->padded_vocab;
   for (const RowSpan& part : PartsOf(job.padded_rows(), most)) {
-    const RowBlock rows = {part.begin, job.in.Block(part.begin, part.rows), job.out.From(part.begin)};
-    if (rows.in.rows > 0) {
-      LOSSD_RETURN_IF_ERROR(
-          context_.device->gemms().Run(shapes_.Logits(part.rows, sizes.padded_vocab),
-                                       {.a = context_.weight(),
-                                        .b = hidden + part.begin * sizes.padded_hidden * sizes.element,
-                                        .c = logits.data},
-                                       context_.device->gemm_workspace(), context_.device->compute()));
-    }
-    LOSSD_RETURN_IF_ERROR(step(rows, logits));
+    LOSSD_RETURN_IF_ERROR(staged_.ComputeBlock(job, part.begin, part.rows, logits, step));
   }
   return absl::OkStatus();
 }

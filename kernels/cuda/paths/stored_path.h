@@ -106,10 +106,14 @@ class StagedLogits {
   std::vector<int64_t> BlockRows(const ChunkJob& job, Kept kept) const;
   // Whether the logits of some rows lie in Region::kHiddenGradient.
   bool UsesSpare(const ChunkJob& job, Kept kept) const;
-  // Enqueues the logits of each block and then calls step with them, which enqueues what becomes of them.
-  // Region::kHiddenGradient may be written if it is used.
-  absl::Status ForEachBlock(const ChunkJob& job, Kept kept,
-                            absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)> step) const;
+  // Enqueues what becomes of the logits of a block of rows.
+  using BlockStep = absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)>;
+  // Enqueues the logits of each block and then calls step with them. Region::kHiddenGradient may be written
+  // if it is used.
+  absl::Status ForEachBlock(const ChunkJob& job, Kept kept, BlockStep step) const;
+  // Likewise of these padded rows, whose logits lie at `at`.
+  absl::Status ComputeBlock(const ChunkJob& job, int64_t begin, int64_t count, void* at,
+                            BlockStep step) const;
 
   // The product of the largest block of a full chunk, and where its result lies.
   GemmShape LargestGemm() const;
