@@ -9,7 +9,6 @@
 #define LOSSD_KERNELS_EXCHANGE_TIMES_H_
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <memory>
@@ -23,7 +22,6 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "kernels/backend.h"
-#include "kernels/clocks/clock.h"
 
 namespace lossd::kernels {
 
@@ -120,8 +118,6 @@ class TimedReplicas final : public Replicas {
   const std::unique_ptr<Replicas> replicas_;
   const std::vector<ExchangeClocks*> clocks_;
 };
-
-using clocks::Heartbeat;
 
 }  // namespace lossd::kernels
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of device_choice.h, exchange_times.h and host_memory.h: which device is chosen, how GPUs are shared,
-// heartbeats, the clock of busy time, and what memory a process can have on systems of many kinds.
+// the clock of busy time, and what memory a process can have on systems of many kinds.
 #include "kernels/device_choice.h"
 
 #include <gmock/gmock.h>
@@ -110,18 +110,6 @@ TEST_F(GpuSharingTest, UnderMpsItSaysPriorityAndShare) {
     setenv(kShare, all, 1);
     EXPECT_EQ(GpuSharing(true), "MPS, client priority 1 (below normal)") << all;
   }
-}
-
-// ---- Heartbeat ----
-
-TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
-  Heartbeat beating;
-  Heartbeat silent;
-  absl::SleepFor(absl::Milliseconds(50));
-  beating.Beat();
-  const absl::Duration since_the_beat = beating.Silence();
-  EXPECT_GE(since_the_beat, absl::ZeroDuration());
-  EXPECT_GE(silent.Silence(), since_the_beat + absl::Milliseconds(50));
 }
 
 // ---- Busy clock ----

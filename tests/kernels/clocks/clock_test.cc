@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests of clock.h: the steady clock, and waits until a time.
+// Tests of clock.h: the steady clock, heartbeats, and waits until a time.
 #include "absl/time/clock.h"
 
 #include <gtest/gtest.h>
@@ -35,6 +35,16 @@ TEST(ClockTest, TheWallClockMovesAndTheSteadyOneDoesNot) {
 TEST(ClockTest, InfiniteTimesStay) {
   EXPECT_EQ(OnTheWall(absl::InfiniteFuture()), absl::InfiniteFuture());
   EXPECT_EQ(OnTheWall(absl::InfinitePast()), absl::InfinitePast());
+}
+
+TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
+  Heartbeat beating;
+  Heartbeat silent;
+  absl::SleepFor(absl::Milliseconds(50));
+  beating.Beat();
+  const absl::Duration since_the_beat = beating.Silence();
+  EXPECT_GE(since_the_beat, absl::ZeroDuration());
+  EXPECT_GE(silent.Silence(), since_the_beat + absl::Milliseconds(50));
 }
 
 }  // namespace
