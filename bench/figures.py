@@ -206,6 +206,7 @@ def draw_real_model(path):
     first = next(iter(runs))
     figure.suptitle(f"{result['settings']['model']}, random weights, {result['settings']['gpus']} x {result['card']}, {result['date']}")
     parts = (("tensors of the trainer, at most", 1.0), ("kept by torch beyond", 0.3), ("head of lossd, and CUDA", 0.6))
+    places = {}
     for i, (name, entry) in enumerate(runs.items()):
         style = ("-", "--", ":")[i % 3]
         loss.plot(entry["losses"], style, color=f"C{i}", linewidth=1.4, label=name)
@@ -220,15 +221,16 @@ def draw_real_model(path):
                 memory.bar(place, size, bottom=begin, color=f"C{i}", alpha=alpha, edgecolor="white",
                            label=label if i == 0 and trainer["stage"] == 0 else None)
                 begin += size
-            memory.text(place, begin, f"{begin:.1f}\nGPU {trainer['stage']}", ha="center", va="bottom", fontsize=8)
+            memory.text(place, begin, f"{begin:.1f}", ha="center", va="bottom", fontsize=8)
+            places[place] = trainer["stage"]
     most = max(sum(memory_of(each)) for entry in runs.values() for each in entry["memory"] if each["role"] == "trainer")
     fastest = max(entry["tokens_per_second_and_gpu"] for entry in runs.values()) / 1e3
     loss.set(ylabel="loss, nats a token", xlabel="step")
     apart.set(ylabel=f"minus {first}", xlabel="step")
     speed.set(xlim=(0, 1.6 * fastest), xlabel="thousand tokens a second and GPU")
     speed.invert_yaxis()
-    memory.set(ylim=(0, 1.75 * most), ylabel="memory of a GPU, GiB")
-    memory.set_xticks([])
+    memory.set(ylim=(0, 1.75 * most), ylabel="memory of a GPU, GiB", xlabel="GPU")
+    memory.set_xticks(list(places), list(places.values()))
     loss.legend()
     memory.legend(fontsize=7, loc="upper right")
     for axes in (loss, apart):
@@ -242,6 +244,7 @@ FIGURES = {
     "error-time-h200.svg": (("h200/loss_by_data.json", "h200/peers_real.json"), draw_error_time),
     "loss-curves-h200.svg": (("h200/loss_curves.csv",), draw_curves),
     "pipeline-h200.svg": (("h200/pipeline.json",), draw_pipeline),
+    "real-model-h200.svg": (("h200/real_model.json",), draw_real_model),
     "sweeps-h200.svg": (("h200/sweeps.csv",), draw_sweeps),
     "trainer-memory.svg": (("published_memory.json", "trainer_memory.json"), draw_trainer_memory),
 }
