@@ -24,8 +24,8 @@ namespace {
 constexpr const char* kSecretKey = "lossd-rank-secret";
 constexpr int64_t kMebibyte = int64_t{1} << 20;
 // Bytes that a row has beside its hidden state, with all inputs or all results, over those of the smallest
-// hidden state, which has two.
-constexpr int64_t kMostOverhead = 12;
+// hidden state, which has two; and those of the teacher's, which is at most kMostTeacherHidden as large.
+constexpr int64_t kMostOverhead = 12 + kMostTeacherHidden;
 // A row of a tensor has at most 2^24 floats.
 constexpr int64_t kLargestRow = 64 * kMebibyte;
 

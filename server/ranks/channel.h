@@ -31,6 +31,9 @@ struct ChannelLimits {
   absl::Duration silence = absl::Seconds(30);
 };
 
+// How many times as large as the student's a hidden state of a teacher may be.
+inline constexpr int64_t kMostTeacherHidden = 16;
+
 // The largest message: a slice with all that its rows may have, or a row of a tensor.
 int64_t MaxMessageBytes(const ChannelLimits& limits);
 

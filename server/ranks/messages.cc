@@ -433,6 +433,15 @@ absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t l
   return absl::OkStatus();
 }
 
+void PutTeacherHidden(const Slice& slice, size_t length, FindPlace find, v1::ChunkSlice* message) {
+  if (length == 0) return;
+  if (std::optional<v1::RowsPlace> place = find(slice.teacher_hidden, length)) {
+    *message->mutable_teacher_hidden_at() = *std::move(place);
+  } else {
+    message->mutable_teacher_hidden()->assign(static_cast<const char*>(slice.teacher_hidden), length);
+  }
+}
+
 // As many bytes as the rows have, which the message brings or names.
 absl::Status CheckHidden(const v1::ChunkSlice& message, size_t bytes) {
   const size_t want = message.has_hidden_at() || message.without_hidden() ? 0 : bytes;
@@ -440,12 +449,19 @@ absl::Status CheckHidden(const v1::ChunkSlice& message, size_t bytes) {
   return WrongLength("hidden states", want, message.hidden().size());
 }
 
+absl::Status CheckTeacherHidden(const v1::ChunkSlice& message, size_t bytes) {
+  const size_t want = message.has_teacher_hidden_at() ? 0 : bytes;
+  if (message.teacher_hidden().size() == want) return absl::OkStatus();
+  return WrongLength("hidden states of the teacher", want, message.teacher_hidden().size());
+}
+
 }  // namespace
 
-v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head) {
+v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head, uint64_t teacher) {
   v1::ChunkStart start;
   start.set_chunk(id);
   start.set_head(head);
+  start.set_teacher(teacher);
   *start.mutable_options() = ToProto(chunk.options);
   start.set_hidden_dtype(static_cast<uint32_t>(chunk.hidden_dtype));
   start.set_accumulate_gradients(chunk.accumulate_gradients);
@@ -458,14 +474,15 @@ v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head) 
   return start;
 }
 
-absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slice& slice, size_t row_bytes,
-                                         bool is_part, FindPlace find) {
+absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slice& slice,
+                                         const RowBytes& row_bytes, bool is_part, FindPlace find) {
   v1::ChunkSlice message;
   message.set_rows(slice.rows);
-  const size_t length = static_cast<size_t>(slice.rows) * row_bytes;
+  const size_t length = static_cast<size_t>(slice.rows) * row_bytes.hidden;
   message.set_without_hidden(chunk.options.embedding == kernels::Embedding::kRows);
   PlaceGradients(slice, length, is_part, find, &message);
   LOSSD_RETURN_IF_ERROR(PutHidden(chunk, slice, length, is_part, find, &message));
+  PutTeacherHidden(slice, static_cast<size_t>(slice.rows) * row_bytes.teacher, find, &message);
   Put(slice.targets, slice.rows, message.mutable_targets());
   Put(slice.row_weights, slice.rows, message.mutable_row_weights());
   Put(slice.accumulate, slice.rows, message.mutable_accumulate());
@@ -551,16 +568,21 @@ bool NeedsOwnMemory(const v1::ChunkSlice& message) {
   return message.rows() > 0 && (brings_hidden || writes_gradients);
 }
 
-absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const SliceMemory& memory,
+absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, const RowBytes& row_bytes, const SliceMemory& memory,
                               v1::SliceResults& results) {
   const int64_t rows = message.rows();
-  const size_t bytes = static_cast<size_t>(rows) * row_bytes;
+  const size_t bytes = static_cast<size_t>(rows) * row_bytes.hidden;
   LOSSD_RETURN_IF_ERROR(CheckHidden(message, bytes));
+  LOSSD_RETURN_IF_ERROR(CheckTeacherHidden(message, static_cast<size_t>(rows) * row_bytes.teacher));
   Slice slice;
   slice.rows = rows;
   if (!message.without_hidden()) slice.hidden = memory.hidden == nullptr ? memory.own : memory.hidden;
   if (!message.hidden().empty()) std::memcpy(memory.own, message.hidden().data(), bytes);
   message.clear_hidden();
+  if (row_bytes.teacher > 0) {
+    slice.teacher_hidden =
+        memory.teacher_hidden == nullptr ? message.teacher_hidden().data() : memory.teacher_hidden;
+  }
   absl::Status status = Get("targets", message.targets(), rows, slice.targets);
   status.Update(Get("row weights", message.row_weights(), rows, slice.row_weights));
   status.Update(Get("accumulate", message.accumulate(), rows, slice.accumulate));

@@ -64,17 +64,26 @@ head::ManifestShard FromProto(const v1::FileLine& line);
 
 absl::StatusOr<kernels::Gradients> GradientsOf(uint32_t value);
 
-// ---- Chunks and their slices: the leader's side ----
-v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head);
+// ---- Chunks and their slices ----
+
+// Bytes of a row of hidden states.
+struct RowBytes {
+  size_t hidden = 0;
+  size_t teacher = 0;  // of the teacher's; 0: there is none
+};
+
+// ---- The leader's side ----
+// `head`, `teacher`: their numbers at the worker; teacher 0: there is none.
+v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head, uint64_t teacher);
 // Where bytes lie in memory that the worker has mapped; nullopt: in none.
 using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* begin, size_t bytes)>;
-// `row_bytes`: of a row of hidden states, which may lie in the chunk's retained memory, or are to be kept
-// there, which is done here. UNIMPLEMENTED if the host cannot. Hidden states that have a place are named, and
-// so is where their gradients go; other gradients come with the results. Retained hidden states are copied to
-// the place of their gradients, if that has one. `is_part`: another part of the head delivers the gradients,
-// and keeps hidden states.
+// Hidden states may lie in the chunk's retained memory, or are to be kept there, which is done here.
+// UNIMPLEMENTED if the host cannot. Hidden states that have a place are named, and so is where their
+// gradients go; other gradients come with the results. Retained hidden states are copied to the place of
+// their gradients, if that has one. `is_part`: another part of the head delivers the gradients, and keeps
+// hidden states.
 absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const kernels::Slice& slice,
-                                         size_t row_bytes, bool is_part, FindPlace find);
+                                         const RowBytes& row_bytes, bool is_part, FindPlace find);
 // Writes results to where the slice wants them. `in_place`: the worker was told where the gradients go, and
 // has written them there. INTERNAL if results are not as long as they have to be, or come another way.
 absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool in_place,
@@ -82,22 +91,23 @@ absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool
 // As TakeResults, for a head that is split by vocabulary, whose first part delivers the results.
 void TakePartResults(const v1::SliceResults& results, kernels::Slice& slice);
 
-// ---- Chunks and their slices: the worker's side ----
-// The chunk without its slices.
+// ---- The worker's side ----
+// The chunk without its slices and its teacher.
 absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start);
 // Memory for a slice on the worker.
 struct SliceMemory {
-  void* own = nullptr;          // for hidden states that the message brings, and gradients that have no place
-  void* hidden = nullptr;       // those that the message names; null: it brings them
-  void* grad_hidden = nullptr;  // where the message wants them; null: it names no place
+  void* own = nullptr;     // for hidden states that the message brings, and gradients that have no place
+  void* hidden = nullptr;  // those that the message names; null: it brings them
+  void* teacher_hidden = nullptr;  // likewise
+  void* grad_hidden = nullptr;     // where the message wants them; null: it names no place
 };
 // Whether the slice needs SliceMemory::own.
 bool NeedsOwnMemory(const v1::ChunkSlice& message);
 // The slice, whose inputs lie in the message, whose row results go to `results`. Hidden states that the
 // message brings are copied to `memory.own`, where the gradients go too, unless they have a place. INTERNAL
 // if arrays have not the lengths that they have to have.
-absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, size_t row_bytes, const SliceMemory& memory,
-                                       v1::SliceResults& results);
+absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, const RowBytes& row_bytes,
+                                       const SliceMemory& memory, v1::SliceResults& results);
 // What the slice says of itself after it was computed. `in_place`: its gradients are where the leader wants
 // them.
 void SetResults(const kernels::Slice& slice, size_t row_bytes, bool in_place, v1::SliceResults& results);

@@ -16,6 +16,7 @@
 #include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"
 #include "server/log/log.h"
+#include "server/ranks/channel.h"
 #include "server/ranks/messages.h"
 
 namespace lossd::ranks {
@@ -97,14 +98,27 @@ int64_t RemoteHead::PieceRows(Param param, DType dtype) const {
 }
 
 void RemoteHead::Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) {
-  if (chunk->teacher != nullptr || chunk->options.distillation.used()) {
-    // The message to a worker carries no teacher; without it the chunk would have another loss.
-    const absl::Status refusal = absl::UnimplementedError("distillation between processes is not there yet");
-    callbacks.on_results(refusal);
-    callbacks.on_done(refusal);
-    return;
+  RemoteHeads heads = {.head = id_};
+  if (chunk->teacher != nullptr) heads.teacher = static_cast<const RemoteHead*>(chunk->teacher)->id_;
+  worker_->Submit(heads, chunk, std::move(callbacks));
+}
+
+// Which classes the two have is for the leader's own part to compare: all ranks divide a head in the same
+// way.
+absl::Status RemoteHead::CheckTeacher(const kernels::HeadKernels& teacher) const {
+  constexpr absl::string_view kField = "distillation.teacher";
+  LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), kField));
+  const auto* const other = dynamic_cast<const RemoteHead*>(&teacher);
+  if (other == nullptr || other->worker_ != worker_) {
+    return errors::FieldError(kField, "be a head of the same ranks", "another one");
   }
-  worker_->Submit(id_, chunk, std::move(callbacks));
+  const int64_t most = kMostTeacherHidden * config_.hidden_size;
+  if (other->config_.hidden_size <= most) return absl::OkStatus();
+  return errors::FieldError(kField,
+                            absl::StrCat("have a hidden_size of at most ", most, ", ", kMostTeacherHidden,
+                                         " times the student's, on a server of several processes"),
+                            absl::StrCat("one with hidden_size ", other->config_.hidden_size),
+                            absl::StatusCode::kUnimplemented);
 }
 
 absl::Status RemoteHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,

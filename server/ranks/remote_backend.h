@@ -44,6 +44,8 @@ class RemoteHead final : public kernels::HeadKernels {
   kernels::MemoryBytes memory() const override { return memory_; }
   std::vector<kernels::Choice> Describe() const override { return choices_; }
 
+  // The teacher is a head of the same worker, whose hidden states are not too large for messages.
+  absl::Status CheckTeacher(const kernels::HeadKernels& teacher) const override;
   void Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) override;
   absl::Status ReadTensor(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
                           absl::Span<uint8_t> out) override;

@@ -372,7 +372,7 @@ struct WorkerChunk {
   std::vector<v1::ChunkSlice> messages;
   std::vector<v1::SliceResults> results;
   std::vector<kernels::Slice> slices;
-  size_t row_bytes = 0;
+  RowBytes row_bytes;
   bool is_part = false;                    // of a head that is split by vocabulary
   WorkerBuffers::Buffer buffer;            // null: no slice needs it
   std::vector<MappedRows::Rows> in_place;  // that the slices name
@@ -381,6 +381,10 @@ struct WorkerChunk {
 // Room for `rows` rows in so many slices that are not empty.
 int64_t BufferBytes(int64_t rows, size_t row_bytes, int64_t slices) {
   return rows * static_cast<int64_t>(row_bytes) + slices * static_cast<int64_t>(kAlignment);
+}
+
+size_t RowBytesOf(const kernels::HeadKernels& head, const kernels::Chunk& chunk) {
+  return static_cast<size_t>(head.config().hidden_size) * SizeOf(chunk.hidden_dtype);
 }
 
 bool IsPart(const kernels::HeadKernels& head) { return head.config().split == kernels::Split::kVocabulary; }
@@ -394,14 +398,20 @@ absl::StatusOr<void*> FindRows(const MappedRows* rows, const v1::RowsPlace& plac
   return chunk.in_place.back().data;
 }
 
-absl::StatusOr<SliceMemory> MemoryOf(const v1::ChunkSlice& message, size_t bytes, const MappedRows* rows,
+absl::StatusOr<SliceMemory> MemoryOf(const v1::ChunkSlice& message, const MappedRows* rows,
                                      WorkerChunk& chunk) {
+  const auto count = static_cast<size_t>(message.rows());
+  const size_t bytes = count * chunk.row_bytes.hidden;
   SliceMemory memory;
   if (message.has_hidden_at()) {
     LOSSD_TRY(memory.hidden, FindRows(rows, message.hidden_at(), bytes, chunk));
   }
   if (message.has_grad_hidden_at()) {
     LOSSD_TRY(memory.grad_hidden, FindRows(rows, message.grad_hidden_at(), bytes, chunk));
+  }
+  if (message.has_teacher_hidden_at()) {
+    const size_t of_teacher = count * chunk.row_bytes.teacher;
+    LOSSD_TRY(memory.teacher_hidden, FindRows(rows, message.teacher_hidden_at(), of_teacher, chunk));
   }
   return memory;
 }
@@ -420,8 +430,8 @@ absl::Status FillSlices(const MappedRows* rows, WorkerChunk& chunk) {
   size_t offset = 0;
   for (size_t i = 0; i < chunk.messages.size(); ++i) {
     v1::ChunkSlice& message = chunk.messages[i];
-    const size_t bytes = static_cast<size_t>(message.rows()) * chunk.row_bytes;
-    LOSSD_TRY(SliceMemory memory, MemoryOf(message, bytes, rows, chunk));
+    const size_t bytes = static_cast<size_t>(message.rows()) * chunk.row_bytes.hidden;
+    LOSSD_TRY(SliceMemory memory, MemoryOf(message, rows, chunk));
     if (NeedsOwnMemory(message)) {
       if (offset + bytes > chunk.buffer->bytes().size()) {
         return absl::InternalError("a chunk has too many rows");
@@ -441,7 +451,8 @@ void SendResults(WorkerChunk& chunk, uint64_t id, const absl::Status& status, co
     if (chunk.is_part) {
       SetPartResults(chunk.slices[i], chunk.results[i]);
     } else {
-      SetResults(chunk.slices[i], chunk.row_bytes, chunk.messages[i].has_grad_hidden_at(), chunk.results[i]);
+      SetResults(chunk.slices[i], chunk.row_bytes.hidden, chunk.messages[i].has_grad_hidden_at(),
+                 chunk.results[i]);
     }
     chunk.results[i].set_chunk(id);
     chunk.results[i].set_slice(static_cast<uint32_t>(i));
@@ -616,13 +627,19 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
   const auto chunk = std::make_shared<WorkerChunk>();
   chunk->chunk = made;
   chunk->messages = std::move(slices);
-  chunk->row_bytes = static_cast<size_t>(kernels.config().hidden_size) * SizeOf(made.hidden_dtype);
+  chunk->row_bytes.hidden = RowBytesOf(kernels, made);
+  if (start.teacher() != 0) {
+    kernels::HeadKernels* const teacher = Find(start.teacher());
+    if (teacher == nullptr) return absl::InternalError(absl::StrCat("there is no head ", start.teacher()));
+    chunk->chunk.teacher = teacher;
+    chunk->row_bytes.teacher = RowBytesOf(*teacher, made);
+  }
   chunk->is_part = IsPart(kernels);
   LOSSD_RETURN_IF_ERROR(CheckRows(chunk->messages, start.rows()));
   const auto need_memory = std::count_if(chunk->messages.begin(), chunk->messages.end(), NeedsOwnMemory);
   if (need_memory > 0) {
     absl::StatusOr<WorkerBuffers::Buffer> buffer =
-        buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes, need_memory));
+        buffers_->Take(BufferBytes(start.rows(), chunk->row_bytes.hidden, need_memory));
     if (!buffer.ok()) {
       SendResults(*chunk, start.chunk(), buffer.status(), send_);
       SendDone(start.chunk(), buffer.status(), *backend_, send_);

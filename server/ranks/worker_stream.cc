@@ -115,6 +115,11 @@ int64_t RowsOf(const Chunk& chunk) {
   return rows;
 }
 
+RowBytes RowBytesOf(const RemoteHeads& heads, const Chunk& chunk) {
+  const size_t element = kernels::SizeOf(chunk.hidden_dtype);
+  return {.hidden = heads.head.hidden_size * element, .teacher = heads.teacher.hidden_size * element};
+}
+
 }  // namespace
 
 WorkerStream::WorkerStream(v1::Hello hello, WorkerTransport* transport)
@@ -206,8 +211,7 @@ uint64_t WorkerStream::StartConnect(const std::vector<std::string>& addresses) {
 
 // ---- WorkerStream: chunks ----
 
-void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks callbacks) {
-  const size_t row_bytes = head.hidden_size * kernels::SizeOf(chunk->hidden_dtype);
+void WorkerStream::Submit(const RemoteHeads& heads, Chunk* chunk, ChunkCallbacks callbacks) {
   absl::MutexLock writing(&write_mutex_);
   uint64_t id = 0;
   absl::Status lost;
@@ -218,24 +222,25 @@ void WorkerStream::Submit(const RemoteHeadId& head, Chunk* chunk, ChunkCallbacks
       id = next_chunk_++;
       flights_[id] = std::make_unique<Flight>(Flight{.chunk = chunk,
                                                      .callbacks = std::move(callbacks),
-                                                     .row_bytes = row_bytes,
-                                                     .is_part = head.is_part,
+                                                     .row_bytes = RowBytesOf(heads, *chunk).hidden,
+                                                     .is_part = heads.head.is_part,
                                                      .rows = RowsOf(*chunk)});
     }
   }
   if (lost.ok()) {
     // If it fails, the reading thread fails the chunk once this lock is free.
-    SendChunk(id, head, *chunk, row_bytes);
+    SendChunk(id, heads, *chunk);
     return;
   }
   callbacks.on_results(lost);
   callbacks.on_done(lost);
 }
 
-void WorkerStream::SendChunk(uint64_t id, const RemoteHeadId& head, const Chunk& chunk, size_t row_bytes) {
+void WorkerStream::SendChunk(uint64_t id, const RemoteHeads& heads, const Chunk& chunk) {
+  const RowBytes row_bytes = RowBytesOf(heads, chunk);
   const absl::Span<const kernels::Slice> slices = chunk.slices;
   v1::ToWorker message;
-  *message.mutable_chunk() = StartOf(chunk, id, head.id);
+  *message.mutable_chunk() = StartOf(chunk, id, heads.head.id, heads.teacher.id);
   if (slices.empty()) NoteRead(id, {});
   if (!Send(message)) return;
   std::vector<bool> in_place;
@@ -244,7 +249,8 @@ void WorkerStream::SendChunk(uint64_t id, const RemoteHeadId& head, const Chunk&
     return regions_ == nullptr ? std::nullopt : regions_->Find(rank(), begin, bytes);
   };
   for (size_t i = 0; i < slices.size(); ++i) {
-    absl::StatusOr<v1::ChunkSlice> of_slice = MessageOf(chunk, slices[i], row_bytes, head.is_part, find);
+    absl::StatusOr<v1::ChunkSlice> of_slice =
+        MessageOf(chunk, slices[i], row_bytes, heads.head.is_part, find);
     if (!of_slice.ok()) return GiveUp(of_slice.status());
     in_place.push_back(of_slice->has_grad_hidden_at());
     *message.mutable_slice() = *std::move(of_slice);

@@ -101,6 +101,12 @@ struct RemoteHeadId {
   bool is_part = false;  // of a head that is split by vocabulary: another part delivers the results
 };
 
+// What a chunk is computed with.
+struct RemoteHeads {
+  RemoteHeadId head;
+  RemoteHeadId teacher;  // id 0: there is none
+};
+
 // Requests and their answers, chunks and their results.
 //
 // Thread-safe, but for Run, which belongs to the thread that reads the stream. Once the worker is lost, all
@@ -141,7 +147,7 @@ class WorkerStream {
   absl::StatusOr<v1::Answer> Call(v1::Request request) { return Await(Start(std::move(request))); }
   PendingRequests& requests() { return requests_; }
   // As HeadKernels::Submit. The callbacks run on the reading thread, or on this one if the worker is lost.
-  void Submit(const RemoteHeadId& head, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
+  void Submit(const RemoteHeads& heads, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
 
   // The memory of the worker's backend, as the worker last said.
   kernels::MemoryStats memory() const;
@@ -168,7 +174,7 @@ class WorkerStream {
 
   bool Send(const v1::ToWorker& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   void SendAlone(const v1::ToWorker& message) ABSL_LOCKS_EXCLUDED(write_mutex_);
-  void SendChunk(uint64_t id, const RemoteHeadId& head, const kernels::Chunk& chunk, size_t row_bytes)
+  void SendChunk(uint64_t id, const RemoteHeads& heads, const kernels::Chunk& chunk)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   void NoteRead(uint64_t chunk, std::vector<bool> in_place) ABSL_LOCKS_EXCLUDED(mutex_);
 

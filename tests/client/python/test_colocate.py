@@ -122,6 +122,52 @@ def test_it_computes_what_a_server_of_as_many_devices_does(tmp_path: Path, split
         assert seen[-1] == weight and of_devices == devices
 
 
+TEACHER_D = 20
+
+
+def make_taught(client: lossd.Client) -> None:
+    client.create_head("student", hidden_size=D, vocab_size=V, seed=3, compute_dtype="fp32")
+    client.create_head("teacher", hidden_size=TEACHER_D, vocab_size=V, seed=4, compute_dtype="fp32", frozen=True)
+
+
+def distil_once(client: lossd.Client, rank: int) -> np.ndarray:
+    hidden, targets = rows_of(0, rank)
+    taught = np.random.default_rng([7, rank]).standard_normal((N, TEACHER_D)).astype(np.float32)
+    mixture = lossd.Distillation("teacher", "forward_kl", temperature=2.0, target_weight=0.25)
+    result = client.distill("student", hidden, taught, mixture, targets, step=0, id=rank, accumulate=True, grad_hidden=True)
+    assert result.grad_hidden is not None
+    return np.append(result.grad_hidden, np.float32(result.loss))
+
+
+def learn(rank: int, folder: Path, split: str, transport: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Each rank sends rows with a teacher's: its dL/dx and loss, and the head after a step."""
+    with member(folder, split=split, client={"transport": transport}) as client:
+        if rank == 0:
+            make_taught(client)
+        dist.barrier()
+        seen = distil_once(client, rank)
+        dist.barrier()
+        if rank == 0:
+            client.apply_step("student", 0, lossd.AdamW(lr=0.01), expected_microbatches=[*range(RANKS)])
+        dist.barrier()
+        weight = client.read_tensor("student")
+        dist.barrier()  # the first that closes ends the server
+    return seen, weight
+
+
+@pytest.mark.parametrize(("split", "transport"), [("vocabulary", None), ("rows", None), ("vocabulary", "grpc")])
+def test_ranks_distil_as_one_device_does(tmp_path: Path, split: str, transport: str | None) -> None:
+    found, codes = run(tmp_path, learn, split, transport)
+    assert codes == [0] * RANKS
+    with lossd.embedded(backend="cpu", threads=1) as client:
+        make_taught(client)
+        for rank in range(RANKS):
+            np.testing.assert_allclose(found[rank][0], distil_once(client, rank), rtol=2e-4, atol=2e-6)
+        client.apply_step("student", 0, lossd.AdamW(lr=0.01), expected_microbatches=[*range(RANKS)])
+        for _, weight in found.values():
+            np.testing.assert_allclose(weight, client.read_tensor("student"), rtol=1e-3, atol=1e-4)
+
+
 def opened(rank: int, folder: Path) -> tuple[tuple[str, str], tuple[str, str]]:
     """How rows travel before the first call: of a rank on the CPU, and of one whose thread works on a GPU."""
     with member(folder) as client:

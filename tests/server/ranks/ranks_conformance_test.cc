@@ -74,7 +74,8 @@ std::vector<ConformanceCase> Cases() {
                      .logits = logits,
                      .auto_samples_uniform = OnGpus(),
                      .devices = ranks,
-                     .split = split});
+                     .split = split,
+                     .distils = !OnGpus() || logits == Logits::kStored});
   };
   constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBf16 = DType::kBFloat16;
   if (OnGpus()) {
@@ -226,6 +227,25 @@ TEST(RanksDeferredRows, AreDividedAmongAllRanks) {
       }
     }
   }
+}
+
+// A message has room for so much beside the rows.
+TEST(RanksTeachers, AreRefusedIfTheirHiddenStatesAreTooLarge) {
+  if (OnGpus() && !HaveGpusFor(2)) GTEST_SKIP() << "no GPUs";
+  Backend& backend = SharedGroup(2, 0);
+  const auto make = [&](int64_t hidden_size, bool trainable) {
+    HeadConfig config{.hidden_size = hidden_size, .vocab_size = 32, .split = Split::kVocabulary};
+    config.trainable = trainable;
+    return backend.CreateHead(config).value();
+  };
+  const auto student = make(8, true), fits = make(128, false), too_large = make(136, false);
+  EXPECT_TRUE(student->CheckTeacher(*fits).ok()) << student->CheckTeacher(*fits);
+  const absl::Status refused = student->CheckTeacher(*too_large);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(refused.message()),
+              ::testing::AllOf(::testing::HasSubstr("distillation.teacher"),
+                               ::testing::HasSubstr("at most 128"), ::testing::HasSubstr("136")));
+  EXPECT_EQ(student->CheckTeacher(*make(8, true)).code(), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(RanksMemory, IsSharedWhileItLasts) {

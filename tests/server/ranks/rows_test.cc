@@ -603,6 +603,20 @@ TEST_F(SharedChunksTest, ASliceThatNamesWhatThereIsNotIsRefused) {
   slice.set_hidden(std::string(kHidden * sizeof(float), '\0'));
   EXPECT_THAT(std::string(submit().message()), HasSubstr("bytes of hidden states instead of 0"));
   slice.clear_hidden();
+  slice.set_teacher_hidden("abcd");
+  EXPECT_THAT(std::string(submit().message()),
+              HasSubstr("4 bytes of hidden states of the teacher instead of 0"));
+  slice.clear_teacher_hidden();
+  start.set_teacher(7);
+  EXPECT_THAT(std::string(submit().message()), HasSubstr("there is no head 7"));
+  start.set_teacher(1);  // any head, as far as the place of its hidden states goes
+  EXPECT_THAT(std::string(submit().message()),
+              HasSubstr("0 bytes of hidden states of the teacher instead of"));
+  slice.mutable_teacher_hidden_at()->set_region(region);
+  slice.mutable_teacher_hidden_at()->set_offset(kChunkBytes);
+  EXPECT_THAT(std::string(submit().message()), HasSubstr("of memory that has"));
+  slice.clear_teacher_hidden_at();
+  start.clear_teacher();
   slice.set_rows(std::numeric_limits<int64_t>::max());
   EXPECT_THAT(std::string(submit().message()), HasSubstr("too many rows"));
   slice.set_rows(-1);

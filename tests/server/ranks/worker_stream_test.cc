@@ -51,6 +51,7 @@ class PlayedWorker final : public WorkerTransport {
   }
   bool Write(const v1::ToWorker& message) override {
     const int number = ++written_;
+    if (message.has_chunk()) start_ = message.chunk();
     if (message.has_slice()) slices_.push_back(message.slice());
     if (on_write_) on_write_(number);
     return true;
@@ -75,6 +76,7 @@ class PlayedWorker final : public WorkerTransport {
     mutex_.Await(absl::Condition(&heard));
   }
   // That were sent to it.
+  const v1::ChunkStart& start() const { return start_; }  // the last one
   const std::vector<v1::ChunkSlice>& slices() const { return slices_; }
   // Runs within Write, with the number of the message, from 1 on.
   void set_on_write(std::function<void(int)> on_write) { on_write_ = std::move(on_write); }
@@ -86,6 +88,7 @@ class PlayedWorker final : public WorkerTransport {
  private:
   std::function<void(int)> on_write_;
   int written_ = 0;
+  v1::ChunkStart start_;
   std::vector<v1::ChunkSlice> slices_;
   absl::Mutex mutex_;
   std::deque<v1::FromWorker> said_ ABSL_GUARDED_BY(mutex_);
@@ -123,8 +126,9 @@ class WorkerStreamTest : public ::testing::Test {
   }
 
   // Chunks are numbered from 1 on, with the requests.
-  void Submit(bool is_part = false) {
-    stream_.Submit({.id = 1, .hidden_size = kHidden, .is_part = is_part}, &chunk_,
+  void Submit(bool is_part = false, const RemoteHeadId& teacher = {}) {
+    const RemoteHeadId head = {.id = 1, .hidden_size = kHidden, .is_part = is_part};
+    stream_.Submit({.head = head, .teacher = teacher}, &chunk_,
                    {.on_results =
                         [this](absl::Status status) {
                           absl::MutexLock lock(&mutex_);
@@ -417,6 +421,24 @@ TEST_F(WorkerStreamTest, ByVocabularyAWorkerIsToldOfNoPlaceForGradients) {
   EXPECT_TRUE(worker_.slices()[0].has_hidden_at());
   EXPECT_FALSE(worker_.slices()[0].has_grad_hidden_at());
   EXPECT_TRUE(worker_.slices()[0].want_grad_hidden());
+}
+
+TEST_F(WorkerStreamTest, HiddenStatesOfATeacherAreNamedOrSent) {
+  const uint64_t region = ShareHidden();
+  std::vector<float> elsewhere(kRows * kHidden, 0.5f);
+  // The first slice's are those of the second slice's rows, which lie in shared memory.
+  slices_[0].teacher_hidden = hidden_[1];
+  slices_[1].teacher_hidden = elsewhere.data();
+  Submit(/*is_part=*/true, {.id = 5, .hidden_size = kHidden});
+  EXPECT_EQ(worker_.start().teacher(), 5u);
+  const v1::ChunkSlice& named = worker_.slices()[0];
+  EXPECT_EQ(named.teacher_hidden_at().region(), region);
+  EXPECT_EQ(named.teacher_hidden_at().offset(), sizeof(hidden_[0]));
+  EXPECT_TRUE(named.teacher_hidden().empty());
+  const v1::ChunkSlice& sent = worker_.slices()[1];
+  EXPECT_FALSE(sent.has_teacher_hidden_at());
+  EXPECT_EQ(sent.teacher_hidden(),
+            std::string(reinterpret_cast<const char*>(elsewhere.data()), elsewhere.size() * sizeof(float)));
 }
 
 TEST_F(WorkerStreamTest, GradientsGoElsewhereIfHiddenStatesAreToStay) {
