@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The conformance suite on groups of ranks in several processes; a second program has them on threads of one.
+#include <gmock/gmock.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
