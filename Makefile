@@ -28,7 +28,7 @@ help: ## print this
 deps: ## install the distribution packages for everything below
 	@scripts/install-deps all
 
-demo: ## train a small language model through a running server (about four minutes)
+demo: ## train a small language model through a running server (under five minutes)
 	@scripts/demo $(ARGS)
 
 demo-faults: ## train twice, once with kill -9 of trainer and server in the middle, and compare every bit (two minutes)
