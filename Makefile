@@ -28,7 +28,7 @@ help: ## print this
 deps: ## install the distribution packages for everything below
 	@scripts/install-deps all
 
-demo: ## train a small language model through a running server (about four minutes)
+demo: ## train a small language model through a running server (under five minutes)
 	@scripts/demo $(ARGS)
 
 demo-faults: ## train twice, once with kill -9 of trainer and server in the middle, and compare every bit (two minutes)
@@ -105,8 +105,14 @@ test-sanitizers: ## run the tests under address, undefined-behaviour and thread 
 	  ctest --preset $$preset --output-on-failure $(ARGS); \
 	done
 
-bench: build ## build, then run the benchmarks
-	@for program in build/$(PRESET)/bin/*_bench; do echo "== $${program##*/}"; $$program $(ARGS) || exit; done
+bench: build ## build, then run the benchmarks, those of GPUs where there is one (ARGS="server_bench parts" for one of them)
+	@set -e; run() { echo "== $$*"; "build/$(PRESET)/bin/$$1" "$${@:2}"; }; \
+	$(if $(ARGS),run $(ARGS); exit;) \
+	for command in service checkpoint parts; do run server_bench $$command; done; \
+	run neighbours_bench; \
+	if [ -x build/$(PRESET)/bin/cuda_bench ] && nvidia-smi -L >/dev/null 2>&1; then \
+	  for command in loss optimizer embedding hopper; do run cuda_bench $$command; done; \
+	fi
 
 figures: ## draw the figures of docs/ from bench/results, with matplotlib from PyPI in a virtual environment
 	@python3 -m venv build/figures-venv

@@ -5,7 +5,7 @@
 // checksums are what is measured; a device in their place adds the copies to and from it. Before each load
 // the files leave the page cache. Prints one line a round and the medians:
 //
-//   checkpoint_bench --directory=/var/tmp --hidden=4096 --vocab=32768 --rounds=5
+//   server_bench checkpoint --directory=/var/tmp --hidden=4096 --vocab=32768 --rounds=5
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -16,26 +16,30 @@
 #include <string>
 #include <vector>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
-#include "absl/flags/usage.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "bench/command.h"
+#include "bench/server_bench.h"
 #include "kernels/clocks/clock.h"
 #include "server/head/checkpoint.h"
 
-ABSL_FLAG(std::string, directory, "/var/tmp", "where checkpoints are written, in a folder that is removed");
-ABSL_FLAG(int64_t, hidden, 4096, "hidden size of the head");
-ABSL_FLAG(int64_t, vocab, 32768, "its classes; a class takes 12 bytes for each of the hidden size");
-ABSL_FLAG(int, rounds, 5, "saves and loads");
-ABSL_FLAG(int64_t, buffer_mib, 1024, "what a save may read ahead of the disk");
-ABSL_FLAG(int64_t, shard_mib, 1024, "the most bytes of a file");
-ABSL_FLAG(bool, cold, true, "files leave the page cache before they are loaded");
-ABSL_FLAG(bool, verify_first, true, "load as into a head that exists: read everything twice");
-ABSL_FLAG(int, threads, 4, "threads that write, or read, at once");
-
-namespace lossd {
+namespace lossd::bench::checkpoint {
 namespace {
+
+struct Flags : CommandFlags {
+  Flag<std::string> directory{this, "directory", "/var/tmp",
+                              "where checkpoints are written, in a folder that is removed"};
+  Flag<int64_t> hidden{this, "hidden", 4096, "hidden size of the head"};
+  Flag<int64_t> vocab{this, "vocab", 32768,
+                      "its classes; a class takes 12 bytes for each of the hidden size"};
+  Flag<int> rounds{this, "rounds", 5, "saves and loads"};
+  Flag<int64_t> buffer_mib{this, "buffer_mib", 1024, "what a save may read ahead of the disk"};
+  Flag<int64_t> shard_mib{this, "shard_mib", 1024, "the most bytes of a file"};
+  Flag<bool> cold{this, "cold", true, "files leave the page cache before they are loaded"};
+  Flag<bool> verify_first{this, "verify_first", true,
+                          "load as into a head that exists: read everything twice"};
+  Flag<int> threads{this, "threads", 4, "threads that write, or read, at once"};
+} flags;
 
 namespace fs = std::filesystem;
 
@@ -71,9 +75,8 @@ void LeavePageCache(const std::string& folder) {
 
 head::SaveOptions Options() {
   head::SaveOptions options;
-  options.buffer_bytes = absl::GetFlag(FLAGS_buffer_mib) << 20;
-  options.shards = {.most_bytes = absl::GetFlag(FLAGS_shard_mib) << 20,
-                    .threads = absl::GetFlag(FLAGS_threads)};
+  options.buffer_bytes = *flags.buffer_mib << 20;
+  options.shards = {.most_bytes = *flags.shard_mib << 20, .threads = *flags.threads};
   return options;
 }
 
@@ -93,7 +96,7 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
       options);
   if (!saved.ok()) return saved.status();
   round.save = absl::ToDoubleSeconds(clocks::SteadyNow() - begin);
-  if (absl::GetFlag(FLAGS_cold)) LeavePageCache(directory);
+  if (*flags.cold) LeavePageCache(directory);
   std::vector<uint8_t> device(options.slice_bytes);
   const absl::Time load_begin = clocks::SteadyNow();
   const auto reader = head::CheckpointReader::Open(directory, subject.head + "/x");
@@ -103,7 +106,7 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
         std::memcpy(device.data(), in.data(), in.size());
         return absl::OkStatus();
       },
-      {.threads = absl::GetFlag(FLAGS_threads), .verify_first = absl::GetFlag(FLAGS_verify_first)});
+      {.threads = *flags.threads, .verify_first = *flags.verify_first});
   if (!loaded.ok()) return loaded;
   round.load = absl::ToDoubleSeconds(clocks::SteadyNow() - load_begin);
   return round;
@@ -122,16 +125,16 @@ void Print(const std::string& name, const Round& round, double bytes) {
             << std::flush;
 }
 
-absl::Status Run(const std::string& directory) {
+absl::Status RunRounds(const std::string& directory) {
   head::CheckpointSubject subject;
   subject.head = "head";
-  subject.config.hidden_size = absl::GetFlag(FLAGS_hidden);
-  subject.config.vocab_size = absl::GetFlag(FLAGS_vocab);
+  subject.config.hidden_size = *flags.hidden;
+  subject.config.vocab_size = *flags.vocab;
   const std::vector<uint8_t> noise = Noise(size_t{64} << 20);
   const double bytes =
       12.0 * static_cast<double>(subject.config.hidden_size) * static_cast<double>(subject.config.vocab_size);
   std::vector<Round> rounds;
-  for (int i = 0; i < absl::GetFlag(FLAGS_rounds); ++i) {
+  for (int i = 0; i < *flags.rounds; ++i) {
     const absl::StatusOr<Round> round = RunRound(directory, subject, noise);
     if (!round.ok()) return round.status();
     Print(std::to_string(i), *round, bytes);
@@ -146,20 +149,27 @@ absl::Status Run(const std::string& directory) {
   return absl::OkStatus();
 }
 
-}  // namespace
-}  // namespace lossd
-
-int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage("Speed of saving and loading checkpoints.");
-  absl::ParseCommandLine(argc, argv);
-  std::string directory = absl::GetFlag(FLAGS_directory) + "/checkpoint_bench-XXXXXX";
+int Main() {
+  std::string directory = *flags.directory + "/checkpoint_bench-XXXXXX";
   if (mkdtemp(directory.data()) == nullptr) {
-    std::cerr << "checkpoint_bench: cannot make " << directory << "\n";
+    std::cerr << "checkpoint: cannot make " << directory << "\n";
     return 1;
   }
-  const absl::Status status = lossd::Run(directory);
-  std::filesystem::remove_all(directory);
+  const absl::Status status = RunRounds(directory);
+  fs::remove_all(directory);
   if (status.ok()) return 0;
-  std::cerr << "checkpoint_bench: " << status << "\n";
+  std::cerr << "checkpoint: " << status << "\n";
   return 1;
 }
+
+}  // namespace
+}  // namespace lossd::bench::checkpoint
+
+namespace lossd::bench {
+
+int RunCheckpointBench(int argc, char** argv) {
+  checkpoint::flags.Parse(argc, argv);
+  return checkpoint::Main();
+}
+
+}  // namespace lossd::bench

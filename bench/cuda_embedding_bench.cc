@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Times the rows of an embedding on one GPU, beside copies of the same bytes in the same run.
 //
-//   cuda_embedding_bench --out=results.json --commit=abc123 [--shapes=8192x2304x256000,8192x4096x128256]
+//   cuda_bench embedding --out=results.json --commit=abc123 [--shapes=8192x2304x256000,8192x4096x128256]
 //
 // "gather" and "add" are kernels alone: rows of a bf16 weight to memory of the GPU, and gradients of rows,
 // which are checked, guarded and added to the fp32 gradient by class. Their bytes are what they have to move,
@@ -23,11 +23,11 @@
 #include <string>
 #include <vector>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/notification.h"
+#include "bench/command.h"
+#include "bench/cuda_bench.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/kernels/embedding.h"
@@ -35,15 +35,16 @@
 #include "kernels/cuda/paths/chunk_plan.h"
 #include "nlohmann/json.hpp"
 
-ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
-ABSL_FLAG(std::string, commit, "", "commit of the program, recorded in the results");
-ABSL_FLAG(std::vector<std::string>, shapes,
-          std::vector<std::string>({"8192x2304x256000", "8192x4096x128256"}),
-          "NxDxV, D a multiple of 8, V at least 3 N");
-ABSL_FLAG(int, iterations, 20, "timed passes");
-
-namespace lossd::bench {
+namespace lossd::bench::cuda_embedding {
 namespace {
+
+struct Flags : CommandFlags {
+  Flag<std::string> out{this, "out", "", "JSON file to write; empty: none"};
+  Flag<std::string> commit{this, "commit", "", "commit of the program, recorded in the results"};
+  Flag<std::vector<std::string>> shapes{
+      this, "shapes", {"8192x2304x256000", "8192x4096x128256"}, "NxDxV, D a multiple of 8, V at least 3 N"};
+  Flag<int> iterations{this, "iterations", 20, "timed passes"};
+} flags;
 
 namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
@@ -154,7 +155,7 @@ Times TimeGather(const Shape& shape, const Buffers& b, Timer& timer) {
                                        .targets = b.in.target,
                                        .rows = shape.rows,
                                        .out = {b.out, DType::kBFloat16, d, d}};
-  return timer.Measure(absl::GetFlag(FLAGS_iterations),
+  return timer.Measure(*flags.iterations,
                        [&](int) { Check(LaunchGatherClasses(p, timer.stream()), "LaunchGatherClasses"); });
 }
 
@@ -184,7 +185,7 @@ Times TimeAdd(const Shape& shape, const Buffers& b, const cuda::ClassRuns& runs,
                                         .long_runs = runs.long_runs,
                                         .weight_gradient = b.gradient,
                                         .ld = shape.hidden};
-  return timer.Measure(absl::GetFlag(FLAGS_iterations), [&](int) {
+  return timer.Measure(*flags.iterations, [&](int) {
     Check(LaunchCheckRowGradients(check, timer.stream()), "LaunchCheckRowGradients");
     Check(LaunchGuardRowGradients(guard, timer.stream()), "LaunchGuardRowGradients");
     Check(LaunchAddClassRuns(add, timer.stream()), "LaunchAddClassRuns");
@@ -193,7 +194,7 @@ Times TimeAdd(const Shape& shape, const Buffers& b, const cuda::ClassRuns& runs,
 
 // A copy that reads and writes `bytes` together.
 Times TimeCopy(const Buffers& b, int64_t bytes, Timer& timer) {
-  return timer.Measure(absl::GetFlag(FLAGS_iterations), [&](int) {
+  return timer.Measure(*flags.iterations, [&](int) {
     Check(cudaMemcpyAsync(b.gradient, b.weight, static_cast<size_t>(bytes / 2), cudaMemcpyDeviceToDevice,
                           timer.stream()),
           "cudaMemcpyAsync");
@@ -205,7 +206,7 @@ Json TimeChunks(kernels::HeadKernels& head, kernels::Embedding embedding, const 
                 const std::vector<int32_t>& ids, uint16_t* rows) {
   std::vector<double> results, done;
   const int64_t most = std::min(shape.rows, head.chunk_rows());
-  for (int i = 0; i < kWarmUps + absl::GetFlag(FLAGS_iterations); ++i) {
+  for (int i = 0; i < kWarmUps + *flags.iterations; ++i) {
     kernels::Slice slice;
     slice.rows = most;
     slice.targets = ids.data();
@@ -280,9 +281,9 @@ Json RunIds(const Shape& shape, bool text, kernels::HeadKernels& head, Timer& ti
 
 int Main() {
   Timer timer;
-  Json results = StartResults(absl::GetFlag(FLAGS_commit), timer);
+  Json results = StartResults(*flags.commit, timer);
   auto backend = Take(kernels::CreateCudaBackend({.deterministic = true}), "CreateCudaBackend");
-  for (const std::string& text : absl::GetFlag(FLAGS_shapes)) {
+  for (const std::string& text : *flags.shapes) {
     const Shape shape = ParseShape(text);
     auto head = Take(backend->CreateHead({.hidden_size = shape.hidden,
                                           .vocab_size = shape.vocab,
@@ -293,14 +294,18 @@ int Main() {
       results["embedding"].push_back(RunIds(shape, as_text, *head, timer));
     }
   }
-  WriteResults(results, absl::GetFlag(FLAGS_out));
+  WriteResults(results, *flags.out);
   return 0;
 }
 
 }  // namespace
-}  // namespace lossd::bench
+}  // namespace lossd::bench::cuda_embedding
 
-int main(int argc, char** argv) {
-  absl::ParseCommandLine(argc, argv);
-  return lossd::bench::Main();
+namespace lossd::bench {
+
+int RunCudaEmbeddingBench(int argc, char** argv) {
+  cuda_embedding::flags.Parse(argc, argv);
+  return cuda_embedding::Main();
 }
+
+}  // namespace lossd::bench

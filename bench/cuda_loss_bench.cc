@@ -2,7 +2,7 @@
 // Times the CUDA backend's loss with gradients on one GPU, all kinds of gradients on heads that store their
 // logits or recompute them, beside the bare GEMM floor of the same run.
 //
-//   cuda_loss_bench --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
+//   cuda_bench loss --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
 //                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto]
 //                   [--thresholds=10,12] [--deferred] [--top_k=64] [--losses=row_values,ppo,forward_kl]
 //
@@ -24,56 +24,66 @@
 #include <string>
 #include <vector>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "bench/command.h"
+#include "bench/cuda_bench.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "bench/loss_times.h"
 #include "nlohmann/json.hpp"
 
-ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
-ABSL_FLAG(std::string, commit, "", "commit of the program, recorded in the results");
-ABSL_FLAG(std::vector<std::string>, shapes,
-          std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
-          "names of shapes to run, or NxDxV");
-ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"real"}), "real, peaked, flat");
-ABSL_FLAG(std::vector<std::string>, logits, std::vector<std::string>({"stored"}),
-          "stored, recomputed: heads to time, each with all --gradients");
-ABSL_FLAG(std::vector<std::string>, gradients, std::vector<std::string>({"exact"}),
-          "exact, filtered, sampled, auto");
-ABSL_FLAG(std::vector<std::string>, thresholds, std::vector<std::string>({"10"}),
-          "n: sampled and auto take 2^-n as sample_threshold; each of these");
-ABSL_FLAG(double, max_gradient_error, 0.01, "of auto");
-ABSL_FLAG(int, seeds, 0, "of sampled: also the error of the mean over so many seeds");
-ABSL_FLAG(int64_t, workspace_mib, 2220,
-          "workspace of the head, MiB; with the scratch memory of the GEMMs 2.2 GiB");
-ABSL_FLAG(int, devices, 1, "GPUs that share the head, with NCCL");
-ABSL_FLAG(std::string, split, "any", "what several GPUs divide: rows, vocabulary, or any");
-ABSL_FLAG(int, iterations, 10, "timed microbatches");
-ABSL_FLAG(bool, autotune, false, "choose GEMM algorithms by timing, for the backend and the floor");
-ABSL_FLAG(bool, loss, true, "run the loss benchmark");
-ABSL_FLAG(bool, norm, true, "run the norm benchmark");
-ABSL_FLAG(bool, errors, true, "compare with double precision");
-ABSL_FLAG(std::string, compute, "bf16", "bf16 or fp32: what the head computes in (fp32: no floor, no parts)");
-ABSL_FLAG(bool, fused, true, "compute the loss in the epilogue of the first product where that is faster");
-ABSL_FLAG(bool, deferred, false, "also time a deferred microbatch, with gradients of its rows' entropies");
-ABSL_FLAG(int, top_k, 0, "also time microbatches that want so many top classes of each row, at most 128");
-ABSL_FLAG(std::vector<std::string>, losses, {},
-          "also time microbatches of these: row_values (a loss alone, with each row's log-probability and "
-          "entropy), ppo (with a divergence from a reference), forward_kl, reverse_kl, jensen_shannon, "
-          "total_variation");
-ABSL_FLAG(bool, parts, true, "time the parts of a chunk one by one");
-ABSL_FLAG(int, steps, 0, "also time so many steps of AdamW, whose state the head has then");
-
-namespace lossd::bench {
+namespace lossd::bench::cuda_loss {
 namespace {
+
+struct Flags : CommandFlags {
+  Flag<std::string> out{this, "out", "", "JSON file to write; empty: none"};
+  Flag<std::string> commit{this, "commit", "", "commit of the program, recorded in the results"};
+  Flag<std::vector<std::string>> shapes{this,
+                                        "shapes",
+                                        {"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"},
+                                        "names of shapes to run, or NxDxV"};
+  Flag<std::vector<std::string>> data{this, "data", {"real"}, "real, peaked, flat"};
+  Flag<std::vector<std::string>> logits{
+      this, "logits", {"stored"}, "stored, recomputed: heads to time, each with all --gradients"};
+  Flag<std::vector<std::string>> gradients{this, "gradients", {"exact"}, "exact, filtered, sampled, auto"};
+  Flag<std::vector<std::string>> thresholds{
+      this, "thresholds", {"10"}, "n: sampled and auto take 2^-n as sample_threshold; each of these"};
+  Flag<double> max_gradient_error{this, "max_gradient_error", 0.01, "of auto"};
+  Flag<int> seeds{this, "seeds", 0, "of sampled: also the error of the mean over so many seeds"};
+  Flag<int64_t> workspace_mib{this, "workspace_mib", 2220,
+                              "workspace of the head, MiB; with the scratch memory of the GEMMs 2.2 GiB"};
+  Flag<int> devices{this, "devices", 1, "GPUs that share the head, with NCCL"};
+  Flag<std::string> split{this, "split", "any", "what several GPUs divide: rows, vocabulary, or any"};
+  Flag<int> iterations{this, "iterations", 10, "timed microbatches"};
+  Flag<bool> autotune{this, "autotune", false,
+                      "choose GEMM algorithms by timing, for the backend and the floor"};
+  Flag<bool> loss{this, "loss", true, "run the loss benchmark"};
+  Flag<bool> norm{this, "norm", true, "run the norm benchmark"};
+  Flag<bool> errors{this, "errors", true, "compare with double precision"};
+  Flag<std::string> compute{this, "compute", "bf16",
+                            "bf16 or fp32: what the head computes in (fp32: no floor, no parts)"};
+  Flag<bool> fused{this, "fused", true,
+                   "compute the loss in the epilogue of the first product where that is faster"};
+  Flag<bool> deferred{this, "deferred", false,
+                      "also time a deferred microbatch, with gradients of its rows' entropies"};
+  Flag<int> top_k{this, "top_k", 0,
+                  "also time microbatches that want so many top classes of each row, at most 128"};
+  Flag<std::vector<std::string>> losses{
+      this,
+      "losses",
+      {},
+      "also time microbatches of these: row_values (a loss alone, with each row's log-probability and "
+      "entropy), ppo (with a divergence from a reference), forward_kl, reverse_kl, jensen_shannon, "
+      "total_variation"};
+  Flag<bool> parts{this, "parts", true, "time the parts of a chunk one by one"};
+  Flag<int> steps{this, "steps", 0, "also time so many steps of AdamW, whose state the head has then"};
+} flags;
 
 using kernels::DType;
 
-DType ComputeType() { return absl::GetFlag(FLAGS_compute) == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
+DType ComputeType() { return *flags.compute == "fp32" ? DType::kFloat32 : DType::kBFloat16; }
 
 void WriteWeight(kernels::HeadKernels& head, const DataShape& shape, const LossData& data) {
   constexpr int64_t kRows = 8192;
@@ -119,7 +129,7 @@ Enum FromName(std::initializer_list<Enum> values, absl::string_view flag, const 
 std::vector<int> ThresholdsOf(const Way& way) {
   if (!kernels::MaySample(way.gradients)) return {0};
   std::vector<int> thresholds;
-  for (const std::string& text : absl::GetFlag(FLAGS_thresholds)) {
+  for (const std::string& text : *flags.thresholds) {
     thresholds.push_back(std::atoi(text.c_str()));
   }
   return thresholds;
@@ -130,8 +140,8 @@ std::vector<Way> Ways() {
   using kernels::Gradients;
   using kernels::Logits;
   std::vector<Way> ways;
-  for (const std::string& logits : absl::GetFlag(FLAGS_logits)) {
-    for (const std::string& gradients : absl::GetFlag(FLAGS_gradients)) {
+  for (const std::string& logits : *flags.logits) {
+    for (const std::string& gradients : *flags.gradients) {
       Way way = {FromName({Logits::kStored, Logits::kRecomputed}, "logits", logits),
                  FromName({Gradients::kExact, Gradients::kFiltered, Gradients::kSampled, Gradients::kAuto},
                           "gradients", gradients)};
@@ -150,12 +160,12 @@ Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, c
                 const LossData& data, Microbatch& full, Microbatch& forward) {
   const auto time = [&](Microbatch& batch) {
     batch.WarmUp(backend.max_chunks_in_flight());
-    const int count = absl::GetFlag(FLAGS_iterations) + 1;
+    const int count = *flags.iterations + 1;
     return ToJson(Summarise(batch.Run(count, backend.max_chunks_in_flight())));
   };
   Json times = Json::object();
   std::unique_ptr<kernels::HeadKernels> teacher;
-  for (const std::string& loss : absl::GetFlag(FLAGS_losses)) {
+  for (const std::string& loss : *flags.losses) {
     if (loss == "row_values") {
       const Json plain = time(forward);
       forward.set_row_values(true);
@@ -199,27 +209,25 @@ Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, c
 }
 
 Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
-  const kernels::LossOptions options = {
-      .gradients = way.gradients,
-      .sample_threshold = std::ldexp(1.0f, -way.threshold),
-      .max_gradient_error = static_cast<float>(absl::GetFlag(FLAGS_max_gradient_error))};
-  auto backend = Take(CreateGpus(absl::GetFlag(FLAGS_devices),
-                                 {.workspace_bytes = absl::GetFlag(FLAGS_workspace_mib) << 20,
-                                  .autotune = absl::GetFlag(FLAGS_autotune),
-                                  .deterministic = !absl::GetFlag(FLAGS_autotune),
-                                  .fused_loss = absl::GetFlag(FLAGS_fused) ? kernels::FusedLoss::kWhereFaster
-                                                                           : kernels::FusedLoss::kNever}),
-                      "CreateGpus");
+  const kernels::LossOptions options = {.gradients = way.gradients,
+                                        .sample_threshold = std::ldexp(1.0f, -way.threshold),
+                                        .max_gradient_error = static_cast<float>(*flags.max_gradient_error)};
+  auto backend =
+      Take(CreateGpus(*flags.devices, {.workspace_bytes = *flags.workspace_mib << 20,
+                                       .autotune = *flags.autotune,
+                                       .deterministic = !*flags.autotune,
+                                       .fused_loss = *flags.fused ? kernels::FusedLoss::kWhereFaster
+                                                                  : kernels::FusedLoss::kNever}),
+           "CreateGpus");
   const kernels::HeadConfig config = {
       .hidden_size = shape.hidden,
       .vocab_size = shape.vocab,
       .compute_dtype = ComputeType(),
-      .optimizer_state =
-          absl::GetFlag(FLAGS_steps) > 0 ? kernels::OptimizerState::kAdam : kernels::OptimizerState::kNone,
+      .optimizer_state = *flags.steps > 0 ? kernels::OptimizerState::kAdam : kernels::OptimizerState::kNone,
       .logits = way.logits,
       .gradients = way.gradients,
       .split = FromName({kernels::Split::kAny, kernels::Split::kRows, kernels::Split::kVocabulary}, "split",
-                        absl::GetFlag(FLAGS_split))};
+                        *flags.split)};
   const int64_t free_before = FreeBytes();
   auto head = Take(backend->CreateHead(config), "CreateHead");
   const int64_t taken = free_before - FreeBytes();
@@ -245,12 +253,12 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       {"choices", ToJson(head->Describe())}};
   result["predicted_error"] = full.predicted_error();
   result["sample_threshold"] = full.sample_threshold();
-  if (absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16) {
-    const int seeds = way.gradients == kernels::Gradients::kSampled ? absl::GetFlag(FLAGS_seeds) : 0;
+  if (*flags.errors && ComputeType() == DType::kBFloat16) {
+    const int seeds = way.gradients == kernels::Gradients::kSampled ? *flags.seeds : 0;
     result["errors"] = MeasureErrors(*head, full, shape, data, nullptr, seeds);
   }
   result["dropped_mass"] = full.dropped_mass();
-  const int iterations = absl::GetFlag(FLAGS_iterations);
+  const int iterations = *flags.iterations;
   full.WarmUp(backend->max_chunks_in_flight());
   const ExchangeWatch exchanges(*backend);
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
@@ -259,7 +267,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   Microbatch forward(*backend, *head, shape, data, ComputeType(), options, Call::kLoss);
   forward.WarmUp(backend->max_chunks_in_flight());
   result["loss_only"] = ToJson(Summarise(forward.Run(iterations + 1, backend->max_chunks_in_flight())));
-  if (const int top_k = absl::GetFlag(FLAGS_top_k); top_k > 0) {
+  if (const int top_k = *flags.top_k; top_k > 0) {
     for (auto& [batch, key] :
          {std::pair(&full, "top_loss_and_gradients"), std::pair(&forward, "top_loss_only")}) {
       batch->set_top_k(top_k);
@@ -268,25 +276,23 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
       batch->set_top_k(0);
     }
   }
-  if (!absl::GetFlag(FLAGS_losses).empty()) {
+  if (!flags.losses->empty()) {
     result["losses"] = TimeLosses(*backend, config, shape, data, full, forward);
   }
-  if (absl::GetFlag(FLAGS_deferred)) {
-    const bool errors = absl::GetFlag(FLAGS_errors) && ComputeType() == DType::kBFloat16;
+  if (*flags.deferred) {
+    const bool errors = *flags.errors && ComputeType() == DType::kBFloat16;
     Json deferred = TimeDeferred(*backend, *head, shape, data, ComputeType(), options, iterations, errors);
     deferred["backward_ratio"] = deferred["backward"]["median_ms"].get<double>() /
                                  result["loss_and_gradients"]["median_ms"].get<double>();
     result["deferred"] = std::move(deferred);
   }
-  if (const int steps = absl::GetFlag(FLAGS_steps); steps > 0) {
+  if (const int steps = *flags.steps; steps > 0) {
     result["step"] = TimeSteps(*backend, *head, steps, [&] { full.Run(1, 1); });
   }
   return result;
 }
 
-BareOptions BareOptionsOfFlags() {
-  return {.iterations = absl::GetFlag(FLAGS_iterations), .autotune = absl::GetFlag(FLAGS_autotune)};
-}
+BareOptions BareOptionsOfFlags() { return {.iterations = *flags.iterations, .autotune = *flags.autotune}; }
 
 // Of the three products, whether they are computed or not; of the first one for the loss alone.
 Json Teraflops(const DataShape& shape, const Floor& floor, const Json& result) {
@@ -382,7 +388,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
       results[i]["teraflops"] = Teraflops(shape, floor, results[i]);
       Print(named, kind, ways[i], floor, results[i]);
     }
-    if (absl::GetFlag(FLAGS_parts)) {
+    if (*flags.parts) {
       const int64_t rows = std::min(shape.rows, results.front()["chunk_rows"].get<int64_t>());
       results.front()["parts_of_a_chunk"] = MeasureParts(shape, data, rows, BareOptionsOfFlags(), timer);
     }
@@ -395,7 +401,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
         {"name", named.name}, {"rows", shape.rows}, {"hidden", shape.hidden}, {"vocab", shape.vocab}};
     results[i]["data"] = kind;
     if (!profile.is_null()) results[i]["profile"] = profile;
-    results[i]["compute"] = absl::GetFlag(FLAGS_compute);
+    results[i]["compute"] = *flags.compute;
   }
   return results;
 }
@@ -433,9 +439,9 @@ NamedShape FindShape(const std::string& name) {
 
 int Main() {
   Timer timer;
-  Json results = StartResults(absl::GetFlag(FLAGS_commit), timer);
+  Json results = StartResults(*flags.commit, timer);
   const double copy_gbps = results["copy_gbps"];
-  if (absl::GetFlag(FLAGS_norm)) {
+  if (*flags.norm) {
     for (bool centred : {true, false}) {
       for (int64_t cols :
            {1024, 2048, 4096, 5120, 6144, 8192, 8200, 10240, 12288, 14336, 15872, 16384, 20480, 24584}) {
@@ -443,23 +449,27 @@ int Main() {
       }
     }
   }
-  if (absl::GetFlag(FLAGS_loss)) {
-    for (const std::string& name : absl::GetFlag(FLAGS_shapes)) {
-      for (const std::string& kind : absl::GetFlag(FLAGS_data)) {
+  if (*flags.loss) {
+    for (const std::string& name : *flags.shapes) {
+      for (const std::string& kind : *flags.data) {
         for (Json& result : RunShape(FindShape(name), kind, timer)) {
           results["loss"].push_back(std::move(result));
         }
       }
     }
   }
-  WriteResults(results, absl::GetFlag(FLAGS_out));
+  WriteResults(results, *flags.out);
   return 0;
 }
 
 }  // namespace
-}  // namespace lossd::bench
+}  // namespace lossd::bench::cuda_loss
 
-int main(int argc, char** argv) {
-  absl::ParseCommandLine(argc, argv);
-  return lossd::bench::Main();
+namespace lossd::bench {
+
+int RunCudaLossBench(int argc, char** argv) {
+  cuda_loss::flags.Parse(argc, argv);
+  return cuda_loss::Main();
 }
+
+}  // namespace lossd::bench

@@ -2,7 +2,7 @@
 // Times what the CUDA backend does to a head's parameters between steps: the optimizer's pass, the gradient
 // norm and the addition of a gradient from outside, beside the copy bandwidth of the same run.
 //
-//   cuda_optimizer_bench --out=results.json --commit=abc123 [--parameters=525336576]
+//   cuda_bench optimizer --out=results.json --commit=abc123 [--parameters=525336576]
 //
 // Bytes are what each pass has to move, counted once: AdamW with a 16-bit copy of the weights reads gradient,
 // two moments and value (16 bytes a parameter) and writes them and the copy (18). Lazy steps are timed with a
@@ -13,20 +13,23 @@
 #include <utility>
 #include <vector>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "absl/strings/str_format.h"
+#include "bench/command.h"
+#include "bench/cuda_bench.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
 #include "nlohmann/json.hpp"
 
-ABSL_FLAG(std::string, out, "", "JSON file to write; empty: none");
-ABSL_FLAG(std::string, commit, "", "commit of the program, recorded in the results");
-ABSL_FLAG(int64_t, parameters, int64_t{128256} * 4096, "of the weight matrix; a multiple of 4096");
-ABSL_FLAG(int, iterations, 20, "timed passes");
-
-namespace lossd::bench {
+namespace lossd::bench::cuda_optimizer {
 namespace {
+
+struct Flags : CommandFlags {
+  Flag<std::string> out{this, "out", "", "JSON file to write; empty: none"};
+  Flag<std::string> commit{this, "commit", "", "commit of the program, recorded in the results"};
+  Flag<int64_t> parameters{this, "parameters", int64_t{128256} * 4096,
+                           "of the weight matrix; a multiple of 4096"};
+  Flag<int> iterations{this, "iterations", 20, "timed passes"};
+} flags;
 
 constexpr int64_t kCols = 4096;
 
@@ -101,8 +104,8 @@ class Parameters {
 int Main() {
   Timer timer;
   const cudaStream_t stream = timer.stream();
-  const int64_t count = absl::GetFlag(FLAGS_parameters);
-  Json results = StartResults(absl::GetFlag(FLAGS_commit), timer);
+  const int64_t count = *flags.parameters;
+  Json results = StartResults(*flags.commit, timer);
   const double copy_gbps = results["copy_gbps"];
   results["parameters"] = count;
   std::cout << count << " parameters" << std::endl;
@@ -110,7 +113,7 @@ int Main() {
   const auto run = [&](const std::string& name, double bytes_per_parameter, const std::function<void()>& pass,
                        int64_t interval = 1) {
     std::vector<double> times;
-    for (int i = 0; i < kWarmUps + absl::GetFlag(FLAGS_iterations); ++i) {
+    for (int i = 0; i < kWarmUps + *flags.iterations; ++i) {
       parameters.Fill(stream);
       if (interval != 1) parameters.MakeIdle(interval, stream);
       const double ms = timer.MeasureOnce(pass);
@@ -145,14 +148,18 @@ int Main() {
   run("lazy, none", 4, lazy_step, 0);
   run("gradient norm", 4, [&] { parameters.Norm(stream); });
   run("add bf16", 10, [&] { parameters.Add(stream); });
-  WriteResults(results, absl::GetFlag(FLAGS_out));
+  WriteResults(results, *flags.out);
   return 0;
 }
 
 }  // namespace
-}  // namespace lossd::bench
+}  // namespace lossd::bench::cuda_optimizer
 
-int main(int argc, char** argv) {
-  absl::ParseCommandLine(argc, argv);
-  return lossd::bench::Main();
+namespace lossd::bench {
+
+int RunCudaOptimizerBench(int argc, char** argv) {
+  cuda_optimizer::flags.Parse(argc, argv);
+  return cuda_optimizer::Main();
 }
+
+}  // namespace lossd::bench

@@ -2,10 +2,10 @@
 """Times a head that is embedded in the process (lossd.embedded()) beside local heads, on one GPU, through autograd.
 
     python3 bench/embedded_bench.py --library build/release/bin/liblossd.so --real_data build/release/bin/real_data \\
-        --loss_bench build/release/bin/cuda_loss_bench --json embedded.json
+        --loss_bench build/release/bin/cuda_bench --json embedded.json
 
 For each shape, kind of data and number of rows: milliseconds of loss and gradients (median, by CUDA events, until both gradients
-are there), those of the three bare products, and those of the same kernels called in process (cuda_loss_bench). Local heads are
+are there), those of the three bare products, and those of the same kernels called in process (cuda_bench loss). Local heads are
 those of peers.py that can be imported. Of the largest number of rows also the memory of the GPU that a head takes at most: a
 local head's loss and gradients without its weight; of the embedded one all that its server has, weight and gradient included, and
 what of that is workspace.
@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", help="liblossd.so [where lossd.embedded() looks]")
     parser.add_argument("--real_data", default="build/release/bin/real_data", help="the program, for real data")
-    parser.add_argument("--loss_bench", help="the program cuda_loss_bench")
+    parser.add_argument("--loss_bench", help="the program cuda_bench")
     parser.add_argument("--shapes", default="gemma2-2b,llama3-8b", help="of peers.py")
     parser.add_argument("--data", default="real", help="real, peaked, flat, with commas between them; of fewer rows the first")
     parser.add_argument("--rows", default="8192,128,1")
@@ -61,7 +61,7 @@ def of_kernels(program: str, rows: int, hidden: int, vocab: int, kind: str, grad
     """Milliseconds of the kernels called in process, by kind of gradients."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "loss.json")
-        subprocess.run([program, f"--out={out}", f"--shapes={rows}x{hidden}x{vocab}", f"--data={kind}", f"--gradients={gradients}",
+        subprocess.run([program, "loss", f"--out={out}", f"--shapes={rows}x{hidden}x{vocab}", f"--data={kind}", f"--gradients={gradients}",
                         "--noerrors", "--noparts", "--nonorm"], check=True, stdout=subprocess.DEVNULL)
         return {each["gradients"]: each["loss_and_gradients"]["median_ms"] for each in json.loads(out.read_text())["loss"]}
 

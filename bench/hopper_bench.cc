@@ -2,7 +2,7 @@
 // Times the Hopper kernels one by one beside cuBLASLt's products of the same shapes, alternating in one
 // process.
 //
-//   hopper_bench [--shapes=gemma2-2b,...] [--data=real,peaked,flat] [--rows=0] [--rounds=3]
+//   cuda_bench hopper [--shapes=gemma2-2b,...] [--data=real,peaked,flat] [--rows=0] [--rounds=3]
 //   [--groups=4,8,...]
 #include <cuda_runtime_api.h>
 
@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "bench/command.h"
+#include "bench/cuda_bench.h"
 #include "bench/gpu_data.h"
 #include "bench/gpu_timer.h"
 #include "kernels/cuda/device/gemm.h"
@@ -26,17 +26,20 @@
 #include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/kernels/row_loss.h"
 
-ABSL_FLAG(std::vector<std::string>, shapes,
-          std::vector<std::string>({"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"}),
-          "names of shapes to run");
-ABSL_FLAG(std::vector<std::string>, data, std::vector<std::string>({"real"}), "real, peaked, flat");
-ABSL_FLAG(int64_t, rows, 0, "rows instead of the shapes' own; 0: those");
-ABSL_FLAG(int, rounds, 3, "timed rounds; a round runs every candidate for a while");
-ABSL_FLAG(std::vector<std::string>, groups, std::vector<std::string>(),
-          "groups of row tiles to try for the gradients beside the planned one");
-
-namespace lossd::bench {
+namespace lossd::bench::hopper_kernels {
 namespace {
+
+struct Flags : CommandFlags {
+  Flag<std::vector<std::string>> shapes{this,
+                                        "shapes",
+                                        {"gemma2-2b", "llama3-8b", "phi3.5-mini", "mistral-nemo", "n4096"},
+                                        "names of shapes to run"};
+  Flag<std::vector<std::string>> data{this, "data", {"real"}, "real, peaked, flat"};
+  Flag<int64_t> rows{this, "rows", 0, "rows instead of the shapes' own; 0: those"};
+  Flag<int> rounds{this, "rounds", 3, "timed rounds; a round runs every candidate for a while"};
+  Flag<std::vector<std::string>> groups{
+      this, "groups", {}, "groups of row tiles to try for the gradients beside the planned one"};
+} flags;
 
 namespace cuda = ::lossd::kernels::cuda;
 namespace hopper = ::lossd::kernels::cuda::hopper;
@@ -81,7 +84,7 @@ struct Bench {
 void Compare(const Bench& b, const std::vector<Candidate>& candidates) {
   constexpr double kSettleMs = 400.0, kTimedMs = 200.0;
   std::vector<std::vector<double>> times(candidates.size());
-  for (int round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
+  for (int round = 0; round < *flags.rounds; ++round) {
     for (size_t i = 0; i < candidates.size(); ++i) {
       // The mean of as many runs as take about `duration`.
       const auto run = [&](double duration, double once) {
@@ -180,7 +183,7 @@ void AddProducts(const Bench& b, const std::string& name, hopper::GradientGemmPa
     whole.units = whole.whole;
     add(" whole", whole);
   }
-  for (const std::string& text : absl::GetFlag(FLAGS_groups)) {
+  for (const std::string& text : *flags.groups) {
     hopper::GradientGemmPlan grouped = plan;
     if (!absl::SimpleAtoi(text, &grouped.group) || grouped.group < 1) continue;
     add(absl::StrCat(" group ", grouped.group), grouped);
@@ -244,17 +247,17 @@ void CompareWeightGradients(const Bench& b) {
   Compare(b, candidates);
 }
 
-void Main() {
+int Main() {
   auto gemms = cuda::Gemms::Create();
   Check(gemms.status(), "cuBLASLt");
   const Buffer<uint8_t> scratch(cuda::kGemmWorkspaceBytes);
   Timer timer;
   const int clusters = hopper::LogitPassClusters();
   for (NamedShape named : kShapes) {
-    const auto& names = absl::GetFlag(FLAGS_shapes);
+    const auto& names = *flags.shapes;
     if (std::find(names.begin(), names.end(), named.name) == names.end()) continue;
-    if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) named.shape.rows = rows;
-    for (const std::string& data : absl::GetFlag(FLAGS_data)) {
+    if (const int64_t rows = *flags.rows; rows > 0) named.shape.rows = rows;
+    for (const std::string& data : *flags.data) {
       const Buffer<uint16_t> exponentials(named.shape.rows * named.shape.vocab);
       Bench b = {absl::StrCat(named.name, " ", data),
                  named.shape,
@@ -271,13 +274,17 @@ void Main() {
       Free(b.data);
     }
   }
+  return 0;
 }
 
 }  // namespace
-}  // namespace lossd::bench
+}  // namespace lossd::bench::hopper_kernels
 
-int main(int argc, char** argv) {
-  absl::ParseCommandLine(argc, argv);
-  lossd::bench::Main();
-  return 0;
+namespace lossd::bench {
+
+int RunHopperBench(int argc, char** argv) {
+  hopper_kernels::flags.Parse(argc, argv);
+  return hopper_kernels::Main();
 }
+
+}  // namespace lossd::bench

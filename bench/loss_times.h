@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cuda_loss_bench measures of a loss on GPUs: its backend, a microbatch that it computes again and
+// What cuda_bench loss measures of a loss on GPUs: its backend, a microbatch that it computes again and
 // again, the deferred form, the errors, the bare products that it is compared with, the norm kernels, and the
 // end of a step. Not thread-safe; aborts on a CUDA error.
 #ifndef LOSSD_BENCH_LOSS_TIMES_H_

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parts of a server on the CPU: what computes a chunk, and what makes it count exactly once.
+//
+//   server_bench parts [--benchmark_filter=BM_Chunk] [more flags of Google Benchmark]
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -8,6 +10,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
+#include "bench/server_bench.h"
 #include "benchmark/benchmark.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
@@ -190,3 +193,15 @@ BENCHMARK(BM_RepeatedMicrobatch)->Apply(Shapes)->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 }  // namespace lossd::engine
+
+namespace lossd::bench {
+
+int RunPartsBench(int argc, char** argv) {
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
+}
+
+}  // namespace lossd::bench

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times linear cross-entropy of PyTorch, Cut Cross-Entropy, Liger and QuACK and the norms of PyTorch and QuACK on
-one GPU, for comparison with cuda_loss_bench on the same shapes and the same kind of data.
+one GPU, for comparison with cuda_bench loss on the same shapes and the same kind of data.
 
-    python3 peers.py --out peers.json                 # the shapes of cuda_loss_bench, with errors
+    python3 peers.py --out peers.json                 # the shapes of cuda_bench loss, with errors
     python3 peers.py --sweep --csv sweeps.csv         # time and memory over V, N and D, fp32 and bf16
     python3 peers.py --norm --shapes=                 # LayerNorm and RMSNorm bandwidth
     python3 peers.py --distill                        # KL(teacher || student) with gradients of the student
@@ -181,7 +181,7 @@ def flat(n, d, v, dtype=torch.bfloat16):
 
 
 def milliseconds(work, iterations, warm_up_seconds=0.4):
-    """After at least three runs and as long a warm-up as cuda_loss_bench's: a card that works lowers its clock."""
+    """After at least three runs and as long a warm-up as cuda_bench loss's: a card that works lowers its clock."""
     started, warm_ups, times = time.time(), 0, []
     while warm_ups < 3 or time.time() - started < warm_up_seconds:
         work()
@@ -300,7 +300,7 @@ def compare(found, arguments, entry, iterations, reference=None):
 
 def compare_shapes(cases, iterations, wanted, distill, done):
     """cases: (name of a shape, kind of data); wanted: names of methods, empty: all; distill: forward KL, whose teacher has the
-    student's weight and 0.8 times its hidden states, as in cuda_loss_bench. Calls done(results so far) after each case."""
+    student's weight and 0.8 times its hidden states, as in cuda_bench loss. Calls done(results so far) after each case."""
     results = []
     for name, kind in cases:
         data = DATA[kind](*SHAPES[name])

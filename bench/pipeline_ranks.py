@@ -416,6 +416,19 @@ class Ahead(nn.Module):
         return rows
 
 
+class OneRow(nn.Module):
+    """Stands for a served embedding where no server is asked: all ids have the same row, with a gradient, in the same dtype."""
+
+    def __init__(self, served: ServedEmbedding, device: torch.device) -> None:
+        super().__init__()
+        self.row = nn.Parameter(torch.zeros(served.embedding_dim, device=device))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        kind = self.row.device.type
+        rows = self.row.expand(*ids.shape, -1)
+        return rows.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else rows
+
+
 class Tie:
     """The embedding of a first stage that is the matrix of a head on a server."""
 
@@ -579,11 +592,12 @@ class Rank:
         return LocalTie(0, configuration.stages - 1, copy, loss_fn if self.last else None)
 
     def _warm_up(self, group: Any) -> None:
-        """A step of a copy of the stages without the head, which loads the code that they need. cuBLAS loads its own when it first
-        multiplies matrices of a kind, and waits for all work on the GPU then: beside a head in the same process for work that waits
-        for this rank."""
+        """A step of a copy of the stages without head and served embedding, which loads the code that they need. cuBLAS loads its own
+        when it first multiplies matrices of a kind, and waits for all work on the GPU then: beside a head in the same process for work
+        that waits for this rank."""
         from torch.distributed import pipelining
-        own = copy.deepcopy(self.module)
+        stand_ins = {id(each): OneRow(each.served, self.device) for each in self.module.modules() if isinstance(each, Ahead)}
+        own = copy.deepcopy(self.module, stand_ins)
         stage = pipelining.PipelineStage(own, self.index, self.configuration.stages, self.device, group=group)
         count = 2 * self.configuration.stages
         rows = count * self.settings.sequences

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the results of cuda_loss_bench and peers.py into the Markdown tables of a results page.
+"""Turns the results of cuda_bench loss and peers.py into the Markdown tables of a results page.
 
-    cuda_loss_bench --data=peaked,flat --logits=stored,recomputed --gradients=exact,filtered,auto \
+    cuda_bench loss --data=peaked,flat --logits=stored,recomputed --gradients=exact,filtered,auto \
         --norm=false --parts=false --out=loss.json
     python3 peers.py --out peers.json
     python3 report.py loss.json --peers peers.json > report.md
@@ -157,9 +157,9 @@ def report(paths, peers_path=None):
     return "\n\n".join(parts) + "\n"
 
 
-# Merges the sweeps of peers.py with those of cuda_loss_bench into one CSV file, which figures.py draws.
+# Merges the sweeps of peers.py with those of cuda_bench loss into one CSV file, which figures.py draws.
 #
-# The JSON files come from: cuda_loss_bench --compute=bf16 (or fp32) --data=flat --errors=false --parts=false
+# The JSON files come from: cuda_bench loss --compute=bf16 (or fp32) --data=flat --errors=false --parts=false
 # --norm=false --shapes=8192x2048x2048,... with the points of peers.sweep_points(). Our memory is the head's
 # workspace plus its weight gradient; a peer's is the peak above its inputs, gradients included.
 
@@ -204,7 +204,7 @@ def merge_sweeps(results, sweeps, csv_file):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", help="JSON files of cuda_loss_bench")
+    parser.add_argument("results", nargs="+", help="JSON files of cuda_bench loss")
     parser.add_argument("--peers", help="JSON file of peers.py")
     parser.add_argument("--sweeps", metavar="CSV", help="sweeps of peers.py: merged with those in the JSON files, instead of a table")
     parser.add_argument("--csv", help="where the merged sweeps go")

@@ -2,8 +2,8 @@
 // What the service costs: rows per second of the same loss computation three ways, in one process on one
 // backend: the kernels alone, the engine around them, and a client over TCP loopback.
 //
-//   service_bench --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
-//   service_bench --target=127.0.0.1:7070      the client alone, of a server that runs
+//   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
+//   server_bench service --target=127.0.0.1:7070      the client alone, of a server that runs
 //
 // Prints a table, and JSON to --json=FILE. Every way computes loss, dL/dx and dL/dW of the same random rows.
 #include <algorithm>
@@ -20,13 +20,12 @@
 #include <utility>
 #include <vector>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
-#include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "bench/command.h"
+#include "bench/server_bench.h"
 #include "client/cpp/client.h"
 #include "kernels/backend.h"
 #include "kernels/clocks/clock.h"
@@ -35,24 +34,27 @@
 #include "server/app/server.h"
 #include "server/engine/engine.h"
 
-ABSL_FLAG(int64_t, rows, 1024, "rows of a microbatch");
-ABSL_FLAG(int64_t, hidden_size, 512, "D");
-ABSL_FLAG(int64_t, vocab_size, 32000, "V");
-ABSL_FLAG(std::string, backend, "auto", "auto, cpu or cuda");
-ABSL_FLAG(std::string, devices, "", "several GPUs, e.g. 0,1 or all");
-ABSL_FLAG(int, threads, 0, "threads of the CPU backend; 0: all the process may use");
-ABSL_FLAG(int, cpu_devices, 1, "devices of the CPU backend, which share its threads");
-ABSL_FLAG(std::string, split, "any", "what several devices divide: rows, vocabulary, or any");
-ABSL_FLAG(int, in_flight, 4, "microbatches under way at once, for the engine and the client");
-ABSL_FLAG(std::vector<std::string>, channels, std::vector<std::string>({"1", "2", "4"}),
-          "connections to try");
-ABSL_FLAG(int64_t, slice_bytes, 0, "hidden states that the client sends at once; 0: as it chooses");
-ABSL_FLAG(std::string, target, "", "measure a client of this server, host:port, and nothing else");
-ABSL_FLAG(double, seconds, 5.0, "measured time of each line, after a second of warm-up");
-ABSL_FLAG(std::string, json, "", "also write the results to this file");
-
-namespace lossd {
+namespace lossd::bench::service {
 namespace {
+
+struct Flags : CommandFlags {
+  Flag<int64_t> rows{this, "rows", 1024, "rows of a microbatch"};
+  Flag<int64_t> hidden_size{this, "hidden_size", 512, "D"};
+  Flag<int64_t> vocab_size{this, "vocab_size", 32000, "V"};
+  Flag<std::string> backend{this, "backend", "auto", "auto, cpu or cuda"};
+  Flag<std::string> devices{this, "devices", "", "several GPUs, e.g. 0,1 or all"};
+  Flag<int> threads{this, "threads", 0, "threads of the CPU backend; 0: all the process may use"};
+  Flag<int> cpu_devices{this, "cpu_devices", 1, "devices of the CPU backend, which share its threads"};
+  Flag<std::string> split{this, "split", "any", "what several devices divide: rows, vocabulary, or any"};
+  Flag<int> in_flight{this, "in_flight", 4, "microbatches under way at once, for the engine and the client"};
+  Flag<std::vector<std::string>> channels{this, "channels", {"1", "2", "4"}, "connections to try"};
+  Flag<int64_t> slice_bytes{this, "slice_bytes", 0,
+                            "hidden states that the client sends at once; 0: as it chooses"};
+  Flag<std::string> target{this, "target", "",
+                           "measure a client of this server, host:port, and nothing else"};
+  Flag<double> seconds{this, "seconds", 5.0, "measured time of each line, after a second of warm-up"};
+  Flag<std::string> json{this, "json", "", "also write the results to this file"};
+} flags;
 
 constexpr char kHead[] = "bench";
 constexpr double kWarmUpSeconds = 1.0;
@@ -126,11 +128,11 @@ Line Measure(std::string name, int64_t rows, double seconds, Fn once) {
 }
 
 std::unique_ptr<kernels::Backend> MakeBackend() {
-  return Must(kernels::CreateBackend({.backend = absl::GetFlag(FLAGS_backend),
-                                      .devices = absl::GetFlag(FLAGS_devices),
-                                      .threads = absl::GetFlag(FLAGS_threads),
-                                      .cpu_devices = absl::GetFlag(FLAGS_cpu_devices),
-                                      .split = absl::GetFlag(FLAGS_split)}))
+  return Must(kernels::CreateBackend({.backend = *flags.backend,
+                                      .devices = *flags.devices,
+                                      .threads = *flags.threads,
+                                      .cpu_devices = *flags.cpu_devices,
+                                      .split = *flags.split}))
       .backend;
 }
 
@@ -245,8 +247,7 @@ Line MeasureEngine(const Shape& shape, double seconds) {
   };
   std::deque<decltype(start_one())> under_way;
   Line line = Measure("engine", shape.rows, seconds, [&] {
-    while (static_cast<int>(under_way.size()) < absl::GetFlag(FLAGS_in_flight))
-      under_way.push_back(start_one());
+    while (static_cast<int>(under_way.size()) < *flags.in_flight) under_way.push_back(start_one());
     under_way.front().second->Wait();
     under_way.pop_front();
   });
@@ -260,18 +261,18 @@ Line MeasureEngine(const Shape& shape, double seconds) {
 std::unique_ptr<app::Server> StartServer() {
   return Must(app::Server::Start({.listen = "127.0.0.1:0",
                                   .http = "",
-                                  .backend = absl::GetFlag(FLAGS_backend),
-                                  .devices = absl::GetFlag(FLAGS_devices),
-                                  .threads = absl::GetFlag(FLAGS_threads),
-                                  .cpu_devices = absl::GetFlag(FLAGS_cpu_devices),
-                                  .split = absl::GetFlag(FLAGS_split)}));
+                                  .backend = *flags.backend,
+                                  .devices = *flags.devices,
+                                  .threads = *flags.threads,
+                                  .cpu_devices = *flags.cpu_devices,
+                                  .split = *flags.split}));
 }
 
 // A client over TCP, of a server in this process on the loopback or of the one that --target names.
 Line MeasureService(const Shape& shape, int channels, double seconds) {
   const auto cpu = Must(kernels::CreateBackend({.backend = "cpu"})).backend;
   const Rows rows(shape, *cpu);  // a trainer's memory, as it comes
-  const std::string given = absl::GetFlag(FLAGS_target);
+  const std::string given = *flags.target;
   const auto server = given.empty() ? StartServer() : nullptr;
   const std::string target = given.empty() ? server->grpc_address() : given;
   auto client = Must(client::Client::Connect({.target = target, .channels = channels}));
@@ -280,7 +281,7 @@ Line MeasureService(const Shape& shape, int channels, double seconds) {
   request.mutable_spec()->set_hidden_size(static_cast<uint64_t>(shape.hidden_size));
   request.mutable_spec()->set_vocab_size(static_cast<uint64_t>(shape.vocab_size));
   Must(client->CreateHead(request));
-  const size_t in_flight = static_cast<size_t>(absl::GetFlag(FLAGS_in_flight));
+  const size_t in_flight = static_cast<size_t>(*flags.in_flight);
   std::vector<std::vector<uint16_t>> grads(
       in_flight, std::vector<uint16_t>(static_cast<size_t>(shape.rows * shape.hidden_size)));
   uint64_t id = 0;
@@ -294,7 +295,7 @@ Line MeasureService(const Shape& shape, int channels, double seconds) {
                                         .targets = rows.targets()};
     client::ComputeOptions options;
     options.accumulate_gradients = true;
-    if (const int64_t bytes = absl::GetFlag(FLAGS_slice_bytes); bytes > 0)
+    if (const int64_t bytes = *flags.slice_bytes; bytes > 0)
       options.slice_bytes = static_cast<uint64_t>(bytes);
     return client->ComputeLossAsync(microbatch, {.grad_hidden = grads[id++ % in_flight].data()}, options);
   };
@@ -336,27 +337,29 @@ void WriteJson(const std::string& path, const Shape& shape, const std::vector<Li
   if (!file.good()) Must(absl::UnavailableError(absl::StrCat("cannot write ", path)));
 }
 
-void Run() {
-  const Shape shape{absl::GetFlag(FLAGS_rows), absl::GetFlag(FLAGS_hidden_size),
-                    absl::GetFlag(FLAGS_vocab_size)};
-  const double seconds = absl::GetFlag(FLAGS_seconds);
+int Main() {
+  const Shape shape{*flags.rows, *flags.hidden_size, *flags.vocab_size};
+  const double seconds = *flags.seconds;
   std::vector<Line> lines;
-  if (absl::GetFlag(FLAGS_target).empty()) {
+  if (flags.target->empty()) {
     lines = {MeasureKernels(shape, seconds), MeasureEngine(shape, seconds)};
   }
-  for (const std::string& text : absl::GetFlag(FLAGS_channels)) {
+  for (const std::string& text : *flags.channels) {
     lines.push_back(MeasureService(shape, std::atoi(text.c_str()), seconds));
   }
   Print(shape, lines);
-  if (const std::string path = absl::GetFlag(FLAGS_json); !path.empty()) WriteJson(path, shape, lines);
+  if (const std::string path = *flags.json; !path.empty()) WriteJson(path, shape, lines);
+  return 0;
 }
 
 }  // namespace
-}  // namespace lossd
+}  // namespace lossd::bench::service
 
-int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage("Rows per second of the kernels, the engine and the whole service.");
-  absl::ParseCommandLine(argc, argv);
-  lossd::Run();
-  return 0;
+namespace lossd::bench {
+
+int RunServiceBench(int argc, char** argv) {
+  service::flags.Parse(argc, argv);
+  return service::Main();
 }
+
+}  // namespace lossd::bench

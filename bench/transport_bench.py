@@ -5,7 +5,7 @@
     python3 bench/transport_bench.py --bin=bin --json=transports.json
     python3 bench/transport_bench.py --bin=build/release/bin --backend=cpu --shapes=256x512 --data=random --seconds=1
 
-Starts a server for each head, drives it with `lossctl bench`, and stops it. `--kernels` has cuda_loss_bench time the
+Starts a server for each head, drives it with `lossctl bench`, and stops it. `--kernels` has `cuda_bench loss` time the
 same chunks in process beside every head, for as long. Results of one run are comparable with each other.
 """
 
@@ -31,7 +31,7 @@ HEAD = "bench"
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bin", type=Path, required=True, help="folder of lossd, lossctl and cuda_loss_bench")
+    parser.add_argument("--bin", type=Path, required=True, help="folder of lossd, lossctl and cuda_bench")
     parser.add_argument("--shapes", default="phi3.5-mini,llama3-8b", help="names of shapes, or DxV")
     parser.add_argument("--gradients", default="exact,sampled")
     parser.add_argument("--data", default="real", choices=("real", "random"))
@@ -160,7 +160,7 @@ class Runs:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             iterations = 10
             for _ in range(2):
-                subprocess.run([str(arguments.bin / "cuda_loss_bench"), f"--shapes={name}", f"--gradients={gradients}",
+                subprocess.run([str(arguments.bin / "cuda_bench"), "loss", f"--shapes={name}", f"--gradients={gradients}",
                                 "--data=real", "--nonorm", "--noerrors", "--noparts", f"--iterations={iterations}",
                                 f"--out={file.name}"], check=True, capture_output=True, timeout=600)
                 result = json.loads(Path(file.name).read_text())["loss"][0]

@@ -3,7 +3,7 @@
 
     export NCCL_NVLS_ENABLE=0
     torchrun --nproc_per_node=2 bench/vocabulary_parallel_peers.py --real-data build/release/bin/real_data --out peers.json
-    build/release/bin/cuda_loss_bench --devices=2 --split=vocabulary --data=real --gradients=exact,sampled --out=lossd.json \
+    build/release/bin/cuda_bench loss --devices=2 --split=vocabulary --data=real --gradients=exact,sampled --out=lossd.json \
         --shapes=gemma2-2b,llama3-8b,phi3.5-mini,mistral-nemo,n4096,8192x1024x1048576,8192x1024x4194304
 
 The second command is lossd's head on the same GPUs. Each rank has V/G classes; hidden states and targets are on all. A time

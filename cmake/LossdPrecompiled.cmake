@@ -34,7 +34,7 @@ endfunction()
 # Called where lossd_proto is defined.
 function(lossd_precompile_rpc_headers)
   if(LOSSD_PCH)
-    _lossd_precompile(library HEADERS ${_lossd_rpc_headers} DEPS lossd_proto)
+    _lossd_precompile(library HEADERS ${_lossd_rpc_headers} DEPS lossd_proto OPTIONS ${LOSSD_FUZZED_OPTIONS})
   endif()
 endfunction()
 

@@ -49,6 +49,20 @@ function(_lossd_unity target)
   endif()
 endfunction()
 
+# In the build with fuzzers: what they link is optimized and reports its branches. Everything else is run by tests alone, and
+# compiles in a third of the time without either.
+set(_lossd_not_fuzzed app client tools ranks outside)
+
+# lossd_generated(lossd_proto): a library of what protoc generated. Under sanitizers most of its compile time is optimization, which
+# their tests hardly gain from.
+function(lossd_generated target)
+  target_compile_options(${target} PRIVATE ${LOSSD_FUZZED_OPTIONS})
+  if(LOSSD_SANITIZE)
+    target_compile_options(${target} PRIVATE -O0)
+  endif()
+  set_target_properties(${target} PROPERTIES LOSSD_LAYER proto)
+endfunction()
+
 function(lossd_library)
   cmake_parse_arguments(ARG "OBJECT" "NAME;LAYER" "SOURCES;DEPS" ${ARGN})
   if(ARG_OBJECT)
@@ -60,7 +74,14 @@ function(lossd_library)
   target_link_libraries(${ARG_NAME} PUBLIC ${ARG_DEPS} PRIVATE lossd_warnings)
   _lossd_unity(${ARG_NAME})
   _lossd_check_layer(${ARG_NAME} ${ARG_LAYER} ${ARG_DEPS})
-  _lossd_reuse_headers(${ARG_NAME} library ${ARG_DEPS})
+  set(_kind library)
+  if(LOSSD_FUZZ AND ARG_LAYER IN_LIST _lossd_not_fuzzed)
+    target_compile_options(${ARG_NAME} PRIVATE -O0)
+    set(_kind program)  # no precompiled headers: those of libraries are optimized
+  else()
+    target_compile_options(${ARG_NAME} PRIVATE ${LOSSD_FUZZED_OPTIONS})
+  endif()
+  _lossd_reuse_headers(${ARG_NAME} ${_kind} ${ARG_DEPS})
 endfunction()
 
 # The distribution's Abseil is not instrumented; see the file.

@@ -54,12 +54,13 @@ if(LOSSD_SANITIZE)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize-recover=all>")
 endif()
 
-# All code reports to the fuzzer which of its branches ran; only fuzzers link libFuzzer (tests/fuzz).
+# What fuzzers link reports to them which of its branches ran; only fuzzers link libFuzzer (tests/fuzz).
+set(LOSSD_FUZZED_OPTIONS "")
 if(LOSSD_FUZZ)
   if(NOT CMAKE_CXX_COMPILER_ID MATCHES Clang)
     message(FATAL_ERROR "LOSSD_FUZZ needs clang: cmake --preset fuzz")
   endif()
-  add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=fuzzer-no-link>")
+  set(LOSSD_FUZZED_OPTIONS -fsanitize=fuzzer-no-link)
 endif()
 
 set(LOSSD_HAVE_CUDA OFF)

@@ -171,7 +171,7 @@ CUBLAS = Known("half a gigabyte of cuBLAS; packages_test runs it without depende
 
 # (page, command without its comment, as a pattern of the whole): how.
 PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
-    (r"README\.md|docs/demo\.md", r"make demo.*", Known("five minutes; scripts/check-fresh runs it")),
+    (r"README\.md|docs/demo\.md", r"make demo.*", Known("under five minutes; scripts/check-fresh runs it")),
     (r"README\.md|CONTRIBUTING\.md", r"make (test|build)", Step("test")),
     (r"README\.md|CONTRIBUTING\.md", r"make packages", RunBy("packages_test")),
     (r"README\.md|docs/operations\.md|docs/python\.md", r"python3 -m venv venv && \. venv/bin/activate|pip install dist/packages/\*\.whl",

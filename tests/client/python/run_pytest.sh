@@ -4,15 +4,12 @@
 #
 #   run_pytest.sh VENV LOSSD ARGUMENT...
 #
-# A first ARGUMENT that is empty is left out.
-#
 # A test that hangs for five minutes says where its threads are.
 #
 # Exit status 77, which means skipped, if there is no such environment or every test was skipped.
 set -u
 venv=$1 lossd=$2
 shift 2
-[ -n "${1-}" ] || shift
 cd "$(dirname "$0")" || exit 1
 if [ ! -x "$venv/bin/python" ]; then
   echo "skipped: no Python environment with the client"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the CUDA backend with PyTorch on a GPU: fp64 as the truth, the same dtype as the yardstick.
 
-    python3 compare_torch.py path/to/cuda_loss_probe [--out results.json] [--fuse-always]
+    python3 compare_torch.py path/to/cuda_bench [--out results.json] [--fuse-always]
 
 For every case the relative error ||a - ref|| / ||ref|| of loss, lse, grad_hidden and the parameter
 gradients must be at most 1.5 times that of PyTorch in the same dtype on the same inputs, plus FLOOR.
@@ -98,7 +98,7 @@ def torch_loss(case, inputs, dtype):
     return {name: value.detach().double() for name, value in result.items()}
 
 
-def probe_loss(case, inputs, probe, folder):
+def probe_loss(case, inputs, program, folder):
     dtype = TORCH_DTYPE[case["compute"]]
 
     def write(name, value):
@@ -112,7 +112,7 @@ def probe_loss(case, inputs, probe, folder):
         write(name, value.int() if name == "targets" else value)
     with open(f"{folder}/spec.json", "w") as file:
         json.dump({**case, "hidden_dtype": case["compute"]}, file)
-    subprocess.run([probe, folder], check=True)
+    subprocess.run([program, "probe", folder], check=True)
 
     def read(name, like):
         kind = dtype if name == "grad_hidden" else torch.float32
@@ -132,11 +132,11 @@ def relative(got, want):
     return ((got - want).norm() / (norm if norm > 0 else 1)).item()
 
 
-def run_case(case, probe, folder, generator):
+def run_case(case, program, folder, generator):
     inputs = make_inputs(case, generator)
     want = torch_loss(case, inputs, torch.float64)
     torch_result = torch_loss(case, inputs, TORCH_DTYPE[case["compute"]])
-    ours = probe_loss(case, inputs, probe, folder)
+    ours = probe_loss(case, inputs, program, folder)
     rows = []
     for name in want:
         mine, theirs = relative(ours[name], want[name]), relative(torch_result[name], want[name])
@@ -147,7 +147,7 @@ def run_case(case, probe, folder, generator):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("probe")
+    parser.add_argument("program", help="cuda_bench")
     parser.add_argument("--out")
     parser.add_argument("--fuse-always", action="store_true", help="the fused loss at every size")
     args = parser.parse_args()
@@ -167,7 +167,7 @@ def main():
                     case = {**DEFAULTS, **option, "rows": shape[0], "hidden": shape[1], "vocab": shape[2],
                             "compute": compute, "grad_scale": 1.0 / shape[0],
                             "fuse_always": args.fuse_always}
-                    for row in run_case(case, args.probe, folder, generator):
+                    for row in run_case(case, args.program, folder, generator):
                         results.append({**case, **row})
                         ratio = row["ours"] / max(row["torch"], 1e-12)
                         worst[row["tensor"]] = max(worst.get(row["tensor"], (0, 0, 0)), (row["ours"], row["torch"], ratio))

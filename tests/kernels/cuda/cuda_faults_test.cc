@@ -22,6 +22,7 @@
 #include "kernels/cuda/cuda_backend.h"
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
+#include "tests/kernels/cuda/found_symbols.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing::cuda_faults_test {
@@ -233,6 +234,9 @@ extern "C" void* __wrap_dlsym(void* file, const char* name) {
       Take<7, decltype(&cublasLtMatmulAlgoGetHeuristic)>("cublasLtMatmulAlgoGetHeuristic", name, &found) ||
       Take<8, decltype(&cublasLtMatmulAlgoConfigGetAttribute)>("cublasLtMatmulAlgoConfigGetAttribute", name,
                                                                &found);
+  for (const auto replace : lossd::kernels::testing::FoundSymbols()) {
+    found = replace(file, name, found, &__real_dlsym);
+  }
   return found;
 }
 // NOLINTEND(bugprone-reserved-identifier)

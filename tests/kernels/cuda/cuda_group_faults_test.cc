@@ -23,6 +23,7 @@
 #include "kernels/group/group_backend.h"
 #include "tests/kernels/chunk_run.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
+#include "tests/kernels/cuda/found_symbols.h"
 #include "tests/kernels/problem.h"
 
 namespace lossd::kernels::testing::cuda_group_faults_test {
@@ -30,8 +31,8 @@ namespace {
 
 // ---- faults ----
 //
-// One GPU of several may stay away from the exchanges of NCCL, as one that hangs, or fail in them: the linker
-// sends calls of dlsym here. Thread-safe.
+// One GPU of several may stay away from the exchanges of NCCL, as one that hangs, or fail in them: dlsym
+// finds other functions (found_symbols.h). Thread-safe.
 
 struct NcclFault {
   int member = -1;     // whose calls are affected; -1: nobody's
@@ -111,18 +112,9 @@ int64_t NcclCalls() {
   return TheState().calls;
 }
 
-}  // namespace
-}  // namespace lossd::kernels::testing::cuda_group_faults_test
-
-using lossd::kernels::testing::cuda_group_faults_test::Take;
-
-// NOLINTBEGIN(bugprone-reserved-identifier): the linker makes these names.
-extern "C" void* __real_dlsym(void* file, const char* name);
-extern "C" void* __wrap_dlsym(void* file, const char* name) {
-  void* found = __real_dlsym(file, name);
+void* WithFaults(void* file, const char* name, void* found, void* (*real)(void*, const char*)) {
   if (std::string(name) == "ncclReduce") {
-    lossd::kernels::testing::cuda_group_faults_test::user_rank =
-        reinterpret_cast<decltype(&ncclCommUserRank)>(__real_dlsym(file, "ncclCommUserRank"));
+    user_rank = reinterpret_cast<decltype(&ncclCommUserRank)>(real(file, "ncclCommUserRank"));
   }
   Take<0, decltype(&ncclReduce)>(name, "ncclReduce", &found) ||
       Take<1, decltype(&ncclBroadcast)>(name, "ncclBroadcast", &found) ||
@@ -131,10 +123,7 @@ extern "C" void* __wrap_dlsym(void* file, const char* name) {
       Take<4, decltype(&ncclReduceScatter)>(name, "ncclReduceScatter", &found);
   return found;
 }
-// NOLINTEND(bugprone-reserved-identifier)
-
-namespace lossd::kernels::testing::cuda_group_faults_test {
-namespace {
+[[maybe_unused]] const bool added = (FoundSymbols().push_back(&WithFaults), true);
 
 constexpr int kMembers = 2;
 constexpr absl::Duration kTimeout = absl::Seconds(3);

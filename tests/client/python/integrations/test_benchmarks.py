@@ -107,17 +107,18 @@ def test_pipelines_of_three_processes_learn_alike(tmp_path):
 
 def test_a_tied_model_whose_first_stage_has_rows_of_the_server_or_a_copy(tmp_path):
     output = run("pipeline_bench.py", f"--lossd={os.environ['LOSSD_BINARY']}", "--gpus=2", "--layers=2", "--steps=3",
-                 "--kinds=colocated,local", "--gradients=exact", "--schedules=overlapped 1F1B", "--embeddings=own,rows,exchange",
+                 "--kinds=colocated,embedded,local", "--gradients=exact", "--schedules=overlapped 1F1B", "--embeddings=own,rows,exchange",
                  f"--json={tmp_path / 'out.json'}", *SMALL)
     result = json.loads((tmp_path / "out.json").read_text())
-    entries = {entry["embedding"]: entry for entry in result["configurations"] if entry["kind"] == "colocated"}
-    assert set(entries) == {"own", "rows", "exchange"}
     assert result["agreement"]["agree"], output
-    for entry in entries.values():
-        assert max(result["agreement"]["apart"][entry["name"]].values()) <= 1e-4, output
-    rows, exchange, own = (entries[name]["losses"] for name in ("rows", "exchange", "own"))
-    assert rows == pytest.approx(exchange, abs=1e-5) and rows[-1] < rows[0]
-    assert abs(rows[-1] - own[-1]) > 1e-4  # another model learns otherwise
+    for kind in ON_STAGES:
+        entries = {entry["embedding"]: entry for entry in result["configurations"] if entry["kind"] == kind}
+        assert set(entries) == {"own", "rows", "exchange"}
+        for entry in entries.values():
+            assert max(result["agreement"]["apart"][entry["name"]].values()) <= 1e-4, output
+        rows, exchange, own = (entries[name]["losses"] for name in ("rows", "exchange", "own"))
+        assert rows == pytest.approx(exchange, abs=1e-5) and rows[-1] < rows[0]
+        assert abs(rows[-1] - own[-1]) > 1e-4  # another model learns otherwise
     assert {each["embedding"] for each in result["fastest"]} == set(entries)
     local = {entry["embedding"]: entry["losses"] for entry in result["configurations"] if entry["kind"] == "local"}
     assert set(local) == {"own", "exchange"}

@@ -21,6 +21,7 @@
 #include "kernels/cpu/gloo_link.h"
 #include "kernels/cuda/device/collectives.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
+#include "tests/kernels/cuda/device/thread_device.h"
 
 namespace {
 
@@ -55,7 +56,6 @@ extern "C" {
     played;                                             \
     return cudaSuccess;                                 \
   }
-LOSSD_PLAY(cudaSetDevice, (int a), (a), )
 LOSSD_PLAY(cudaHostAlloc, (void** a, size_t b, unsigned c), (a, b, c), *a = std::malloc(b))
 LOSSD_PLAY(cudaFreeHost, (void* a), (a), std::free(a))
 LOSSD_PLAY(cudaMemcpyAsync, (void* a, const void* b, size_t c, cudaMemcpyKind d, cudaStream_t e),
@@ -65,6 +65,12 @@ LOSSD_PLAY(cudaGetDriverEntryPointByVersion,
            (const char* a, void** b, unsigned c, unsigned long long d, cudaDriverEntryPointQueryResult* e),
            (a, b, c, d, e), (*b = PlayedFunction(a), *e = cudaDriverEntryPointSuccess))
 #undef LOSSD_PLAY
+
+cudaError_t __real_cudaSetDevice(int device);
+cudaError_t __wrap_cudaSetDevice(int device) {
+  lossd::kernels::cuda::testing::device_of_thread = device;
+  return playing ? cudaSuccess : __real_cudaSetDevice(device);
+}
 }
 // NOLINTEND(bugprone-reserved-identifier)
 

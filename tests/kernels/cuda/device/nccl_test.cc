@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What becomes of an exchange that fails or hangs. NCCL is played by functions here, which the linker gives
-// to dlopen and dlsym; the streams are real.
+// to dlopen and dlsym while these tests run; the streams are real.
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <unistd.h>
@@ -19,8 +19,14 @@
 #include "kernels/cuda/cuda_backend.h"
 #include "kernels/cuda/device/collectives.h"
 #include "tests/kernels/cuda/cuda_test_device.h"
+#include "tests/kernels/cuda/device/thread_device.h"
 
+namespace lossd::kernels::cuda::nccl_test {
 namespace {
+
+using testing::device_of_thread;
+
+bool playing = false;  // else the other tests of this program have the real functions
 
 // What the functions below do, and what was called.
 struct Played {
@@ -38,7 +44,6 @@ struct Played {
   std::vector<int> ended_on;          // the device of the thread that ended the first communicator
 };
 Played played;
-thread_local int device_of_thread = 0;
 std::atomic<bool> hangs{false};  // ncclCommInitRank does
 
 ncclResult_t Play(const char* name) {
@@ -132,13 +137,12 @@ const Function kFunctions[] = {
 
 char library;  // what dlopen gives
 
-}  // namespace
-
+// NOLINTBEGIN(bugprone-reserved-identifier): the linker makes these names.
 extern "C" {
 
 void* __real_dlopen(const char* name, int flags);
 void* __wrap_dlopen(const char* name, int flags) {
-  if (name == nullptr || std::string(name).find("nccl") == std::string::npos)
+  if (!playing || name == nullptr || std::string(name).find("nccl") == std::string::npos)
     return __real_dlopen(name, flags);
   const char* const multicast = std::getenv("NCCL_NVLS_ENABLE");
   played.multicast = multicast == nullptr ? "unset" : multicast;
@@ -158,16 +162,15 @@ int __real_dlclose(void* file);
 int __wrap_dlclose(void* file) { return file == &library ? (++played.unloaded, 0) : __real_dlclose(file); }
 
 // Of the thread that ends communicators, also where there is no GPU.
-cudaError_t __wrap_cudaGetDevice(int* device) { return *device = device_of_thread, cudaSuccess; }
-cudaError_t __real_cudaSetDevice(int device);
-cudaError_t __wrap_cudaSetDevice(int device) {
-  return device_of_thread = device, __real_cudaSetDevice(device);
+cudaError_t __real_cudaGetDevice(int* device);
+cudaError_t __wrap_cudaGetDevice(int* device) {
+  if (!playing) return __real_cudaGetDevice(device);
+  *device = device_of_thread;
+  return cudaSuccess;
 }
 
 }  // extern "C"
-
-namespace lossd::kernels::cuda::nccl_test {
-namespace {
+// NOLINTEND(bugprone-reserved-identifier)
 
 using ::testing::AllOf;
 using ::testing::Contains;
@@ -176,7 +179,11 @@ using ::testing::HasSubstr;
 
 class NcclTest : public ::testing::Test {
  protected:
-  void SetUp() override { played = Played(); }
+  NcclTest() {
+    played = Played();
+    playing = true;
+  }
+  ~NcclTest() override { playing = false; }
   absl::StatusOr<std::unique_ptr<Nccl>> Connect() { return Nccl::Connect({0, 0}); }
 };
 
@@ -423,7 +430,6 @@ class HungNcclTest : public NcclTest {
  protected:
   void SetUp() override {
     LOSSD_SKIP_WITHOUT_GPU();
-    NcclTest::SetUp();
     ASSERT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
     const auto block = [](void* go_on) { static_cast<std::atomic<bool>*>(go_on)->wait(false); };
     ASSERT_EQ(cudaLaunchHostFunc(stream_, block, &go_on_), cudaSuccess);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Computes one microbatch with the CUDA backend from files, for compare_torch.py.
+// Computes one microbatch with the CUDA backend from files, for tests/kernels/cuda/compare_torch.py.
 //
-//   cuda_loss_probe DIR
+//   cuda_bench probe DIR
 //
 // DIR/spec.json names shapes, dtypes and options; DIR/<name>.bin are raw little-endian arrays: hidden [N, D]
 // (hidden_dtype), targets [N] int32, weight [V, D] fp32 and, where the spec has them, bias, norm_gain,
@@ -17,10 +17,11 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "bench/cuda_bench.h"
 #include "kernels/cuda/cuda_backend.h"
 #include "nlohmann/json.hpp"
 
-namespace lossd::kernels {
+namespace lossd::kernels::cuda_loss_probe {
 namespace {
 
 using Bytes = std::vector<uint8_t>;
@@ -144,13 +145,17 @@ void Probe(const Files& files) {
 }
 
 }  // namespace
-}  // namespace lossd::kernels
+}  // namespace lossd::kernels::cuda_loss_probe
 
-int main(int argc, char** argv) {
+namespace lossd::bench {
+
+int RunCudaLossProbe(int argc, char** argv) {
   if (argc != 2) {
-    std::cerr << "usage: cuda_loss_probe DIR" << std::endl;
+    std::cerr << "usage: cuda_bench probe DIR" << std::endl;
     return 2;
   }
-  lossd::kernels::Probe(lossd::kernels::Files(argv[1]));
+  kernels::cuda_loss_probe::Probe(kernels::cuda_loss_probe::Files(argv[1]));
   return 0;
 }
+
+}  // namespace lossd::bench

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// The commands of the program cuda_bench (Command::run of command.h); the file of each says what it measures.
+#ifndef LOSSD_BENCH_CUDA_BENCH_H_
+#define LOSSD_BENCH_CUDA_BENCH_H_
+
+namespace lossd::bench {
+
+int RunCudaLossBench(int argc, char** argv);
+int RunCudaOptimizerBench(int argc, char** argv);
+int RunCudaEmbeddingBench(int argc, char** argv);
+int RunHopperBench(int argc, char** argv);
+int RunCudaLossProbe(int argc, char** argv);
+
+}  // namespace lossd::bench
+
+#endif  // LOSSD_BENCH_CUDA_BENCH_H_
