@@ -16,7 +16,7 @@ import yaml
 # Copies the pages of the repository, and the files that they link to. The folders stay as they are, so links between pages do, too.
 
 PAGES = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**/*.md", "bench/results/*.md",
-         "tests/judge/README.md", "tests/faults/README.md", "tests/client/golden/README.md", "client/python/README.md",
+         "tests/judge/README.md", "tests/faults/README.md", "tests/client/golden/README.md", "client/python/README.md", "deploy/kubernetes/README.md",
          "client/README.md", "kernels/README.md", "kernels/cuda/README.md", "proto/README.md", "server/*/README.md", "tests/README.md"]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 

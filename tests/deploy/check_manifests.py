@@ -9,7 +9,7 @@ objects of the Prometheus operator with those of schemas.json, and Jobs and pods
 JobSet have to name as many ranks as it has pods, and the pod of the first. Compose files are compared with the schema of
 check-jsonschema, and what they mount has to be there. The dashboard of Grafana has nothing that Grafana's own types do not know. Every --flag of a file has to be one that `lossd --helpfull` lists. Services,
 policies and budgets have to select pods that are there; a pod may take longer to end than its server drains; a file that a flag
-names has to lie in a volume of the pod; and the secret that docs/operations.md makes (of the folder that DEPLOY is in, if there is one)
+names has to lie in a volume of the pod; an address beyond the loopback has TLS, or --insecure; and the secret that kubernetes/README.md makes
 has to have the files that an overlay asks of it, and no others. The rules for the Prometheus operator are those of deploy/prometheus. Exit status 1 if something is wrong.
 """
 
@@ -130,7 +130,7 @@ DEVICE_SECONDS = 10  # what a server takes after it at the most (docs/operations
 # Of the programs that start lossd.
 FOREIGN_FLAGS = {
     "nnodes", "master_addr", "master_port", "nproc_per_node", "max_restarts", "redirects", "tee", "no_python", "node_rank",
-    "kill-on-bad-exit", "wait", "exact", "gpus", "ntasks", "signal", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "overlap", "exclusive", "nproc-per-node", "flagfile", "from-file", "help", "build",
+    "kill-on-bad-exit", "wait", "exact", "gpus", "ntasks", "signal", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "job-name", "overlap", "exclusive", "nproc-per-node", "flagfile", "from-file", "help", "build", "target",
 }
 
 
@@ -258,6 +258,9 @@ def check_pods(manifests):
                 if each["name"] in port and not flags[port[each["name"]]].endswith(f":{each['containerPort']}"):
                     raise ValueError(f"port {each['name']} is not that of --{port[each['name']]}")
             secure = "http_tls" in flags
+            for name, has_tls in (("listen", "tls_cert" in flags), ("http", secure), ("worker_http", secure)):
+                if flags.get(name, "").startswith("0.0.0.0:") and not has_tls and "insecure" not in flags:
+                    raise ValueError(f"the server refuses --{name}={flags[name]} without TLS or --insecure")
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 if (server_of(template)[probe]["httpGet"].get("scheme", "HTTP") == "HTTPS") != secure:
                     raise ValueError(f"{probe} and --http_tls differ")
@@ -299,14 +302,11 @@ def keys_made(page, overlay):
 
 
 def check_secrets(manifests, folder):
-    page = folder.parents[len(folder.parts) - folder.parts.index("kubernetes")] / "docs/operations.md"
-    if not page.exists():
-        page = Path(__file__).resolve().parents[2] / "docs/operations.md"
     asked = keys_asked_of_secrets(manifests)
-    made = keys_made(page, folder.name)
+    made = keys_made(folder.parents[len(folder.parts) - folder.parts.index("kubernetes") - 2] / "README.md", folder.name)
     for name, keys in asked.items():
         if made.get(name, set()) != keys:
-            raise ValueError(f"secret {name}: asked for {', '.join(sorted(keys))}; docs/operations.md makes {', '.join(sorted(made.get(name, set())))}")
+            raise ValueError(f"secret {name}: asked for {', '.join(sorted(keys))}; kubernetes/README.md makes {', '.join(sorted(made.get(name, set())))}")
 
 
 def by_name(manifests):

@@ -35,10 +35,8 @@ plant $base/lossd.flags 's/access\/tokens/access\/token/' $overlays/one-gpu
 plant $base/lossd.yaml 's/key: prometheus-token/key: prometheus/' $overlays/one-gpu
 plant $overlays/leaderworkerset/lossd.yaml 's/lossd\/ranks/lossd\/rank/' $overlays/leaderworkerset
 # A page that forgets a file of the secret.
-mkdir "$folder/docs"
-sed 's/ --from-file=roles / /' docs/operations.md >"$folder/docs/operations.md"
-plant $overlays/mtls/lossd.flags 's/--keep_checkpoints=3/--keep_checkpoints=4/' $overlays/mtls
-rm -r "$folder/docs"
+plant kubernetes/README.md 's/ --from-file=roles / /' $overlays/mtls
+plant $overlays/colocated/job.yaml '/--insecure/d' $overlays/colocated
 plant $base/lossd.yaml '/kind: NetworkPolicy/,/^---/s/^    matchLabels: {app: lossd}/    matchLabels: {app: other}/' $overlays/one-gpu
 plant $base/lossd.yaml 's/maxUnavailable/maxUnvailable/' $overlays/one-gpu
 plant $base/lossd.yaml 's/interval: 15s/interval: 15 s/' $overlays/one-gpu
