@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the protocol's messages from the .proto files while the package is built; the rest is pyproject.toml."""
+"""Makes the protocol's messages, and the classes that describe them, from the .proto files while the package is built; the rest is
+pyproject.toml."""
 
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -46,7 +48,10 @@ def protoc() -> list[str]:
 def generate(out: Path) -> None:
     root, out = proto_root(), out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    subprocess.run([*protoc(), f"-I{root}", f"--python_out={out}", f"--pyi_out={out}", *PROTOS], check=True, cwd=root)
+    with tempfile.NamedTemporaryFile() as described:
+        subprocess.run([*protoc(), f"-I{root}", f"--python_out={out}", f"--pyi_out={out}", "--include_source_info",
+                        f"--descriptor_set_out={described.name}", *PROTOS], check=True, cwd=root)
+        subprocess.run([sys.executable, HERE / "describe.py", described.name, out / "lossd/v1/descriptions.py"], check=True)
 
 
 class BuildPy(build_py):
@@ -62,6 +67,7 @@ class Sdist(sdist):
             target = Path(base_dir) / "proto" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(proto_root() / name, target)
+        shutil.copyfile(HERE / "describe.py", Path(base_dir) / "describe.py")
         (Path(base_dir) / "VERSION").write_text(version() + "\n")
 
 

@@ -8,16 +8,17 @@ from lossd._embedded import EmbeddedClient, embedded
 from lossd._loss_call import PendingLoss, PendingRows
 from lossd._native import VERSION
 from lossd.client import Client
-from lossd.descriptions import (
-    AddedGradient, CheckpointInfo, Choice, HeadDescription, HeadDevice, HeadHistory, HeadSpec, HeadState, MemoryUsage, Paging,
-    PeerDescription, RankDescription, RowRange, SavedCheckpoint, SaveProgress, ServerDescription, SliceLimits, StepResult,
-    StreamDescription, StreamList, TensorFile)
 from lossd.errors import (
     Aborted, AlreadyExists, Cancelled, ClientClosed, DataLoss, DeadlineExceeded, FailedPrecondition, ForkedClient, Internal,
     InvalidArgument, LossdError, NonFinite, NotFound, PermissionDenied, ResourceExhausted, Restarted, StepDiscarded,
     Unauthenticated, Unavailable, Unimplemented)
 from lossd.types import (
-    SGD, AdamW, Depth, DepthResult, Distillation, EmbedResult, LossOptions, LossResult, Objective, ObjectiveSums, RetryOptions)
+    SGD, AdamW, Depth, DepthResult, Distillation, EmbedResult, LossOptions, LossResult, Objective, ObjectiveSums, RetryOptions,
+    TensorFile)
+from lossd.v1.descriptions import (
+    AddedGradient, CheckpointInfo, Choice, HeadDescription, HeadDevice, HeadHistory, HeadSpec, HeadState, MemoryUsage, Paging,
+    PeerDescription, RankDescription, RowRange, SavedCheckpoint, SaveProgress, ServerDescription, SliceLimits, StepResult,
+    StreamDescription, StreamList)
 
 __all__ = [
     "Aborted", "AdamW", "AddedGradient", "AlreadyExists", "Cancelled", "CheckpointInfo", "Choice", "Client", "ClientClosed",

@@ -13,10 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 from lossd import _arrays, _loaded, errors, types
 from lossd._loss_call import Computations
 from lossd._native import Clock
-from lossd.descriptions import (
-    AddedGradient, CheckpointInfo, HeadDescription, HeadState, SaveProgress, SavedCheckpoint, StepResult, TensorFile, read)
-from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split
+from lossd.descriptions import read
+from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split, TensorFile
 from lossd.v1 import head_pb2, types_pb2
+from lossd.v1.descriptions import (
+    AddedGradient, CheckpointInfo, HeadDescription, HeadState, SavedCheckpoint, SaveProgress, StepResult)
 
 
 # What HeadCalls needs to create and reset heads: initial values, shares, and what becomes of a head that exists already.

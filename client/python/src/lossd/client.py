@@ -15,9 +15,10 @@ from lossd import _arrays, _loss_call, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._loss_call import Asked, PendingLoss, waiting
 from lossd._native import LossArguments
-from lossd.descriptions import ServerDescription, StreamList, read
+from lossd.descriptions import read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
+from lossd.v1.descriptions import ServerDescription, StreamList
 
 _DEFAULT_OPTIONS = LossOptions()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lossd import errors
-from lossd._shown import Shown
+from lossd.descriptions import Shown
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 DType = Literal["fp32", "fp16", "bf16"]
@@ -29,6 +29,8 @@ Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
 OptimizerState = Literal["none", "momentum", "adam"]
+SavePhase = Literal["waiting", "reading", "writing"]
+StreamWait = Literal["open", "client", "server", "send", "end"]
 # Results per row. Natural logarithms; 0 for ignored rows (argmax: -1).
 RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
 ROW_OUTPUTS: tuple[RowOutput, ...] = get_args(RowOutput)
@@ -361,6 +363,27 @@ class SGD:
         return head_pb2.Optimizer(sgd=head_pb2.Sgd(
             learning_rate=self.lr, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov,
             weight_decay=self.weight_decay), lazy_rows=self.lazy_rows)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Where Client.create_head finds initial values: safetensors below the server's checkpoint directory.
+
+    `path` is a file, an index of files (".json"), or a folder with a model.safetensors(.index.json); the others are names
+    of tensors in it. Heads that have a bias or a norm need the names of theirs.
+    """
+
+    path: str
+    weight: str  # [V, D], e.g. "lm_head.weight", or the embedding's of a model whose head is tied to it
+    bias: str = ""  # [V]
+    norm_gain: str = ""  # [D]
+    norm_shift: str = ""  # [D]
+    class_weights: str = ""  # [V]; optional
+    # False: InvalidArgument, naming the first, if a value is NaN or infinite; a bias may be -infinity all the same.
+    allow_non_finite: bool = False
+
+    def to_proto(self) -> head_pb2.TensorFile:
+        return head_pb2.TensorFile(**asdict(self))
 
 
 @dataclass
