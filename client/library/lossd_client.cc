@@ -27,6 +27,7 @@
 #include "client/cpp/loss_plan.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
+#include "server/messages/convert.h"
 
 namespace lossd::client {
 namespace {
@@ -764,6 +765,16 @@ int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, do
   if (!client->places()->Take(most, client::Seconds(seconds))) return 0;
   call->state->OnEnd([places = client->places()] { places->GiveBack(); });
   return 1;
+}
+
+int lossd_check_options(const void* options, uint64_t size, lossd_call* call) {
+  absl::Status status = [&]() -> absl::Status {
+    LOSSD_TRY(const auto message, client::Parse<v1::LossOptions>(options, size));
+    return lossd::messages::CheckLossOptions(message);
+  }();
+  if (status.ok()) return 1;
+  call->state->End(lossd::messages::WithDetail(std::move(status), 0));
+  return 0;
 }
 
 int lossd_check_loss(const lossd_loss* loss, lossd_call* call) {

@@ -206,6 +206,10 @@ typedef struct lossd_loss {
   int32_t hidden_dtype; /* lossd.v1.DType, of a backward */
 } lossd_loss;
 
+/* Whether a server of this version takes the options of a loss, a serialized lossd.v1.LossOptions, as far as
+ * that does not depend on the head: 1; else 0, and the call has ended with INVALID_ARGUMENT, which names the
+ * field as the message does. */
+int lossd_check_options(const void* options, uint64_t size, lossd_call* call);
 /* Takes one of the client's `most` places for loss computations under way, and waits for one for at most
  * `seconds`. 1 if the call has one, which it gives back when it ends; 0 if there was none in time. 1 also for
  * a client that is closed: the call will say so. */

@@ -526,14 +526,19 @@ def test_heads_that_no_server_makes(client, option, value, field):
 
 
 @pytest.mark.parametrize("option, value", [
-    ("ignore_index", 2**31), ("ignore_index", -2**31 - 1),
     ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),
     ("softcap", float("nan")), ("softcap", 1e-39), ("logit_scale", 0.0), ("logit_scale", float("inf")),
-    ("gradients", "approximate"),
     ("filter_epsilon", 1.0), ("filter_epsilon", -0.5), ("filter_epsilon", float("nan")), ("sample_threshold", 0.0),
     ("sample_threshold", 1.5), ("sample_threshold", float("nan")), ("max_gradient_error", -0.5),
     ("max_gradient_error", float("inf")), ("max_gradient_error", float("nan"))])
 def test_bad_loss_options(option, value):
+    with pytest.raises(lossd.InvalidArgument, match=f"^{option} must be .*, got {value:g}$") as caught:
+        lossd.LossOptions(**{option: value})
+    assert (caught.value.field, caught.value.value) == (option, f"{value:g}")
+
+
+@pytest.mark.parametrize("option, value", [("ignore_index", 2**31), ("ignore_index", -2**31 - 1), ("gradients", "approximate")])
+def test_bad_words_and_numbers_that_no_message_has(option, value):
     with pytest.raises(lossd.InvalidArgument, match=f"{option} is {value!r}; it must be"):
         lossd.LossOptions(**{option: value})
 

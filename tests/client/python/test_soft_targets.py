@@ -201,7 +201,7 @@ def test_what_is_refused(client, rows):
         module.soft_target_loss(hidden, classes, weights[..., :-1])
     with pytest.raises(ValueError, match="shift=True does not go with soft_target_loss"):
         LossHead(client, head, shift=True).soft_target_loss(hidden, classes, weights)
-    with pytest.raises(lossd.InvalidArgument, match="label_smoothing is 0.1; it must be 0 with rest"):
+    with pytest.raises(lossd.InvalidArgument, match="label_smoothing must be 0 with soft targets, got 0.1"):
         LossHead(client, head, label_smoothing=0.1).soft_target_loss(hidden, classes, weights)
     with pytest.raises(lossd.InvalidArgument, match="rest"):
         module.soft_target_loss(hidden, classes, weights, rest="all")  # type: ignore[arg-type]

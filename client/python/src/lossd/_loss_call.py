@@ -81,18 +81,6 @@ def check_numbers(**numbers: int | None) -> None:
             whole_number(name, value, *_LIMITS[name])
 
 
-def check_objective(options: LossOptions, reduction: Reduction, per_row: Mapping[str, Any]) -> None:
-    """InvalidArgument unless the objective has the numbers of rows that it needs, and no others."""
-    objective = options.objective
-    needed = () if objective is None else objective.numbers
-    for name in ("advantages", "old_logprobs", "ref_logprobs"):
-        if (name in per_row) != (name in needed):
-            raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row" if name in needed else
-                                         f"{name} is given, but objective {objective} does not use it")
-    if objective is not None and reduction == "none":
-        raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
-
-
 def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_size: int, dtype: types_pb2.DType,
               streams: int | None, place: Array | None = None, id: int = 0, gradients: Array | None = None,
               scale: float | None = None, padding_idx: int | None = None) -> Asked:

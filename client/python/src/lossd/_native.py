@@ -16,15 +16,17 @@ import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from lossd import errors
 from lossd._interrupts import SIGNAL_SECONDS, run_apart
-from lossd.types import RetryOptions
-from lossd.v1 import types_pb2
+from lossd.v1 import loss_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from lossd.types import RetryOptions
 
 M = TypeVar("M", bound=Message)
 
@@ -126,6 +128,7 @@ _FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
     ("lossd_await_stream", None, (_P, _P, _P)),
     ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
+    ("lossd_check_options", ctypes.c_int, (_TEXT, ctypes.c_uint64, _P)),
     ("lossd_check_loss", ctypes.c_int, (ctypes.POINTER(LossArguments), _P)),
     ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
 )
@@ -235,6 +238,13 @@ class Call:
         size = ctypes.c_size_t()
         address = self._library.lossd_call_progress(self.pointer, ctypes.byref(size))
         return None if address is None else ctypes.string_at(address, size.value)
+
+
+def check_options(options: loss_pb2.LossOptions) -> None:
+    """InvalidArgument, naming field and value, for what no server of this version takes."""
+    call, message = Call(), options.SerializeToString()
+    if not library().lossd_check_options(message, len(message), call.pointer):
+        call.check()
 
 
 def completed(context: str | None, texts: Mapping[str, str | None]) -> dict[str, str]:

@@ -192,7 +192,6 @@ class Client(EmbeddingCalls):
         if soft and of_classes:
             raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
         _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes)
-        _loss_call.check_objective(options, reduction, per_row)
         open_ = loss_pb2.OpenMicrobatch(
             head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], options=options.to_proto(),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lossd import errors
+from lossd import _native, errors
 from lossd.descriptions import Shown
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
@@ -76,72 +76,50 @@ def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
     return int(value)
 
 
-@dataclass(frozen=True)
-class _Range:
-    """What a number may be."""
-
-    text: str
-    has: Callable[[Any], Any]
-    numbers: tuple[type, ...] = (int, float, np.integer, np.floating)
-
-    def check(self, name: str, value: Any) -> None:
-        if not self.has(value):
-            raise errors.InvalidArgument(f"{name} is {value}; it must be {self.text}")
-
-
-_FINITE = _Range("finite", math.isfinite)
-_NOT_NEGATIVE = _Range("finite and not negative", lambda value: 0 <= value < math.inf)
-_FRACTION = _Range("in [0, 1]", lambda value: 0 <= value <= 1)
-_SCALE = _Range("finite and not 0", lambda value: math.isfinite(value) and value != 0)
-_SOFTCAP = _Range("0, or finite and at least 1.18e-38", lambda value: value == 0 or 1.18e-38 <= value < math.inf)
-_COUNT = _Range("a whole number that is not negative",
-                lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0)
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "float": ((int, float, np.integer, np.floating), "a number"), "int": ((int, np.integer), "an int"),
+    "bool": ((bool, np.bool_), "a bool"), "str": (str, "a str")}
+_WORDS = {"Gradients": GRADIENTS, "Rest": RESTS, "ObjectiveKind": OBJECTIVES, "Kl": KLS, "Divergence": DIVERGENCES}
 
 
 class _Options:
     """Options that are checked when they are made, and that a message has under the same names."""
 
-    _PATH: ClassVar[str] = ""  # what errors say before the name of a field
-    _RULES: ClassVar[Mapping[str, Any]]  # of each field: the _Range of a number, the numbers of its words, or its class
+    _PART: ClassVar[str] = ""  # the field of lossd.v1.LossOptions that they are; "": all of it
 
-    def __post_init__(self) -> None:
-        """TypeError or InvalidArgument, naming field and value, for what breaks its rule."""
-        for option in fields(self):  # type: ignore[arg-type]
-            name, value, rule = self._PATH + option.name, getattr(self, option.name), self._RULES[option.name]
-            if value is None and option.default is None:
+    def __post_init__(self: Any) -> None:
+        """TypeError or InvalidArgument, naming field and value. The rules for numbers are the server's; it takes those that are the
+        defaults."""
+        for each in fields(self):
+            name, value, kind = f"{self._PART}.{each.name}".lstrip("."), getattr(self, each.name), _kind_of(each)
+            if value is None and each.default is None:
                 continue
-            kinds, said = _kinds(rule)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and rule is not bool):
+            classes, said = _KINDS["str"] if kind in _WORDS else _KINDS.get(kind) or (globals()[kind], f"a lossd.{kind}")
+            if not isinstance(value, classes) or (isinstance(value, bool) and kind != "bool"):
                 raise TypeError(f"{name} is {value!r}; it must be {said}")
-            if isinstance(rule, _Range):
-                rule.check(name, value)
-            elif isinstance(rule, Mapping):
-                enum_value(name, rule, value)
+            if kind in _WORDS:
+                enum_value(name, _WORDS[kind], value)
+            elif kind == "int":
+                whole_number(name, value, -2**31, 31)
+        if any(getattr(self, each.name) != each.default for each in fields(self) if _kind_of(each) not in _WORDS):
+            message = self.to_proto()
+            _native.check_options(loss_pb2.LossOptions(**{self._PART: message}) if self._PART else message)
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self: Any) -> dict[str, Any]:
         """The fields as a message has them; None is absent."""
-        return {name: _sent(getattr(self, name), rule) for name, rule in self._RULES.items()}
+        return {each.name: _sent(getattr(self, each.name), _kind_of(each)) for each in fields(self)}
 
 
-def _kinds(rule: Any) -> tuple[Any, str]:
-    """The classes of what a rule is about, and how they are called."""
-    if isinstance(rule, _Range):
-        return rule.numbers, "an int" if float not in rule.numbers else "a number"
-    if rule is bool:
-        return (bool, np.bool_), "a bool"
-    return (str, "a str") if rule is str or isinstance(rule, Mapping) else (rule, f"a lossd.{rule.__name__}")
+def _kind_of(option: Any) -> str:
+    return option.type.removesuffix(" | None")
 
 
-def _sent(value: Any, rule: Any) -> Any:
+def _sent(value: Any, kind: str) -> Any:
     if isinstance(value, _Options):
         return value.to_proto()  # type: ignore[attr-defined]
-    if isinstance(rule, Mapping) and value is not None:
-        return rule[value]
-    return bool(value) if rule is bool else value
-
-
-_RATIO_KINDS = ("importance_sampling", "ppo", "cispo")
-_CLIP_KINDS = ("ppo", "cispo")
+    if kind in _WORDS and value is not None:
+        return _WORDS[kind][value]
+    return bool(value) if kind == "bool" else value
 
 
 @dataclass(frozen=True)
@@ -177,23 +155,12 @@ class Objective(_Options):
     kl_coef: float = 0.0  # finite and not negative; 0: no reference
     entropy_bonus: float = 0.0  # finite
 
-    _PATH = "objective."
-    _RULES = {
-        "kind": OBJECTIVES, "clip_low": _FRACTION, "clip_high": _NOT_NEGATIVE,
-        "dual_clip": _Range("0, or finite and above 1", lambda value: value == 0 or 1 < value < math.inf),
-        "kl": KLS, "kl_coef": _NOT_NEGATIVE, "entropy_bonus": _FINITE}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, kinds, has in (("clip_low", _CLIP_KINDS, "no clip"), ("clip_high", _CLIP_KINDS, "no clip"),
-                                 ("dual_clip", ("ppo",), "none")):
-            if (value := getattr(self, name)) != getattr(Objective, name) and self.kind not in kinds:
-                raise errors.InvalidArgument(f"objective.{name} is {value}; {self.kind!r} has {has}")
+    _PART = "objective"
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """What has to be given with each row: arguments of compute_loss."""
-        needed = {"advantages": self.kind != "dft", "old_logprobs": self.kind in _RATIO_KINDS,
+        needed = {"advantages": self.kind != "dft", "old_logprobs": self.kind in ("importance_sampling", "ppo", "cispo"),
                   "ref_logprobs": self.kl_coef != 0}
         return tuple(name for name, is_needed in needed.items() if is_needed)
 
@@ -223,11 +190,7 @@ class Distillation(_Options):
     teacher_logit_scale: float = 1.0  # as LossOptions.logit_scale, of the teacher
     teacher_softcap: float = 0.0  # as LossOptions.softcap, of the teacher
 
-    _PATH = "distillation."
-    _RULES = {
-        "teacher": str, "divergence": DIVERGENCES, "beta": _Range("in (0, 1)", lambda value: 0 < value < 1),
-        "temperature": _Range("finite and at least 1.18e-38", lambda value: 1.18e-38 <= value < math.inf),
-        "weight": _NOT_NEGATIVE, "target_weight": _NOT_NEGATIVE, "teacher_logit_scale": _SCALE, "teacher_softcap": _SOFTCAP}
+    _PART = "distillation"
 
     def to_proto(self) -> loss_pb2.Distillation:
         return loss_pb2.Distillation(**self._values())
@@ -271,28 +234,6 @@ class LossOptions(Shown, _Options):
     # rows are ignored, and counted (LossResult.unlisted_rows).
     refuse_unlisted: bool = False
 
-    _RULES = {
-        "ignore_index": _Range("in [-2^31, 2^31)", lambda value: -2**31 <= value < 2**31, (int, np.integer)),
-        "label_smoothing": _FRACTION, "z_loss": _NOT_NEGATIVE, "softcap": _SOFTCAP, "logit_scale": _SCALE,
-        "use_class_weights": bool, "gradients": GRADIENTS,
-        "filter_epsilon": _Range("in [0, 1)", lambda value: 0 <= value < 1),
-        "sample_threshold": _Range("in [1e-30, 1]", lambda value: 1e-30 <= value <= 1), "max_gradient_error": _NOT_NEGATIVE,
-        "objective": Objective, "rest": RESTS, "distillation": Distillation, "refuse_unlisted": bool}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for given, by, others in (
-                (self.rest, "rest", {"label_smoothing": "0", "use_class_weights": "absent", "objective": "absent",
-                                     "distillation": "absent"}),
-                (self.objective, "an objective", {"label_smoothing": "0", "use_class_weights": "False"}),
-                (self.distillation, "distillation", {"objective": "None"})):
-            for name, must in others.items() if given is not None else ():
-                if (value := getattr(self, name)) != getattr(LossOptions, name):
-                    raise errors.InvalidArgument(f"{name} is {value}; it must be {must} with {by}")
-        if self.distillation is not None and self.gradients == "filtered":
-            raise errors.InvalidArgument(
-                f"gradients is {self.gradients!r}; it must be 'exact', 'sampled', 'auto' or None with distillation")
-
     def to_proto(self) -> loss_pb2.LossOptions:
         return loss_pb2.LossOptions(**self._values())
 
@@ -311,9 +252,10 @@ class Depth:
     normalizer: float | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("rows", _COUNT), ("weight", _NOT_NEGATIVE), ("normalizer", _NOT_NEGATIVE)):
-            if (value := getattr(self, name)) is not None or name != "normalizer":
-                allowed.check(f"depth.{name}", value)
+        whole_number("depth.rows", self.rows, 0, 63)
+        for name, value in (("weight", self.weight), ("normalizer", self.normalizer)):
+            if value is not None and not 0 <= value < math.inf:
+                raise errors.InvalidArgument(f"depth.{name} is {value}; it must be finite and not negative")
 
 
 @dataclass(frozen=True)
