@@ -111,13 +111,13 @@ void lossd_client_free(lossd_client* client);
 /* One method of the services. Members that a method does not need are 0. */
 typedef struct lossd_request {
   const char* method;  /* "CreateHead", "DescribeHead", "ApplyStep", ... */
-  const void* message; /* serialized; of WriteTensor and AddGradient an OpenTensor and an OpenGradient */
+  const char* message; /* serialized; of WriteTensor and AddGradient an OpenTensor and an OpenGradient */
   uint64_t message_size;
   void* payload; /* of ReadTensor: where the rows go; of WriteTensor and AddGradient: the rows */
   uint64_t payload_size;
   const uint64_t* shape; /* of WriteTensor and AddGradient: of the array that the payload is */
   uint64_t dimensions;   /* of `shape`; 0: there is none */
-  const void* head; /* of ReadTensor: the lossd.v1.HeadDescription that `payload` was made for, or NULL */
+  const char* head;      /* of ReadTensor: lossd.v1.HeadDescription that `payload` was made for, or NULL */
   uint64_t head_size;
   double timeout;    /* 0: the client's own */
   int32_t if_exists; /* of CreateHead, what becomes of a head of that name: 0: ALREADY_EXISTS, 1: it stays, 2:
@@ -166,7 +166,7 @@ typedef struct lossd_depth {
  * step, microbatch_id and accumulate_gradients, and of the rest rows, hidden_size, hidden_dtype, grad_hidden,
  * grad_loss, grad_lse, grad_entropy, stream, timeout, streams, on_device and has_stream matter. */
 typedef struct lossd_loss {
-  const void* open;
+  const char* open;
   uint64_t open_size;
   uint64_t rows;
   uint64_t hidden_size;

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes lossd/v1/descriptions.py: a class of Python for each message with which the server describes something.
 
-    describe.py DESCRIPTORS OUT
+    describe.py OUT DESCRIPTORS
 
 DESCRIPTORS is what protoc writes with --descriptor_set_out --include_source_info. A class has the message's fields and comments, with
 words for enumerations ("adam", "bf16") and tuples for lists; lossd/descriptions.py has what all classes can do.
@@ -105,5 +105,5 @@ class Module:
 
 
 if __name__ == "__main__":
-    descriptors, out = map(Path, sys.argv[1:])
+    out, descriptors = map(Path, sys.argv[1:])
     out.write_text(Module(descriptor_pb2.FileDescriptorSet.FromString(descriptors.read_bytes()).file).text())

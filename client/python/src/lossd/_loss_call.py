@@ -19,22 +19,24 @@ from numpy.typing import NDArray
 from lossd import _native, errors
 from lossd._arrays import Array, array_of
 from lossd._interrupts import Outcome, run_apart
-from lossd._native import DepthArguments, LossArguments, NativeClient
+from lossd._native import NativeClient
 from lossd.types import (
     Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, RetryOptions, whole_number)
 from lossd.v1 import loss_pb2, types_pb2
+from lossd.v1.library import lossd_depth, lossd_loss, lossd_result
 
 
 # ---- Arguments ----
 
 
+_COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")  # what a lossd_result has of a LossResult
 _LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63)}  # the least, and bits
 
 
 class Asked:
     """What one computation is asked, in a structure of the library, and the memory that it points to."""
 
-    def __init__(self, arguments: LossArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
+    def __init__(self, arguments: lossd_loss, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
                  rows: str = "hidden") -> None:
         """`rows`: the caller's name of the rows, for errors."""
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
@@ -67,8 +69,8 @@ class Asked:
         if not apart:
             self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
         self.arguments.depth_count = len(depths)
-        self.arguments.depths = (DepthArguments * len(depths))(*(
-            DepthArguments(depth.rows, self.pointer_to(hidden[index]) if apart else None,
+        self.arguments.depths = (lossd_depth * len(depths))(*(
+            lossd_depth(depth.rows, self.pointer_to(hidden[index]) if apart else None,
                            self.pointer_to(grad_hidden[index]) if apart and grad_hidden else None, depth.normalizer or 0.0,
                            depth.weight, depth.normalizer is not None)
             for index, depth in enumerate(depths)))
@@ -95,7 +97,7 @@ def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_siz
         raise errors.InvalidArgument(f"scale is {scale}; it must be finite")
     reads = place is not None
     asked = Asked(
-        LossArguments(rows=len(ids), hidden_size=hidden_size, streams=streams or 0),
+        lossd_loss(rows=len(ids), hidden_size=hidden_size, streams=streams or 0),
         loss_pb2.OpenMicrobatch(
             head=head, step=step, microbatch_id=id, hidden_dtype=dtype, options=loss_pb2.LossOptions(ignore_index=padding_idx),
             reduction=loss_pb2.REDUCTION_SUM, grad_output=scale, accumulate_gradients=not reads,
@@ -279,7 +281,7 @@ class Pending(Generic[R]):
                 _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.result()))
 
 
-def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Result) -> LossResult:
+def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossResult:
     """Fields have the names that they have in the messages."""
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
         return {each.name: getattr(message, each.name) for each in fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
@@ -290,7 +292,7 @@ def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Result) -> Los
     values: dict[str, Any] = {
         **same(summary, LossResult), **same(summary.state, LossResult), "depths": depths,
         "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
-        **{name: getattr(cost, name) for name in cost.COST}}
+        **{name: getattr(cost, name) for name in _COST}}
     return LossResult(**values)
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from lossd import errors
 from lossd._interrupts import SIGNAL_SECONDS, run_apart
 from lossd.v1 import loss_pb2, types_pb2
+from lossd.v1.library import FUNCTIONS, lossd_client_options, lossd_request, lossd_result
 
 if TYPE_CHECKING:
     from lossd.types import RetryOptions
@@ -38,100 +39,7 @@ _NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl 
              "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
 _INTERRUPT_SECONDS = 0.05  # how late a wait of the main thread may notice a signal of its own
 
-_P = ctypes.c_void_p
-_TEXT = ctypes.c_char_p
 _TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of the options of a client, in order
-
-
-class _ClientOptions(ctypes.Structure):
-    """lossd_client_options."""
-
-    _fields_ = [
-        *((name, _TEXT) for name in _TEXTS),
-        ("expected_incarnation", ctypes.c_uint64), ("max_message_bytes", ctypes.c_int64),
-        ("shared_memory_bytes", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout",
-                                               "dead_peer_timeout", "initial_backoff", "max_backoff")),
-        *((name, ctypes.c_int32) for name in ("max_attempts", "channels", "has_channels", "has_shared_memory_bytes",
-                                              "wait_for_server", "gpu"))]
-
-
-class DepthArguments(ctypes.Structure):
-    """lossd_depth."""
-
-    _fields_ = [("rows", ctypes.c_uint64), ("hidden", _P), ("grad_hidden", _P), ("normalizer", ctypes.c_double),
-                ("weight", ctypes.c_float), ("has_normalizer", ctypes.c_int32)]
-
-
-class LossArguments(ctypes.Structure):
-    """lossd_loss."""
-
-    _fields_ = [
-        ("open", _TEXT), ("open_size", ctypes.c_uint64), ("rows", ctypes.c_uint64), ("hidden_size", ctypes.c_uint64),
-        ("hidden", _P), ("grad_hidden", _P), ("teacher_hidden", _P), ("teacher_hidden_size", ctypes.c_uint64),
-        *((name, _P) for name in ("targets", "row_weights", "advantages", "old_logprobs", "ref_logprobs", "classes")),
-        ("classes_size", ctypes.c_uint64), ("target_classes", _P), ("target_weights", _P),
-        ("depths", ctypes.POINTER(DepthArguments)), ("depth_count", ctypes.c_uint64),
-        *((name, _P) for name in ("row_loss", "row_lse", "row_entropy", "row_logprob", "row_argmax", "class_logprobs",
-                                  "top_logprobs", "top_classes", "grad_loss", "grad_lse", "grad_entropy")),
-        ("slice_bytes", ctypes.c_uint64), ("stream", _P), ("timeout", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in ("streams", "on_device", "has_stream", "backward", "hidden_dtype"))]
-
-
-class Result(ctypes.Structure):
-    """lossd_result."""
-
-    COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")
-    _fields_ = [
-        ("code", ctypes.c_int32), ("reason", ctypes.c_int32), ("message", _TEXT), ("detail", _P), ("detail_size", ctypes.c_uint64),
-        ("answer", _P), ("answer_size", ctypes.c_uint64), ("loss", ctypes.c_double), ("wall_seconds", ctypes.c_double),
-        ("sent_bytes", ctypes.c_uint64), ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
-
-
-class RequestArguments(ctypes.Structure):
-    """lossd_request."""
-
-    _fields_ = [
-        ("method", _TEXT), ("message", _TEXT), ("message_size", ctypes.c_uint64), ("payload", _P), ("payload_size", ctypes.c_uint64),
-        ("shape", ctypes.POINTER(ctypes.c_uint64)), ("dimensions", ctypes.c_uint64), ("head", _TEXT), ("head_size", ctypes.c_uint64),
-        ("timeout", ctypes.c_double), ("if_exists", ctypes.c_int32)]
-
-
-_FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-    # Of the server.
-    ("lossd_version", _TEXT, ()),
-    ("lossd_start", _P, (ctypes.POINTER(_TEXT), ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_P))),
-    ("lossd_address", _TEXT, (_P,)),
-    ("lossd_http_address", _TEXT, (_P,)),
-    ("lossd_wait", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_live", ctypes.c_int, (_P, ctypes.POINTER(_P))),
-    ("lossd_drain", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_stop", None, (_P,)),
-    ("lossd_free", None, (_P,)),
-    # Of the client.
-    ("lossd_call_new", _P, ()),
-    ("lossd_call_cancel", None, (_P,)),
-    ("lossd_call_wait", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_call_result", None, (_P, ctypes.POINTER(Result))),
-    ("lossd_call_progress", _P, (_P, ctypes.POINTER(ctypes.c_size_t))),
-    ("lossd_call_free", None, (_P,)),
-    ("lossd_client_complete", None, (ctypes.POINTER(_ClientOptions), _TEXT, _P)),
-    ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
-    ("lossd_client_close", None, (_P,)),
-    ("lossd_client_free", None, (_P,)),
-    ("lossd_client_request", None, (_P, ctypes.POINTER(RequestArguments), _P)),
-    ("lossd_client_describe", None, (_P, _P)),
-    ("lossd_client_open_memory", ctypes.c_int, (_P, ctypes.c_int32)),
-    ("lossd_client_known_hidden_size", ctypes.c_uint64, (_P, _TEXT)),
-    ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
-    ("lossd_current_gpu", ctypes.c_int, (_TEXT,)),
-    ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
-    ("lossd_await_stream", None, (_P, _P, _P)),
-    ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
-    ("lossd_check_options", ctypes.c_int, (_TEXT, ctypes.c_uint64, _P)),
-    ("lossd_check_loss", ctypes.c_int, (ctypes.POINTER(LossArguments), _P)),
-    ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
-)
 
 
 def _library_path() -> str:
@@ -156,11 +64,11 @@ def library() -> ctypes.CDLL:
         raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
     found = ""
     if hasattr(loaded, "lossd_version"):
-        loaded.lossd_version.restype = _TEXT
+        loaded.lossd_version.restype = ctypes.c_char_p
         found = loaded.lossd_version().decode()
     if found != VERSION:
         raise errors.Unavailable(f"{path} is of lossd {found}, and this client of lossd {VERSION}: install both of one release")
-    for name, result, arguments in _FUNCTIONS:
+    for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
@@ -211,9 +119,9 @@ class Call:
         """Whether it has ended within so many seconds. An interrupt does not shorten them."""
         return int(self._library.lossd_call_wait(self.pointer, seconds))
 
-    def result(self) -> Result:
+    def result(self) -> lossd_result:
         """Of a call that has ended, which keeps what it points to."""
-        result = Result()
+        result = lossd_result()
         self._library.lossd_call_result(self.pointer, ctypes.byref(result))
         return result
 
@@ -251,7 +159,7 @@ def completed(context: str | None, texts: Mapping[str, str | None]) -> dict[str,
     """Texts of the options of a client; the environment and the server that `context` names say what is None
     (lossd_client_complete)."""
     call = Call()
-    given = _ClientOptions(**{name: _encoded(name, text) for name, text in texts.items()})
+    given = lossd_client_options(**{name: _encoded(name, text) for name, text in texts.items()})
     library().lossd_client_complete(ctypes.byref(given), _encoded("context", context), call.pointer)
     call.check()
     return dict(zip(_TEXTS, map(os.fsdecode, call.answer().split(b"\0"))))
@@ -269,10 +177,10 @@ def _encoded(name: str, text: Any) -> bytes | None:
     return encoded
 
 
-def _filled(values: Mapping[str, Any]) -> _ClientOptions:
+def _filled(values: Mapping[str, Any]) -> lossd_client_options:
     """The options with those of the values that are not None; fields has_NAME say which are. InvalidArgument, naming it, if a
     number does not fit its field."""
-    made = _ClientOptions()
+    made = lossd_client_options()
     for name, value in values.items():
         if value is None:
             continue
@@ -280,7 +188,7 @@ def _filled(values: Mapping[str, Any]) -> _ClientOptions:
         if hasattr(made, f"has_{name}"):
             setattr(made, f"has_{name}", 1)
         if isinstance(value, int) and getattr(made, name) != value:  # the field has some of its bits
-            raise errors.InvalidArgument(f"{name} is {value}; it must fit in {8 * getattr(_ClientOptions, name).size} bits")
+            raise errors.InvalidArgument(f"{name} is {value}; it must fit in {8 * getattr(lossd_client_options, name).size} bits")
     return made
 
 
@@ -426,7 +334,7 @@ class NativeClient:
         """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
         self.check_usable()
         call, message = Call(), request.SerializeToString()
-        asked = RequestArguments(method=method.encode(), message=message, message_size=len(message), timeout=timeout or 0.0,
+        asked = lossd_request(method=method.encode(), message=message, message_size=len(message), timeout=timeout or 0.0,
                                  if_exists=if_exists)
         if payload is not None:
             asked.payload, asked.payload_size = payload.ctypes.data, payload.nbytes

@@ -14,11 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 from lossd import _arrays, _loss_call, errors, types
 from lossd._embedding import EmbeddingCalls
 from lossd._loss_call import Asked, PendingLoss, waiting
-from lossd._native import LossArguments
 from lossd.descriptions import read
 from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 from lossd.v1.descriptions import ServerDescription, StreamList
+from lossd.v1.library import lossd_loss
 
 _DEFAULT_OPTIONS = LossOptions()
 
@@ -197,7 +197,7 @@ class Client(EmbeddingCalls):
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,
             accumulate_gradients=accumulate, retain=retain, top_k=top_k,
             class_count=0 if named is None else named.shape[-1], target_count=soft["target_classes"].shape[1] if soft else 0)
-        asked = Asked(LossArguments(
+        asked = Asked(lossd_loss(
             rows=count, hidden_size=width, teacher_hidden_size=0 if teacher is None else teacher.shape[1],
             classes_size=0 if named is None else named.size, streams=streams or 0, slice_bytes=slice_bytes or 0), open_)
         asked.put(targets=labels, classes=named, **per_row, **soft, **of_classes,
@@ -273,7 +273,7 @@ class Client(EmbeddingCalls):
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
         _loss_call.check_numbers(step=step, id=id, streams=streams)
         asked = Asked(
-            LossArguments(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
+            lossd_loss(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
                           streams=streams or 0),
             loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
         asked.put(grad_loss=upstream, grad_hidden=place, **others)
