@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _loaded, errors, types
+from lossd._interrupts import Clock
 from lossd._loss_call import Computations
-from lossd._native import Clock
 from lossd.descriptions import read
 from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split, TensorFile
 from lossd.v1 import head_pb2, types_pb2

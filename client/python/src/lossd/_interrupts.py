@@ -10,56 +10,17 @@ the library there that take long, because no handler runs while the main thread 
 from __future__ import annotations
 
 import _thread
-import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+from lossd import errors
 
 SIGNAL_SECONDS = 0.5  # how late a wait may notice a signal that another thread has got
+_INTERRUPT_SECONDS = 0.05  # how late a wait of the main thread in the library may notice a signal of its own
 
 T = TypeVar("T")
-
-
-class Outcome(Generic[T]):
-    """What one thread computes and others wait for. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._gate = threading.Lock()  # taken until the outcome is there
-        self._gate.acquire()
-        self._done = False
-        self._value: list[T] = []
-        self.error: BaseException | None = None  # that `body` raised
-
-    def run(self, body: Callable[[], T]) -> None:
-        """Takes what `body` returns or raises. Once."""
-        try:
-            self._value.append(body())
-        except BaseException as error:
-            self.error = error
-        self._done = True
-        self._gate.release()
-
-    def done(self) -> bool:
-        return self._done
-
-    def await_end(self, timeout: float | None = None) -> bool:
-        """Whether it is there within `timeout` seconds; None: waits without a limit."""
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._done:
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            # An interrupt may keep the lock from being released: then others notice the end SIGNAL_SECONDS later.
-            if self._gate.acquire(timeout=min(left, SIGNAL_SECONDS)):
-                self._gate.release()
-        return True
-
-    def result(self) -> T:
-        """What `body` returned, or raises what it raised; only when it is done."""
-        if self.error is not None:
-            raise self.error
-        return self._value[0]
 
 
 def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None, meanwhile: Callable[[], None] | None = None) -> T:
@@ -71,12 +32,18 @@ def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None, m
     """
     if meanwhile is None and threading.current_thread() is not threading.main_thread():
         return body()
-    outcome: Outcome[T] = Outcome()
-    begins = threading.Lock()  # whoever takes it decides whether `body` is run
+    begins, under_way = threading.Lock(), threading.Lock()  # whoever takes the first decides whether `body` is run
+    under_way.acquire()
+    values: list[T] = []
+    raised: list[BaseException] = []
 
     def work() -> None:
         if begins.acquire(blocking=False):
-            outcome.run(body)
+            try:
+                values.append(body())
+            except BaseException as error:
+                raised.append(error)
+            under_way.release()
 
     try:
         try:
@@ -84,14 +51,47 @@ def run_apart(body: Callable[[], T], cancel: Callable[[], None] | None = None, m
         except RuntimeError:  # the interpreter is ending
             work()
         ended = False
-        while not ended:
-            ended = outcome.await_end(None if meanwhile is None else 0.1)
+        while not ended:  # an interrupt may keep the lock taken: then a wait takes all of its time
+            under_way.acquire(timeout=SIGNAL_SECONDS if meanwhile is None else 0.1)
+            ended = bool(values or raised)
             if meanwhile is not None:
                 meanwhile()
     except BaseException:
-        runs = not begins.acquire(blocking=False)
-        if runs and cancel is not None:
+        if not begins.acquire(blocking=False) and cancel is not None:  # it has begun
             _thread.start_new_thread(cancel, ())
-            outcome.await_end()
+            while not values and not raised:
+                under_way.acquire(timeout=SIGNAL_SECONDS)
         raise
-    return outcome.result()
+    if raised:
+        raise raised[0]
+    return values[0]
+
+
+class Clock:
+    """What is left of a limit; None: there is none."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._end = None if seconds is None else time.monotonic() + seconds
+
+    def left(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def rest(self) -> float | None:
+        """The timeout of a further call. DeadlineExceeded if there is no time left: 0 would mean that call's default."""
+        left = self.left()
+        if left == 0.0:
+            raise errors.DeadlineExceeded("the timeout passed between the requests of this call")
+        return left
+
+
+def await_end(wait: Callable[[float], int], timeout: float | None) -> bool:
+    """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
+    handlers run between two waits."""
+    most = _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
+    clock = Clock(timeout)
+    while True:
+        left = clock.left()
+        if wait(most if left is None else min(left, most)):
+            return True
+        if left == 0.0:
+            return False

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lossd import _native, errors
 from lossd._arrays import Array, array_of
-from lossd._interrupts import Outcome, run_apart
+from lossd._interrupts import Clock, await_end, run_apart
 from lossd._native import NativeClient
 from lossd.types import (
     Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, RetryOptions, whole_number)
@@ -137,8 +137,6 @@ class Computations(NativeClient):
         for each in pending:
             each.cancel()
         self._end()
-        for each in pending:
-            each._await_end()
         self._sweep()
 
     def _launch(self, pending: P, timeout: float | None, ready: Callable[[], None] | None) -> P:
@@ -146,7 +144,7 @@ class Computations(NativeClient):
         seconds = self._loss_timeout if timeout is None else timeout
         if not seconds > 0:
             raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
-        clock = _native.Clock(seconds)
+        clock = Clock(seconds)
         self._sweep()
         if not pending._enter(self._max_pending, seconds):
             raise errors.DeadlineExceeded(
@@ -185,7 +183,6 @@ class Pending(Generic[R]):
         self._call = _native.Call()
         if not client._library.lossd_check_loss(ctypes.byref(asked.arguments), self._call.pointer):
             self._call.check()
-        self._begun: Outcome[None] | None = None  # of what has to be there before it begins
         self._lock = threading.Lock()  # guards what follows
         self._value: R | None = None
         self._error: BaseException | None = None
@@ -198,7 +195,7 @@ class Pending(Generic[R]):
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
-        return (self._begun is None or self._begun.done()) and self._call.wait(0.0) != 0
+        return self._call.wait(0.0) != 0
 
     def wait(self, timeout: float | None = None) -> R:
         """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
@@ -229,50 +226,45 @@ class Pending(Generic[R]):
     def _enter(self, most: int, seconds: float) -> bool:
         """Whether it has got one of `most` places of the client within so many seconds."""
         enter = self._client._library.lossd_client_enter
-        return _native.await_end(lambda left: enter(self._client._pointer, self._call.pointer, most, left), seconds)
+        return await_end(lambda left: enter(self._client._pointer, self._call.pointer, most, left), seconds)
 
     def _start(self, timeout: float, ready: Callable[[], None] | None) -> None:
         """`ready` runs on a thread of its own before the computation begins."""
         assert self._asked is not None
-        asked: Asked = self._asked
+        asked, client = self._asked, self._client
         asked.arguments.timeout = timeout
 
         def begin() -> None:
+            client._library.lossd_client_compute(client._pointer, ctypes.byref(asked.arguments), self._call.pointer)
+
+        def begin_when_ready() -> None:
             try:
                 if ready is not None:
                     ready()
                 for stream, address in asked.streams.items():
                     _native.await_stream(stream, address)
-            except BaseException:
-                self._call.cancel()
-                raise
-            client = self._client
-            client._library.lossd_client_compute(client._pointer, ctypes.byref(asked.arguments), self._call.pointer)
+            except BaseException as error:
+                self._error = error
+                return self._call.cancel()
+            begin()
 
         if ready is None and not asked.streams:
             return begin()
-        begun: Outcome[None] = Outcome()
-        self._begun = begun
         try:
-            _thread.start_new_thread(begun.run, (begin,))  # Thread.start() takes a lock that an interrupt may keep
+            _thread.start_new_thread(begin_when_ready, ())  # Thread.start() takes a lock that an interrupt may keep
         except RuntimeError:  # the interpreter is ending
-            begun.run(begin)
+            begin_when_ready()
 
     def _await_end(self, timeout: float | None = None) -> bool:
         """Whether it has ended within so many seconds; None: waits without a limit."""
-        clock = _native.Clock(timeout)
-        if self._begun is not None and not self._begun.await_end(timeout):
-            return False
-        if not _native.await_end(self._call.wait, clock.left()):
+        if not await_end(self._call.wait, timeout):
             return False
         self._asked = None
         self._client._forget(self)
         return True
 
     def _conclude(self) -> None:
-        if self._begun is not None and (failed := self._begun.error) is not None:
-            self._error = failed
-        elif (error := self._call.error()) is not None:
+        if (error := self._call.error()) is not None:
             if error.field == "hidden_size":
                 error.replace(f"hidden_size is {error.value}", f"{self._of_rows}: a row has {error.value} elements")
             self._error = self._client._meant(error)

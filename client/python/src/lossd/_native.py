@@ -10,8 +10,6 @@ import dataclasses
 import functools
 import importlib
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -22,7 +20,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from lossd import errors
-from lossd._interrupts import SIGNAL_SECONDS, run_apart
+from lossd._interrupts import run_apart
 from lossd.v1 import loss_pb2, types_pb2
 from lossd.v1.library import FUNCTIONS, lossd_client_options, lossd_request, lossd_result
 
@@ -37,8 +35,6 @@ _NAME = "liblossd.so"
 _PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
 _NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings it, as do "
              "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
-_INTERRUPT_SECONDS = 0.05  # how late a wait of the main thread may notice a signal of its own
-
 _TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of the options of a client, in order
 
 
@@ -353,33 +349,3 @@ class NativeClient:
         if (error := call.error()) is not None:
             raise self._meant(error)
         return answer.FromString(call.answer())
-
-
-class Clock:
-    """What is left of a limit; None: there is none."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
-
-    def rest(self) -> float | None:
-        """The timeout of a further call. DeadlineExceeded if there is no time left: 0 would mean that call's default."""
-        left = self.left()
-        if left == 0.0:
-            raise errors.DeadlineExceeded("the timeout passed between the requests of this call")
-        return left
-
-
-def await_end(wait: Callable[[float], int], timeout: float | None) -> bool:
-    """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
-    handlers run between two waits."""
-    most = _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
-    clock = Clock(timeout)
-    while True:
-        left = clock.left()
-        if wait(most if left is None else min(left, most)):
-            return True
-        if left == 0.0:
-            return False
