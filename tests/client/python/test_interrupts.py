@@ -100,7 +100,7 @@ def test_an_interrupt_ends_the_call(client, observer, name):
 
     def waits():
         head = observer.describe_head("a")
-        return (head.waiting_slices > 0 or head.step_contributions > 0) and (is_in("await_end") or is_in("run_apart"))
+        return (head.waiting_slices > 0 or head.step_contributions > 0) and is_in("await_end")
 
     with interrupted(waits):
         call()

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lossd import _native, errors, types
 from lossd.types import Depth, DType, RowOutput
+from lossd.v1 import types_pb2
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,16 @@ def _classes(name: str, values: ArrayLike, form: str, has_form: Callable[[NDArra
 
 def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
     return _classes(name, targets, "[N] of integers", lambda array: array.ndim == 1 or array.size == 0).reshape(-1)
+
+
+def as_ids(ids: ArrayLike) -> NDArray[np.int32]:
+    """Numbers of rows of a weight."""
+    numbers = as_targets(ids, "ids")
+    if (numbers < 0).any():
+        row = int((numbers < 0).argmax())
+        raise errors.InvalidArgument(f"ids[{row}] is {numbers[row]}; an id is a row of the weight, so it must not be negative",
+                                     types_pb2.ErrorDetail(field=f"ids[{row}]", value=str(numbers[row])))
+    return numbers
 
 
 def as_classes(classes: ArrayLike | None, rows: int) -> NDArray[np.int32] | None:

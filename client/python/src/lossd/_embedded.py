@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import inspect
 import os
@@ -13,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lossd import _native, errors
-from lossd._interrupts import run_apart
 from lossd.client import Client
 
 T = TypeVar("T")
@@ -23,15 +23,41 @@ _DEVICE_LOST = 2  # LOSSD_DEVICE_LOST
 _LAST_WORDS = 2.0  # seconds in which a server that lives says itself what is lost
 
 
-def _text_of(value: object) -> str:
-    """An option's value as the flag of the program is given it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def to_its_end(body: Callable[[], T]) -> T:
     """What `body` returns or raises. An interrupt is raised when `body` has ended, or before it has begun: half a start or half
-    a stop leaves a folder."""
-    return run_apart(body, cancel=lambda: None)
+    a stop leaves a folder. So the main thread, on which signal handlers run, has another one carry it out."""
+    if threading.current_thread() is not threading.main_thread():
+        return body()
+    begins, under_way = threading.Lock(), threading.Lock()  # whoever takes the first decides whether `body` is run
+    under_way.acquire()
+    values: list[T] = []
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        if begins.acquire(blocking=False):
+            try:
+                values.append(body())
+            except BaseException as error:
+                raised.append(error)
+            under_way.release()
+
+    def await_end() -> None:
+        while not values and not raised:  # an interrupt may keep the lock taken: then a wait takes all of its time
+            under_way.acquire(timeout=0.5)
+
+    try:
+        try:
+            _thread.start_new_thread(work, ())  # Thread.start() takes a lock that an interrupt may keep
+        except RuntimeError:  # the interpreter is ending
+            work()
+        await_end()
+    except BaseException:
+        if not begins.acquire(blocking=False):  # it has begun
+            await_end()
+        raise
+    if raised:
+        raise raised[0]
+    return values[0]
 
 
 def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list[threading.Thread]) -> None:
@@ -63,10 +89,8 @@ class Member:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._library = _native.library()
-        texts = [os.fsencode(f"{name}={_text_of(value)}") for name, value in options.items()]
         code, error = ctypes.c_int(), ctypes.c_void_p()
-        server = self._library.lossd_start((ctypes.c_char_p * (len(texts) + 1))(*texts, None), ctypes.byref(code),
-                                           ctypes.byref(error))
+        server = self._library.lossd_start(_native.option_texts(options), ctypes.byref(code), ctypes.byref(error))
         if server is None:
             raise errors.from_code(code.value, f"the embedded server does not start: {self._taken(error)}")
         self._server: int = server

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -11,8 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _loaded, errors, types
-from lossd._interrupts import Clock
-from lossd._loss_call import Computations
+from lossd._loss_call import NativeClient
 from lossd.descriptions import read
 from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split, TensorFile
 from lossd.v1 import head_pb2, types_pb2
@@ -70,7 +70,7 @@ def checked_classes(class_list: ArrayLike) -> list[int]:
     return numbers
 
 
-class HeadCalls(Computations):
+class HeadCalls(NativeClient):
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
     Calls that only read, apply_step, add_gradient, reset_head, set_shares and delete_checkpoint (the server does each once)
@@ -195,7 +195,7 @@ class HeadCalls(Computations):
         It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
         if it changes each time, or if the head was deleted and made again meanwhile and its shape is or was another one.
         """
-        clock = Clock(timeout or self._transfer_timeout)
+        deadline = time.monotonic() + (timeout or self._transfer_timeout)
         number = types.enum_value("param", types.PARAMS, param)
         request = head_pb2.ReadTensorRequest(
             head=head, param=number, role=types.enum_value("role", types.ROLES, role),
@@ -207,7 +207,9 @@ class HeadCalls(Computations):
             raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
-        self._call("ReadTensor", request, head_pb2.ReadTensorRequest, clock.rest(), payload=out, head=before)
+        if (left := deadline - time.monotonic()) <= 0:
+            raise errors.DeadlineExceeded("the timeout passed between the requests of this call")
+        self._call("ReadTensor", request, head_pb2.ReadTensorRequest, left, payload=out, head=before)
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,

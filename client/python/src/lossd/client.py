@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -12,10 +13,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _loss_call, errors, types
-from lossd._embedding import EmbeddingCalls
-from lossd._loss_call import Asked, PendingLoss, waiting
+from lossd._head_calls import HeadCalls
+from lossd._loss_call import Asked, PendingLoss, PendingRows, waiting
 from lossd.descriptions import read
-from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
+from lossd.types import Depth, Distillation, DType, EmbedResult, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
 from lossd.v1.descriptions import ServerDescription, StreamList
 from lossd.v1.library import lossd_loss
@@ -23,7 +24,7 @@ from lossd.v1.library import lossd_loss
 _DEFAULT_OPTIONS = LossOptions()
 
 
-class Client(EmbeddingCalls):
+class Client(HeadCalls):
     """Connections to a lossd server, which computes losses and gradients, and steps the heads that it owns.
 
         with lossd.Client("127.0.0.1:7070") as client:
@@ -92,7 +93,7 @@ class Client(EmbeddingCalls):
             LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>". "": no name.
         """
         super().__init__(
-            context, retry, max_pending, target=target, ca=ca, cert=cert, key=key, token=token, transport=transport, run=run,
+            retry, max_pending, target=target, context=context, ca=ca, cert=cert, key=key, token=token, transport=transport, run=run,
             channels=channels, connect_timeout=connect_timeout, wait_for_server=wait_for_server,
             max_message_bytes=max_message_bytes, call_timeout=call_timeout, transfer_timeout=transfer_timeout,
             loss_timeout=loss_timeout, dead_peer_timeout=dead_peer_timeout, expected_incarnation=expected_incarnation,
@@ -291,6 +292,101 @@ class Client(EmbeddingCalls):
         """Lets go of retained rows. False if there were none."""
         request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id)
         return self._call("ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse, timeout).released
+
+    # ---- Rows of the weight, as of an embedding ----
+
+    def embed_async(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
+                    streams: int | None = None, timeout: float | None = None,
+                    ready: Callable[[], None] | None = None) -> PendingRows:
+        """Asks for rows of a head's weight [V, D], which serves as an embedding: row n of the result is that of ids[n].
+
+        All rows are of one version of the weights: the call begins again if they change under it (RetryOptions). It changes
+        nothing on the server. The first call about a head asks for its D, unless `out` says it.
+
+        InvalidArgument if an id is negative or not below V, with its place and value, and for heads with a draft vocabulary;
+        Unimplemented for heads that live in memory of the host.
+
+        Args:
+          ids: [N] integers in [0, V), in any order; one may come several times. Copied.
+          dtype: of the rows, which are rounded to it: "fp32", "fp16", or "bf16" (its bits, as uint16).
+          step: the step that has to be open (FailedPrecondition if another one is). None: any.
+          out: a C-contiguous array [N, D] of that dtype, or such a CUDA array (bf16: any of 16 bits), to write the rows into.
+            None: a new array.
+          streams, timeout: as compute_loss_async().
+          ready: blocks until `out` may be written; runs on a thread of the client.
+        """
+        self.check_usable()
+        numbers = _arrays.as_ids(ids)
+        types.enum_value("dtype", types.DTYPES, dtype)
+        shape = out.__cuda_array_interface__["shape"] if _arrays.is_cuda_array(out) else getattr(out, "shape", None)
+        if out is not None and (shape is None or len(shape) != 2):
+            raise errors.InvalidArgument(f"out has shape {shape}; it must be [{len(numbers)}, D]")
+        hidden_size = self._hidden_size(head, timeout) if shape is None else int(shape[1])
+        array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
+        assert place is not None
+        _loss_call.check_numbers(step=step, streams=streams)
+        asked = Asked(
+            lossd_loss(rows=len(numbers), hidden_size=hidden_size, streams=streams or 0),
+            loss_pb2.OpenMicrobatch(head=head, step=step, hidden_dtype=types.DTYPES[dtype], reduction=loss_pb2.REDUCTION_SUM,
+                                    embedding=loss_pb2.EMBEDDING_ROWS), "out")
+        asked.put(targets=numbers, grad_hidden=place)
+
+        def finish(result: LossResult) -> EmbedResult:
+            return EmbedResult(array, **{each.name: getattr(result, each.name) for each in fields(EmbedResult)[1:]})
+
+        return self._launch(PendingRows(self, asked, finish), timeout, ready)
+
+    embed = waiting(embed_async, EmbedResult)
+    """As embed_async(), and waits for the rows."""
+
+    def add_row_gradients_async(
+            self, head: str, ids: ArrayLike, gradients: Any, *, step: int, id: int, scale: float = 1.0,
+            padding_idx: int | None = None, dtype: DType | None = None, streams: int | None = None,
+            timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingLoss:
+        """Begins to add the gradients of rows that embed() gave: `scale` times gradients[n] joins the gradient of row ids[n] of
+        the weight, in fp32.
+
+        It is a microbatch of the step as those of compute_loss(accumulate=True) are: each row counts once, whatever breaks, and
+        apply_step can expect its id. Of the result, the counts of rows (valid_rows are those that are no padding), where the
+        server stood, and the times mean something; losses are 0.
+
+        InvalidArgument as in embed_async(); NonFinite if a gradient that counts is not finite.
+
+        Args:
+          ids: [N] integers in [0, V), as embed() was given them. Copied.
+          gradients: [N, D], float32 or float16; bf16 as `hidden` of compute_loss_async(), of which all holds, also for CUDA
+            arrays.
+          step: the open step that the gradients belong to.
+          id: names the microbatch within (head, step); no loss of the step has the same. Sending it again with the same contents
+            is safe.
+          padding_idx: rows with this id are padding, whose gradients are left out. None: none are.
+          dtype: of the gradients, where the array does not say it.
+          streams, timeout, ready: as compute_loss_async().
+        """
+        self.check_usable()
+        numbers = _arrays.as_ids(ids)
+        kind, data = _arrays.as_rows("gradients", gradients, dtype)
+        if len(numbers) != data.shape[0]:
+            raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {data.shape[0]} rows of gradients")
+        if not math.isfinite(scale):
+            raise errors.InvalidArgument(f"scale is {scale}; it must be finite")
+        _loss_call.check_numbers(step=step, id=id, streams=streams, padding_idx=padding_idx)
+        asked = Asked(
+            lossd_loss(rows=len(numbers), hidden_size=data.shape[1], streams=streams or 0),
+            loss_pb2.OpenMicrobatch(
+                head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], reduction=loss_pb2.REDUCTION_SUM,
+                options=loss_pb2.LossOptions(ignore_index=padding_idx), grad_output=scale, accumulate_gradients=True,
+                embedding=loss_pb2.EMBEDDING_GRADIENTS), "gradients")
+        asked.put(targets=numbers, hidden=data)
+        return self._launch(PendingLoss(self, asked, lambda result: result), timeout, ready)
+
+    add_row_gradients = waiting(add_row_gradients_async, LossResult)
+    """As add_row_gradients_async(), and waits for the result."""
+
+    def _hidden_size(self, head: str, timeout: float | None) -> int:
+        """D, which is asked for once."""
+        known = int(self._library.lossd_client_known_hidden_size(self._pointer, head.encode()))
+        return known or int(self._describe(head, timeout).spec.hidden_size)
 
     # ---- Server ----
 

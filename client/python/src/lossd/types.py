@@ -102,8 +102,9 @@ class _Options:
             elif kind == "int":
                 whole_number(name, value, -2**31, 31)
         if any(getattr(self, each.name) != each.default for each in fields(self) if _kind_of(each) not in _WORDS):
-            message = self.to_proto()
-            _native.check_options(loss_pb2.LossOptions(**{self._PART: message}) if self._PART else message)
+            whole = loss_pb2.LossOptions(**{self._PART: self.to_proto()}) if self._PART else self.to_proto()
+            message = whole.SerializeToString()
+            _native.Call().run("lossd_check_options", message, len(message))
 
     def _values(self: Any) -> dict[str, Any]:
         """The fields as a message has them; None is absent."""
