@@ -216,7 +216,7 @@ def test_what_is_refused(client, rows):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat)
     with pytest.raises(lossd.InvalidArgument, match=r"target_classes has shape \(120,\)"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat[:, 0], target_weights=values[:, 0])
-    with pytest.raises(lossd.InvalidArgument, match="classes and top_k are not for rows with soft targets"):
+    with pytest.raises(lossd.InvalidArgument, match="open.top_k must be 0 with open.options.rest"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat, target_weights=values, top_k=3)
     with pytest.raises(lossd.InvalidArgument, match=r"open.target_weights.* \(row \d+\)"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat, target_weights=values * 3)

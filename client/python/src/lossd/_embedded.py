@@ -30,34 +30,32 @@ def to_its_end(body: Callable[[], T]) -> T:
         return body()
     begins, under_way = threading.Lock(), threading.Lock()  # whoever takes the first decides whether `body` is run
     under_way.acquire()
-    values: list[T] = []
-    raised: list[BaseException] = []
+    outcome: list[tuple[list[T], BaseException | None]] = []
 
     def work() -> None:
         if begins.acquire(blocking=False):
             try:
-                values.append(body())
+                outcome.append(([body()], None))
             except BaseException as error:
-                raised.append(error)
+                outcome.append(([], error))
             under_way.release()
-
-    def await_end() -> None:
-        while not values and not raised:  # an interrupt may keep the lock taken: then a wait takes all of its time
-            under_way.acquire(timeout=0.5)
 
     try:
         try:
             _thread.start_new_thread(work, ())  # Thread.start() takes a lock that an interrupt may keep
         except RuntimeError:  # the interpreter is ending
             work()
-        await_end()
+        while not outcome:  # an interrupt may keep the lock taken: then a wait takes all of its time
+            under_way.acquire(timeout=0.5)
     except BaseException:
         if not begins.acquire(blocking=False):  # it has begun
-            await_end()
+            while not outcome:
+                under_way.acquire(timeout=0.5)
         raise
-    if raised:
-        raise raised[0]
-    return values[0]
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value[0]
 
 
 def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list[threading.Thread]) -> None:
@@ -92,7 +90,7 @@ class Member:
         code, error = ctypes.c_int(), ctypes.c_void_p()
         server = self._library.lossd_start(_native.option_texts(options), ctypes.byref(code), ctypes.byref(error))
         if server is None:
-            raise errors.from_code(code.value, f"the embedded server does not start: {self._taken(error)}")
+            raise errors.from_native(code.value, f"the embedded server does not start: {self._taken(error)}")
         self._server: int = server
         self._watch: list[threading.Thread] = []
         # Calls of other processes may be open where there are several ranks.
@@ -185,10 +183,10 @@ def options_of(*, flags: Mapping[str, Any] | None, **arguments: Any) -> dict[str
     return given
 
 
-def embedded(*, checkpoint_dir: str | os.PathLike[str] | None = None, restore: str | None = None, backend: str | None = None,
-             device: str | int | None = None, threads: int | None = None, deterministic: bool | None = None,
-             http: str | None = None, log_level: str | None = None, flags: Mapping[str, Any] | None = None,
-             client: Mapping[str, Any] | None = None) -> EmbeddedClient:
+def embedded(
+        *, checkpoint_dir: str | os.PathLike[str] | None = None, restore: str | None = None, backend: str | None = None,
+        device: str | int | None = None, threads: int | None = None, deterministic: bool | None = None, http: str | None = None,
+        log_level: str | None = None, flags: Mapping[str, Any] | None = None, client: Mapping[str, Any] | None = None) -> EmbeddedClient:
     """Starts a lossd server in this process and returns a client of it.
 
         client = lossd.embedded(checkpoint_dir="checkpoints")

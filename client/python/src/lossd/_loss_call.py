@@ -29,16 +29,14 @@ from lossd.v1.library import lossd_depth, lossd_loss, lossd_request, lossd_resul
 
 # ---- Arguments ----
 
-
 _COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")  # what a lossd_result has of a LossResult
-_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63), "padding_idx": (0, 31)}  # the least, and bits
+_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63), "padding_idx": (0, 31), "top_k": (0, 31)}  # the least, and bits
 
 
 class Asked:
     """What one computation is asked, in a structure of the library, and the memory that it points to."""
 
-    def __init__(self, arguments: lossd_loss, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
-                 rows: str = "hidden") -> None:
+    def __init__(self, arguments: lossd_loss, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward, rows: str = "hidden") -> None:
         """`rows`: the caller's name of the rows, for errors."""
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
         self.arguments = arguments
@@ -64,17 +62,16 @@ class Asked:
             self.streams.setdefault(memory.stream, memory.address)
         return memory.address
 
-    def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array], depths: Sequence[Depth]) -> None:
+    def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array | None], depths: Sequence[Depth]) -> None:
         """Hidden states and their gradients: one piece, or one for each depth; no gradients if none are wanted."""
         apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
         if not apart:
             self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
+        parts = zip(depths, hidden, grad_hidden or [None] * len(depths)) if apart else ((depth, None, None) for depth in depths)
         self.arguments.depth_count = len(depths)
         self.arguments.depths = (lossd_depth * len(depths))(*(
-            lossd_depth(depth.rows, self.pointer_to(hidden[index]) if apart else None,
-                           self.pointer_to(grad_hidden[index]) if apart and grad_hidden else None, depth.normalizer or 0.0,
-                           depth.weight, depth.normalizer is not None)
-            for index, depth in enumerate(depths)))
+            lossd_depth(depth.rows, self.pointer_to(rows), self.pointer_to(gradients), depth.normalizer or 0.0, depth.weight,
+                        depth.normalizer is not None) for depth, rows, gradients in parts))
 
 
 def check_numbers(**numbers: int | None) -> None:
@@ -86,7 +83,6 @@ def check_numbers(**numbers: int | None) -> None:
 
 # ---- Clients ----
 
-
 C = TypeVar("C")
 M = TypeVar("M", bound=Message)
 P = TypeVar("P", bound="Pending[Any]")
@@ -94,15 +90,9 @@ R = TypeVar("R")
 A = ParamSpec("A")
 
 
-def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
+def _in_process(pid: int, function: Callable[..., Any], *arguments: Any) -> None:
     if pid == os.getpid():  # a fork has no client
-        loaded.lossd_client_close(pointer, None)
-
-
-def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: Callable[[], Any]) -> None:
-    closing()  # once: it does not come later
-    if pid == os.getpid():
-        loaded.lossd_client_free(pointer)
+        function(*arguments)
 
 
 class NativeClient:
@@ -121,9 +111,9 @@ class NativeClient:
         self._lock = threading.Lock()
         self._pending: set[Pending[Any]] = set()  # those under way, which keep their arrays; guarded by _lock
         self._pointer: int = self._library.lossd_client_new()
-        # At the end of the process the client is closed and not freed: daemon threads may still call it.
-        closing = weakref.finalize(self, _close, self._library, self._pointer, self._pid)
-        weakref.finalize(self, _free, self._library, self._pointer, self._pid, closing).atexit = False
+        # At the end of the process the client is closed and not freed: daemon threads may still call it. Else the later one is first.
+        weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_free, self._pointer).atexit = False
+        weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_close, self._pointer, None)
         try:
             Call().run("lossd_client_connect", self._pointer, _native.option_texts({**options, **dataclasses.asdict(retry)}))
         except errors.Unavailable as error:
@@ -183,9 +173,8 @@ class NativeClient:
     def check_usable(self) -> None:
         """ClientClosed or ForkedClient if no call can be made, Unavailable if the server is known to have ended."""
         if self._pid != os.getpid():
-            raise errors.ForkedClient(
-                f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
-                "or start processes with multiprocessing's spawn")
+            raise errors.ForkedClient(f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
+                                      "or start processes with multiprocessing's spawn")
         if self._closed:
             raise errors.ClientClosed("this client is closed; make a new lossd.Client")
         if self._ended:
@@ -259,8 +248,7 @@ class NativeClient:
         self._sweep()
         enter = functools.partial(self._library.lossd_client_enter, self._pointer, pending._call.pointer, self._max_pending)
         if not _native.await_end(enter, seconds):
-            raise errors.DeadlineExceeded(
-                f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
+            raise errors.DeadlineExceeded(f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
         try:
             with self._lock:
                 self._pending.add(pending)
@@ -282,7 +270,6 @@ class NativeClient:
 
 
 # ---- Computations under way ----
-
 
 class Pending(Generic[R]):
     """A computation under way. Its memory, inputs and outputs, is in use until it is done."""
@@ -388,14 +375,11 @@ def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossR
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
         return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
 
-    depths = [DepthResult(**same(depth, DepthResult)) for depth in summary.depths]
-    for depth in depths:
-        depth.loss = depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0
-    values: dict[str, Any] = {
-        **same(summary, LossResult), **same(summary.state, LossResult), "depths": depths,
-        "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
-        **{name: getattr(cost, name) for name in _COST}}
-    return LossResult(**values)
+    depths = [DepthResult(depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0, **same(depth, DepthResult))
+              for depth in summary.depths]
+    own = {"depths": depths, "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
+           **{name: getattr(cost, name) for name in _COST}}
+    return LossResult(**{**same(summary, LossResult), **same(summary.state, LossResult), **own})
 
 
 class PendingLoss(Pending[LossResult]):

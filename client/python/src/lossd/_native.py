@@ -28,8 +28,7 @@ from lossd.v1.library import FUNCTIONS, lossd_result
 
 VERSION: str = metadata.version("lossd")
 
-_NAME = "liblossd.so"
-_PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
+_PLACES = ("/usr/lib/lossd/liblossd.so", "/usr/local/lib/lossd/liblossd.so")  # of the Debian package, and of `make install`
 _NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings it, as do "
              "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
 _PATHS = ("ca", "cert", "key")
@@ -43,7 +42,7 @@ def _library_path() -> str:
         return given
     with contextlib.suppress(ImportError, AttributeError):  # it is not there, or of an earlier version
         return str(importlib.import_module("lossd_server").library())
-    return next((str(path) for path in (Path(place, _NAME) for place in _PLACES) if path.is_file()), _NAME)
+    return next(filter(os.path.isfile, _PLACES), "liblossd.so")
 
 
 @functools.lru_cache(maxsize=None)

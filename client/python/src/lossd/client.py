@@ -44,13 +44,13 @@ class Client(HeadCalls):
     A client cannot be copied, pickled or used after a fork: each process makes its own.
     """
 
-    def __init__(self, target: str | None = None, *, context: str | None = None, ca: str | None = None,
-                 cert: str | None = None, key: str | None = None, token: str | None = None, channels: int | None = None,
-                 connect_timeout: float = 10.0,
-                 wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
-                 transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
-                 retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
-                 transport: str | None = None, shared_memory_bytes: int | None = None, run: str | None = None) -> None:
+    def __init__(
+            self, target: str | None = None, *, context: str | None = None, ca: str | None = None, cert: str | None = None,
+            key: str | None = None, token: str | None = None, channels: int | None = None, connect_timeout: float = 10.0,
+            wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
+            transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
+            retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
+            transport: str | None = None, shared_memory_bytes: int | None = None, run: str | None = None) -> None:
         """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
         `wait_for_server`; Restarted if another server is expected.
 
@@ -94,10 +94,9 @@ class Client(HeadCalls):
         """
         super().__init__(
             retry, max_pending, target=target, context=context, ca=ca, cert=cert, key=key, token=token, transport=transport, run=run,
-            channels=channels, connect_timeout=connect_timeout, wait_for_server=wait_for_server,
-            max_message_bytes=max_message_bytes, call_timeout=call_timeout, transfer_timeout=transfer_timeout,
-            loss_timeout=loss_timeout, dead_peer_timeout=dead_peer_timeout, expected_incarnation=expected_incarnation,
-            shared_memory_bytes=shared_memory_bytes)
+            channels=channels, connect_timeout=connect_timeout, wait_for_server=wait_for_server, max_message_bytes=max_message_bytes,
+            call_timeout=call_timeout, transfer_timeout=transfer_timeout, loss_timeout=loss_timeout,
+            dead_peer_timeout=dead_peer_timeout, expected_incarnation=expected_incarnation, shared_memory_bytes=shared_memory_bytes)
 
     def __repr__(self) -> str:
         return f"lossd.Client({self.target!r}{', closed' if self.closed else ''})"
@@ -109,22 +108,19 @@ class Client(HeadCalls):
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     # ---- Loss ----
 
     def compute_loss_async(
-            self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *,
-            step: int | None = None, id: int = 0, dtype: DType | None = None, row_weights: ArrayLike | None = None,
-            advantages: ArrayLike | None = None, old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
-            options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
-            normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
+            self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *, step: int | None = None,
+            id: int = 0, dtype: DType | None = None, row_weights: ArrayLike | None = None, advantages: ArrayLike | None = None,
+            old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None, options: LossOptions = _DEFAULT_OPTIONS,
+            reduction: Reduction = "mean", normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] | Sequence[NDArray[Any]] = False,
-            rows: Iterable[RowOutput] = (), classes: ArrayLike | None = None, top_k: int = 0,
-            streams: int | None = None, slice_bytes: int | None = None,
-            timeout: float | None = None, ready: Callable[[], None] | None = None,
+            rows: Iterable[RowOutput] = (), classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None,
+            slice_bytes: int | None = None, timeout: float | None = None, ready: Callable[[], None] | None = None,
             teacher_hidden: NDArray[Any] | None = None, target_classes: ArrayLike | None = None,
             target_weights: ArrayLike | None = None, depths: Sequence[Depth] = ()) -> PendingLoss:
         """Starts a loss computation.
@@ -178,6 +174,7 @@ class Client(HeadCalls):
             lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
         """
         self.check_usable()
+        _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes, top_k=top_k)
         kind, data = _arrays.rows_of_depths(hidden, dtype, depths)
         count, width = sum(part.shape[0] for part in data), data[0].shape[1]
         labels = _arrays.as_targets(targets)
@@ -190,9 +187,6 @@ class Client(HeadCalls):
         soft = _arrays.as_soft_targets(target_classes, target_weights, count)
         named = _arrays.as_classes(classes, count)
         of_rows, of_classes = _arrays.row_arrays(rows, count), _arrays.class_arrays(named, top_k, count)
-        if soft and of_classes:
-            raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
-        _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes)
         open_ = loss_pb2.OpenMicrobatch(
             head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], options=options.to_proto(),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,
@@ -246,16 +240,14 @@ class Client(HeadCalls):
             options = replace(options, ignore_index=-100)
             targets = np.zeros(len(hidden), np.int32)
         return self.compute_loss(
-            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights,
-            options=replace(options, distillation=distillation), reduction=reduction, normalizer=normalizer,
-            grad_output=grad_output, accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams,
-            slice_bytes=slice_bytes, timeout=timeout, teacher_hidden=teacher_hidden)
+            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, teacher_hidden=teacher_hidden,
+            options=replace(options, distillation=distillation), reduction=reduction, normalizer=normalizer, grad_output=grad_output,
+            accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout)
 
     def backward_async(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
-            grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None,
-            accumulate: bool = False, grad_hidden: bool | NDArray[Any] = False, streams: int | None = None,
-            timeout: float | None = None) -> PendingLoss:
+            grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None, accumulate: bool = False,
+            grad_hidden: bool | NDArray[Any] = False, streams: int | None = None, timeout: float | None = None) -> PendingLoss:
         """Starts the second half of a deferred computation: the upstream gradient of each row is known now.
 
         compute_loss with reduction "none" and retain=True comes first, within the same step; release_microbatch
@@ -274,8 +266,7 @@ class Client(HeadCalls):
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
         _loss_call.check_numbers(step=step, id=id, streams=streams)
         asked = Asked(
-            lossd_loss(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
-                          streams=streams or 0),
+            lossd_loss(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype], streams=streams or 0),
             loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
         asked.put(grad_loss=upstream, grad_hidden=place, **others)
 
@@ -296,8 +287,7 @@ class Client(HeadCalls):
     # ---- Rows of the weight, as of an embedding ----
 
     def embed_async(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
-                    streams: int | None = None, timeout: float | None = None,
-                    ready: Callable[[], None] | None = None) -> PendingRows:
+                    streams: int | None = None, timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingRows:
         """Asks for rows of a head's weight [V, D], which serves as an embedding: row n of the result is that of ids[n].
 
         All rows are of one version of the weights: the call begins again if they change under it (RetryOptions). It changes
@@ -321,9 +311,11 @@ class Client(HeadCalls):
         shape = out.__cuda_array_interface__["shape"] if _arrays.is_cuda_array(out) else getattr(out, "shape", None)
         if out is not None and (shape is None or len(shape) != 2):
             raise errors.InvalidArgument(f"out has shape {shape}; it must be [{len(numbers)}, D]")
-        hidden_size = self._hidden_size(head, timeout) if shape is None else int(shape[1])
+        if not head:
+            raise errors.InvalidArgument("head is empty")
+        hidden_size = self._library.lossd_client_known_hidden_size(self._pointer, head.encode()) if shape is None else int(shape[1])
+        hidden_size = hidden_size or self._describe(head, timeout).spec.hidden_size
         array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
-        assert place is not None
         _loss_call.check_numbers(step=step, streams=streams)
         asked = Asked(
             lossd_loss(rows=len(numbers), hidden_size=hidden_size, streams=streams or 0),
@@ -383,11 +375,6 @@ class Client(HeadCalls):
     add_row_gradients = waiting(add_row_gradients_async, LossResult)
     """As add_row_gradients_async(), and waits for the result."""
 
-    def _hidden_size(self, head: str, timeout: float | None) -> int:
-        """D, which is asked for once."""
-        known = int(self._library.lossd_client_known_hidden_size(self._pointer, head.encode()))
-        return known or int(self._describe(head, timeout).spec.hidden_size)
-
     # ---- Server ----
 
     def get_server(self, timeout: float | None = None) -> ServerDescription:
@@ -406,5 +393,4 @@ def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:
         return None, gradient
     if gradient is None or _arrays.is_cuda_array(gradient):  # of which only its maker can make parts
         return gradient, []
-    ends = np.cumsum([depth.rows for depth in depths], dtype=np.int64)
-    return gradient, [gradient[end - depth.rows:end] for end, depth in zip(ends, depths)]
+    return gradient, np.split(gradient, np.cumsum([depth.rows for depth in depths], dtype=np.int64)[:-1])

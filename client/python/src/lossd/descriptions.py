@@ -84,9 +84,8 @@ class ShownHead(Shown):
 
 
 def _is_unusual(value: Any, field: dataclasses.Field[Any]) -> bool:
-    if field.default_factory is not dataclasses.MISSING:
-        return bool(value != field.default_factory())
-    return isinstance(value, np.ndarray) or field.default is dataclasses.MISSING or bool(value != field.default)
+    usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return isinstance(value, np.ndarray) or usual is dataclasses.MISSING or bool(value != usual)
 
 
 def text_of(value: Any) -> str:
@@ -103,12 +102,13 @@ def text_of_bytes(count: int) -> str:
     """In binary units with three digits: "512 bytes", "12.3 MiB"."""
     if count < 1024:
         return f"{count} bytes"
-    size, units = count / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"]
-    while size >= 1024 and len(units) > 1:
+    size = float(count)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
         size /= 1024
-        units.pop(0)
+        if size < 1024:
+            break
     digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2
-    return f"{size:.{digits}f} {units[0]}"
+    return f"{size:.{digits}f} {unit}"
 
 
 def read(kind: type[T], message: Message) -> T:

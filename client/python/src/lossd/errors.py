@@ -136,11 +136,6 @@ _CLASSES: dict[int, type[LossdError]] = {  # by gRPC's status codes
 _REASONS: dict[int, type[LossdError]] = {1: Restarted, 2: StepDiscarded}
 
 
-def from_code(code: int, message: str) -> LossdError:
-    """The exception for one of gRPC's status codes, as a number."""
-    return _CLASSES.get(code, Internal)(message)
-
-
-def from_native(code: int, message: str, packed: bytes, reason: int) -> LossdError:
-    """The error of a call of the library. `packed`: an ErrorDetail; `reason`: what an Aborted is (lossd_result)."""
+def from_native(code: int, message: str, packed: bytes = b"", reason: int = 0) -> LossdError:
+    """The error of a function of the library. `code`: gRPC's; `packed`: an ErrorDetail; `reason`: what an Aborted is (lossd_result)."""
     return _REASONS.get(reason, _CLASSES.get(code, Internal))(message, types_pb2.ErrorDetail.FromString(packed))

@@ -35,6 +35,7 @@ StreamWait = Literal["open", "client", "server", "send", "end"]
 RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
 ROW_OUTPUTS: tuple[RowOutput, ...] = get_args(RowOutput)
 
+
 def numbers_of(words: Any, kind: Any) -> Mapping[str, Any]:
     """The protocol's numbers of words, which are a Literal: "rmsnorm" is NORM_RMSNORM."""
     prefix = kind.Name(0).removesuffix("UNSPECIFIED")
@@ -57,8 +58,7 @@ NORMS = numbers_of(Norm, head_pb2.Norm)
 OPTIMIZER_STATES = numbers_of(OptimizerState, head_pb2.OptimizerState)
 
 # How elements lie in NumPy's memory. NumPy has no bf16: its bits are uint16, the upper half of a float32.
-NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
 
 
 def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
@@ -85,6 +85,7 @@ _WORDS = {"Gradients": GRADIENTS, "Rest": RESTS, "ObjectiveKind": OBJECTIVES, "K
 class _Options:
     """Options that are checked when they are made, and that a message has under the same names."""
 
+    _MESSAGE: ClassVar[Any]
     _PART: ClassVar[str] = ""  # the field of lossd.v1.LossOptions that they are; "": all of it
 
     def __post_init__(self: Any) -> None:
@@ -106,9 +107,9 @@ class _Options:
             message = whole.SerializeToString()
             _native.Call().run("lossd_check_options", message, len(message))
 
-    def _values(self: Any) -> dict[str, Any]:
-        """The fields as a message has them; None is absent."""
-        return {each.name: _sent(getattr(self, each.name), _kind_of(each)) for each in fields(self)}
+    def to_proto(self: Any) -> Any:
+        """The message; None is absent."""
+        return self._MESSAGE(**{each.name: _sent(getattr(self, each.name), _kind_of(each)) for each in fields(self)})
 
 
 def _kind_of(option: Any) -> str:
@@ -117,7 +118,7 @@ def _kind_of(option: Any) -> str:
 
 def _sent(value: Any, kind: str) -> Any:
     if isinstance(value, _Options):
-        return value.to_proto()  # type: ignore[attr-defined]
+        return value.to_proto()
     if kind in _WORDS and value is not None:
         return _WORDS[kind][value]
     return bool(value) if kind == "bool" else value
@@ -156,7 +157,7 @@ class Objective(_Options):
     kl_coef: float = 0.0  # finite and not negative; 0: no reference
     entropy_bonus: float = 0.0  # finite
 
-    _PART = "objective"
+    _MESSAGE, _PART = loss_pb2.Objective, "objective"
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -164,9 +165,6 @@ class Objective(_Options):
         needed = {"advantages": self.kind != "dft", "old_logprobs": self.kind in ("importance_sampling", "ppo", "cispo"),
                   "ref_logprobs": self.kl_coef != 0}
         return tuple(name for name, is_needed in needed.items() if is_needed)
-
-    def to_proto(self) -> loss_pb2.Objective:
-        return loss_pb2.Objective(**self._values())
 
 
 @dataclass(frozen=True)
@@ -191,10 +189,7 @@ class Distillation(_Options):
     teacher_logit_scale: float = 1.0  # as LossOptions.logit_scale, of the teacher
     teacher_softcap: float = 0.0  # as LossOptions.softcap, of the teacher
 
-    _PART = "distillation"
-
-    def to_proto(self) -> loss_pb2.Distillation:
-        return loss_pb2.Distillation(**self._values())
+    _MESSAGE, _PART = loss_pb2.Distillation, "distillation"
 
 
 @dataclass(frozen=True, repr=False)
@@ -235,8 +230,7 @@ class LossOptions(Shown, _Options):
     # rows are ignored, and counted (LossResult.unlisted_rows).
     refuse_unlisted: bool = False
 
-    def to_proto(self) -> loss_pb2.LossOptions:
-        return loss_pb2.LossOptions(**self._values())
+    _MESSAGE = loss_pb2.LossOptions
 
 
 @dataclass(frozen=True)
