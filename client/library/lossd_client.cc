@@ -216,15 +216,16 @@ struct lossd_client {
     return run_;
   }
 
-  // Connects, as the function of a call that has begun. Once.
+  // The function of a call, which has begun, is under way until Connect has ended.
+  void WillConnect(const std::shared_ptr<lossd::client::CallState>& call,
+                   const lossd::client::ClientOptions& options) {
+    absl::MutexLock lock(&mu_);
+    under_way_.push_back(call);
+    target_ = options.target;
+    run_ = options.run;
+  }
   void Connect(const std::shared_ptr<lossd::client::CallState>& call,
                const lossd::client::ClientOptions& options) {
-    {
-      absl::MutexLock lock(&mu_);
-      under_way_.push_back(call);
-      target_ = options.target;
-      run_ = options.run;
-    }
     auto connected = lossd::client::Client::Connect(options);
     absl::Status status = connected.status();
     // A server that tells this client nothing about itself, not even its version, says here why.
@@ -232,7 +233,11 @@ struct lossd_client {
       status = (*connected)->GetServer().status();
     if (status.ok()) {
       absl::MutexLock lock(&mu_);
-      client_ = *std::move(connected);
+      if (closed_) {
+        status = absl::CancelledError("the client is closed");
+      } else {
+        client_ = *std::move(connected);
+      }
     }
     call->End(std::move(status));
     Leave(call);
@@ -265,6 +270,7 @@ struct lossd_client {
     std::list<std::shared_ptr<lossd::client::CallState>> calls;
     {
       absl::MutexLock lock(&mu_);
+      closed_ = true;
       client = std::exchange(client_, nullptr);
       calls = under_way_;
     }
@@ -276,11 +282,11 @@ struct lossd_client {
     };
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(&none));
-    client_ = nullptr;  // that has connected meanwhile
-  }                     // the client ends here, or with the close that another thread has begun
+  }  // the client ends here, or with the close that another thread has begun
 
  private:
   absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
   std::string target_ ABSL_GUARDED_BY(mu_), run_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<lossd::client::Client> client_ ABSL_GUARDED_BY(mu_);
   std::list<std::shared_ptr<lossd::client::CallState>> under_way_ ABSL_GUARDED_BY(mu_);
@@ -805,6 +811,7 @@ void lossd_client_connect(lossd_client* client, const char* const* options, loss
     const auto driver = client::internal::CudaDriver::Get();
     if (driver.ok()) wanted->client.gpu = (*driver)->Current();
   }
+  client->WillConnect(state, wanted->client);
   client::Apart([client, state, options = std::move(wanted->client)] {
     const client::internal::CancellableCalls cancellable(&state->cancellation());
     client->Connect(state, options);

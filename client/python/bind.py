@@ -4,8 +4,8 @@
 
     bind.py OUT HEADER...
 
-The headers are client/library/lossd_client.h and server/app/lossd.h. Their declarations use few forms of C, and what is none of these is
-refused.
+The headers are client/library/lossd_client.h and server/app/lossd.h. Their declarations use few forms of C, and what is none of these
+is refused.
 """
 
 import re
@@ -22,11 +22,10 @@ def kind_of(declared, structs):
     declared = declared.strip().replace(" const*", "const*")
     if declared in NUMBERS or declared in TEXTS:
         return {**NUMBERS, **TEXTS}[declared]
-    declared = declared.removeprefix("const ")
-    named = declared.removesuffix("*")
-    if named in structs or named in ("int", "size_t", "uint64_t"):
-        return f"POINTER({named if named in structs else NUMBERS[named]})"
-    if declared == f"{named}*" and re.fullmatch(r"void|float|int32_t|lossd_\w+", named):
+    pointed = re.fullmatch(r"(?:const )?(\w+)\*", declared)
+    if pointed and (pointed[1] in structs or pointed[1] in ("int", "size_t", "uint64_t")):
+        return f"POINTER({NUMBERS.get(pointed[1], pointed[1])})"
+    if pointed and re.fullmatch(r"void|float|int32_t|lossd_\w+", pointed[1]):
         return "c_void_p"
     raise SystemExit(f"bind.py: the type {declared!r} is none that it knows")
 
@@ -39,8 +38,8 @@ def split(declaration):
 
 def module(header):
     code = re.sub(r"/\*.*?\*/|//[^\n]*|#[^\n]*", "", header, flags=re.DOTALL)
-    parts = ['# SPDX-License-Identifier: Apache-2.0\n"""The structs and functions of liblossd.so. Made by bind.py from its headers."""',
-             "\nfrom ctypes import *"]
+    parts = ["# SPDX-License-Identifier: Apache-2.0",
+             '"""The structs and functions of liblossd.so. Made by bind.py from its headers."""', "\nfrom ctypes import *"]
     structs = []
     for name, body in re.findall(r"typedef struct (\w+) \{(.*?)\}", code, re.DOTALL):
         fields = ",".join(f'\n        ("{field}", {kind_of(kind, structs)})' for kind, field in map(split, body.split(";")[:-1]))

@@ -49,7 +49,8 @@ class Module:
         # Of Python for status codes, values of enumerations and methods of services.
         self._words = {code: code.title().replace("_", "") for code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")}
         for file in files:
-            comments = {tuple(each.path): f"{each.leading_comments}\n{each.trailing_comments}" for each in file.source_code_info.location}
+            comments = {tuple(each.path): f"{each.leading_comments}\n{each.trailing_comments}"
+                        for each in file.source_code_info.location}
             for index, message in enumerate(file.message_type):
                 inside = {path[2:]: comment for path, comment in comments.items() if path[:2] == (MESSAGES, index)}
                 self._messages[message.name] = message, inside
@@ -61,7 +62,8 @@ class Module:
                 self._words[method.name] = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", method.name).lower()
 
     def text(self):
-        head = '# SPDX-License-Identifier: Apache-2.0\n"""What the server says of itself, of heads, steps and checkpoints. Made by describe.py from the .proto files."""'
+        head = ("# SPDX-License-Identifier: Apache-2.0\n"
+                '"""What the server says of itself, of heads, steps and checkpoints. Made by describe.py from the .proto files."""')
         imports = ("from __future__ import annotations", "from dataclasses import dataclass, field",
                    "from lossd import types\nfrom lossd.descriptions import Shown, ShownChoice, ShownHead, ShownMemory")
         return "\n\n".join((head, *imports)) + "\n\n\n" + "\n\n\n".join(map(self._class, MESSAGE_NAMES)) + "\n"

@@ -152,8 +152,8 @@ def test_functions_are_those_of_the_library_and_of_its_headers() -> None:
 
 
 @pytest.mark.parametrize("declaration, words", [
-    ("int lossd_f(long number);", "the type 'long'"), ("struct lossd_s lossd_f(void);", "the type 'struct lossd_s'"),
-    ("int lossd_f(const double* const* rows);", r"the type 'double\*const\*'")])
+    ("int lossd_f(long number);", "the type 'long'"), ("typedef struct lossd_s { int a; } lossd_s;\nint lossd_f(lossd_s whole);", "the type 'lossd_s'"), ("struct lossd_s lossd_f(void);", "the type 'struct lossd_s'"),
+    ("int lossd_f(const double* const* rows);", r"the type 'const double\*const\*'")])
 def test_a_header_that_ctypes_would_take_otherwise_is_refused(tmp_path: Path, declaration: str, words: str) -> None:
     (tmp_path / "header.h").write_text(declaration + "\n")
     done = subprocess.run([sys.executable, ROOT / "client/python/bind.py", tmp_path / "out.py", tmp_path / "header.h"], capture_output=True, text=True,

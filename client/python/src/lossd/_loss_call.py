@@ -30,7 +30,8 @@ from lossd.v1.library import lossd_depth, lossd_loss, lossd_request, lossd_resul
 # ---- Arguments ----
 
 _COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")  # what a lossd_result has of a LossResult
-_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63), "padding_idx": (0, 31), "top_k": (0, 31)}  # the least, and bits
+_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63), "padding_idx": (0, 31),
+           "top_k": (0, 31)}  # the least, and bits
 
 
 class Asked:
@@ -259,10 +260,6 @@ class NativeClient:
             raise
         return pending
 
-    def _forget(self, pending: Pending[Any]) -> None:
-        with self._lock:
-            self._pending.discard(pending)
-
     def _sweep(self) -> None:
         """Lets go of computations that have ended, and that nobody has waited for."""
         with self._lock:
@@ -357,7 +354,8 @@ class Pending(Generic[R]):
         if not _native.await_end(self._call.wait, timeout):
             return False
         self._asked = None
-        self._client._forget(self)
+        with self._client._lock:
+            self._client._pending.discard(self)
         return True
 
     def _conclude(self) -> None:
@@ -373,7 +371,8 @@ class Pending(Generic[R]):
 def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossResult:
     """Fields have the names that they have in the messages."""
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
-        return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
+        return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)
+                if each.name in message.DESCRIPTOR.fields_by_name}
 
     depths = [DepthResult(depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0, **same(depth, DepthResult))
               for depth in summary.depths]
