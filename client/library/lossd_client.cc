@@ -197,6 +197,7 @@ class Places {
 }  // namespace lossd::client
 
 struct lossd_call {
+  const bool blocks;
   const std::shared_ptr<lossd::client::CallState> state = std::make_shared<lossd::client::CallState>();
   std::string progress;  // that was given out last
 };
@@ -300,9 +301,11 @@ absl::Duration Seconds(double seconds) {
   return seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
 }
 
-// Carries a function out on a thread of its own; here if there can be none.
+// Carries out what a function of the library does: on a thread of its own, but for a call that blocks, or if
+// there can be none.
 template <typename Body>
-void Apart(Body body) {
+void CarryOut(const lossd_call& call, Body body) {
+  if (call.blocks) return body();
   auto shared = std::make_shared<Body>(std::move(body));
   try {
     std::thread([shared] { (*shared)(); }).detach();
@@ -760,7 +763,7 @@ namespace v1 = lossd::v1;
 
 // ---- Calls ----
 
-lossd_call* lossd_call_new() { return new lossd_call(); }
+lossd_call* lossd_call_new(int blocks) { return new lossd_call{.blocks = blocks != 0}; }
 
 void lossd_call_cancel(lossd_call* call) { call->state->Cancel(); }
 
@@ -812,7 +815,7 @@ void lossd_client_connect(lossd_client* client, const char* const* options, loss
     if (driver.ok()) wanted->client.gpu = (*driver)->Current();
   }
   client->WillConnect(state, wanted->client);
-  client::Apart([client, state, options = std::move(wanted->client)] {
+  client::CarryOut(*call, [client, state, options = std::move(wanted->client)] {
     const client::internal::CancellableCalls cancellable(&state->cancellation());
     client->Connect(state, options);
   });
@@ -822,7 +825,7 @@ void lossd_client_close(lossd_client* client, lossd_call* call) {
   if (call == nullptr) return client->Close();
   const std::shared_ptr<client::CallState> state = call->state;
   if (!state->Begin()) return;
-  client::Apart([client, state] {
+  client::CarryOut(*call, [client, state] {
     client->Close();
     state->End(absl::OkStatus());
   });
@@ -837,7 +840,7 @@ void lossd_client_request(lossd_client* client, const lossd_request* request, lo
   const std::shared_ptr<client::CallState> state = call->state;
   std::shared_ptr<client::Client> open = client->Enter(state);
   if (open == nullptr) return;
-  client::Apart([client, state, open = std::move(open), request]() mutable {
+  client::CarryOut(*call, [client, state, open = std::move(open), request]() mutable {
     const client::internal::CancellableCalls cancellable(&state->cancellation());
     absl::StatusOr<std::string> answer = client::Carried(*open, client::Request(*request, state.get()));
     open = nullptr;
@@ -870,7 +873,7 @@ void lossd_client_open_memory(lossd_client* client, int32_t device, lossd_call* 
   const std::shared_ptr<client::CallState> state = call->state;
   std::shared_ptr<client::Client> open = client->Enter(state);
   if (open == nullptr) return;
-  client::Apart([client, state, open = std::move(open), device]() mutable {
+  client::CarryOut(*call, [client, state, open = std::move(open), device]() mutable {
     const bool of_gpu = open->OpenMemory(device < 0 ? std::nullopt : std::make_optional<int>(device));
     open = nullptr;
     state->End(absl::OkStatus(), of_gpu ? "1" : "");

@@ -2,7 +2,7 @@
 /* The client as a library, in liblossd.so beside the server (server/app/lossd.h): what the C++ client does
  * (client/cpp/client.h), for languages that load a library. The Python package is made on it.
  *
- *   lossd_call* call = lossd_call_new();
+ *   lossd_call* call = lossd_call_new(0);
  *   const char* const options[] = {"target=127.0.0.1:7070", NULL};
  *   lossd_client* client = lossd_client_new();
  *   lossd_client_connect(client, options, call);
@@ -36,7 +36,9 @@ typedef struct lossd_call lossd_call;
 
 /* ---- Calls ---- */
 
-lossd_call* lossd_call_new(void);
+/* `blocks`: a function that begins something and returns at once does it before it returns, on the calling
+ * thread. Loss computations are begun all the same. */
+lossd_call* lossd_call_new(int blocks);
 /* Ends the call early, with CANCELLED; no effect once it has ended. A call whose function has not begun ends
  * at once, and the function does nothing. */
 void lossd_call_cancel(lossd_call* call);

@@ -138,8 +138,7 @@ class EmbeddedClient(Client):
         self._server = server
         # What the environment says is about servers that run already.
         given: dict[str, Any] = {"ca": "", "cert": "", "key": "", "token": "", "transport": "auto", **options}
-        first, _, _ = (address or server.address).partition(",")
-        super().__init__(first, **given)
+        super().__init__((address or server.address).partition(",")[0], **given)
         if address is not None:
             mine = weakref.ref(self)
             server.watch(lambda why: None if (client := mine()) is None else client._fail(why))
@@ -147,9 +146,6 @@ class EmbeddedClient(Client):
             # wait for a collective, which waits for a rank that waits for the head. So the memory is opened now.
             if (gpu := _native.current_gpu()) is not None:
                 self.shares_gpu(gpu[0])
-
-    def __enter__(self) -> EmbeddedClient:
-        return self
 
     @property
     def http_address(self) -> str:

@@ -260,7 +260,8 @@ class HeadCalls(NativeClient):
 
     def zero_gradients(self, head: str, step: int, timeout: float | None = None) -> HeadState:
         """Discards the gradients of the open step and forgets its microbatches; the step stays open."""
-        return read(HeadState, self._call("ZeroGradients", head_pb2.ZeroGradientsRequest(head=head, step=step), types_pb2.HeadState, timeout))
+        request = head_pb2.ZeroGradientsRequest(head=head, step=step)
+        return read(HeadState, self._call("ZeroGradients", request, types_pb2.HeadState, timeout))
 
     def save_checkpoint(self, head: str, name: str = "", *, keep: int | None = None, cancel_with_call: bool = False,
                         on_progress: Callable[[SaveProgress], None] | None = None, timeout: float | None = None) -> SavedCheckpoint:

@@ -31,7 +31,9 @@ VERSION: str = metadata.version("lossd")
 _PLACES = ("/usr/lib/lossd/liblossd.so", "/usr/local/lib/lossd/liblossd.so")  # of the Debian package, and of `make install`
 _NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings it, as do "
              "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
-_PATHS = ("ca", "cert", "key")
+_PATH = (str, os.PathLike)
+_TEXTS: Mapping[str, Any] = {  # of the options of a client
+    "target": str, "context": str, "token": str, "transport": str, "run": str, "ca": _PATH, "cert": _PATH, "key": _PATH}
 
 
 def _library_path() -> str:
@@ -91,8 +93,7 @@ def option_texts(options: Mapping[str, Any]) -> Any:
     for name, value in options.items():
         if value is None:
             continue
-        if name in ("target", "context", "token", "transport", "run", *_PATHS) and not isinstance(
-                value, (str, os.PathLike) if name in _PATHS else str):
+        if not isinstance(value, _TEXTS.get(name, object)):
             raise errors.InvalidArgument(f"{name} is {value!r}; it must be a string", types_pb2.ErrorDetail(field=name, value=str(value)))
         text = os.fsencode(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
         if b"\0" in text:
@@ -118,7 +119,8 @@ class Call:
     def __init__(self, *kept: Any) -> None:
         """`kept`: memory that the function uses until the call has ended."""
         self._library = library()
-        self.pointer: int = self._library.lossd_call_new()
+        # Where no signal handler runs, functions carry out what they do themselves.
+        self.pointer: int = self._library.lossd_call_new(threading.current_thread() is not threading.main_thread())
         self._pid = os.getpid()
         self._kept = kept
 

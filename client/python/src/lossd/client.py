@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,6 +21,7 @@ from lossd.v1 import loss_pb2, server_pb2
 from lossd.v1.descriptions import ServerDescription, StreamList
 from lossd.v1.library import lossd_loss
 
+S = TypeVar("S", bound="Client")
 _DEFAULT_OPTIONS = LossOptions()
 
 
@@ -105,7 +106,7 @@ class Client(HeadCalls):
         raise TypeError(f"{self!r} holds connections and threads, so it cannot be copied or pickled; make one with "
                         f"lossd.Client({self.target!r}) where it is needed")
 
-    def __enter__(self) -> Client:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

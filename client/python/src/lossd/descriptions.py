@@ -124,8 +124,7 @@ def _value(of: dataclasses.Field[Any], message: Message, described: Any) -> Any:
         if not value:
             return of.default
         names = described.enum_type.values_by_number
-        prefix = names[0].name.removesuffix("UNSPECIFIED")
-        return names[value].name.removeprefix(prefix).lower() if value in names else str(value)
+        return names[value].name.removeprefix(names[0].name.removesuffix("UNSPECIFIED")).lower() if value in names else str(value)
     if of.default == ():
         return tuple(value) if described.message_type is None else tuple(
             read(_kinds[described.message_type.name], each) for each in value)

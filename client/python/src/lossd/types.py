@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -76,9 +77,8 @@ def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
     return int(value)
 
 
-_KINDS: Mapping[str, tuple[Any, str]] = {
-    "float": ((int, float, np.integer, np.floating), "a number"), "int": ((int, np.integer), "an int"),
-    "bool": ((bool, np.bool_), "a bool"), "str": (str, "a str")}
+_KINDS: Mapping[str, tuple[Any, str]] = {"float": ((int, float, np.integer, np.floating), "a number"), "str": (str, "a str"),
+                                         "int": ((int, np.integer), "an int"), "bool": ((bool, np.bool_), "a bool")}
 _WORDS = {"Gradients": GRADIENTS, "Rest": RESTS, "ObjectiveKind": OBJECTIVES, "Kl": KLS, "Divergence": DIVERGENCES}
 
 
@@ -91,8 +91,9 @@ class _Options:
     def __post_init__(self: Any) -> None:
         """TypeError or InvalidArgument, naming field and value. The rules for numbers are the server's; it takes those that are the
         defaults."""
+        unusual = False
         for each in fields(self):
-            name, value, kind = f"{self._PART}.{each.name}".lstrip("."), getattr(self, each.name), _kind_of(each)
+            name, value, kind = f"{self._PART}.{each.name}".lstrip("."), getattr(self, each.name), each.type.removesuffix(" | None")
             if value is None and each.default is None:
                 continue
             classes, said = _KINDS["str"] if kind in _WORDS else _KINDS.get(kind) or (globals()[kind], f"a lossd.{kind}")
@@ -102,18 +103,19 @@ class _Options:
                 enum_value(name, _WORDS[kind], value)
             elif kind == "int":
                 whole_number(name, value, -2**31, 31)
-        if any(getattr(self, each.name) != each.default for each in fields(self) if _kind_of(each) not in _WORDS):
-            whole = loss_pb2.LossOptions(**{self._PART: self.to_proto()}) if self._PART else self.to_proto()
-            message = whole.SerializeToString()
-            _native.Call().run("lossd_check_options", message, len(message))
+            unusual = unusual or bool(kind not in _WORDS and value != each.default)
+        if unusual:
+            message = self.to_proto()
+            _check((loss_pb2.LossOptions(**{self._PART: message}) if self._PART else message).SerializeToString())
 
     def to_proto(self: Any) -> Any:
         """The message; None is absent."""
-        return self._MESSAGE(**{each.name: _sent(getattr(self, each.name), _kind_of(each)) for each in fields(self)})
+        return self._MESSAGE(**{each.name: _sent(getattr(self, each.name), each.type.removesuffix(" | None")) for each in fields(self)})
 
 
-def _kind_of(option: Any) -> str:
-    return option.type.removesuffix(" | None")
+@functools.lru_cache(maxsize=256)
+def _check(message: bytes) -> None:
+    _native.Call().run("lossd_check_options", message, len(message))
 
 
 def _sent(value: Any, kind: str) -> Any:
