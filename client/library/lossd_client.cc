@@ -6,16 +6,23 @@
 #include <cstring>
 #include <initializer_list>
 #include <list>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -27,9 +34,30 @@
 #include "client/cpp/loss_plan.h"
 #include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
+#include "server/messages/convert.h"
 
 namespace lossd::client {
 namespace {
+
+// Errors of the C++ client name members of its structs. Here these are options and arguments, named as in
+// Python.
+std::string InCallersWords(const std::string& text) {
+  return absl::StrReplaceAll(text, {{"options.credentials.", ""},
+                                    {"options.loss.", "options."},
+                                    {"options.", ""},
+                                    {"microbatch.", ""},
+                                    {"outputs.", ""},
+                                    {"gradients.", ""},
+                                    {"accumulate_gradients", "accumulate"},
+                                    {"REDUCTION_NONE", "reduction 'none'"},
+                                    {"Backward", "backward()"}});
+}
+
+// Whether the C++ client names the field, not the server.
+bool IsOfClient(absl::string_view field) {
+  return absl::StartsWith(field, "options.") || absl::StartsWith(field, "microbatch.") ||
+         absl::StartsWith(field, "outputs.") || absl::StartsWith(field, "gradients.");
+}
 
 // What of a call outlives the caller's handle: a loss computation ends on a thread of the client.
 class CallState {
@@ -63,7 +91,11 @@ class CallState {
     message_ = std::string(status_.message());
     answer_ = std::move(answer);
     result_ = cost;
-    if (const std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status_); detail.has_value()) {
+    if (std::optional<v1::ErrorDetail> detail = ErrorDetailOf(status_); detail.has_value()) {
+      if (IsOfClient(detail->field())) {
+        if (absl::StartsWith(message_, detail->field())) message_ = InCallersWords(message_);
+        detail->set_field(InCallersWords(detail->field()));
+      }
       detail_ = detail->SerializeAsString();
     }
     ended_ = true;
@@ -165,6 +197,7 @@ class Places {
 }  // namespace lossd::client
 
 struct lossd_call {
+  const bool blocks;
   const std::shared_ptr<lossd::client::CallState> state = std::make_shared<lossd::client::CallState>();
   std::string progress;  // that was given out last
 };
@@ -174,7 +207,42 @@ struct lossd_client {
  public:
   using Places = lossd::client::Places;
 
-  explicit lossd_client(std::unique_ptr<lossd::client::Client> client) : client_(std::move(client)) {}
+  // Of the server, and of the program that trains; empty before Connect.
+  std::string target() {
+    absl::MutexLock lock(&mu_);
+    return target_;
+  }
+  std::string run() {
+    absl::MutexLock lock(&mu_);
+    return run_;
+  }
+
+  // The function of a call, which has begun, is under way until Connect has ended.
+  void WillConnect(const std::shared_ptr<lossd::client::CallState>& call,
+                   const lossd::client::ClientOptions& options) {
+    absl::MutexLock lock(&mu_);
+    under_way_.push_back(call);
+    target_ = options.target;
+    run_ = options.run;
+  }
+  void Connect(const std::shared_ptr<lossd::client::CallState>& call,
+               const lossd::client::ClientOptions& options) {
+    auto connected = lossd::client::Client::Connect(options);
+    absl::Status status = connected.status();
+    // A server that tells this client nothing about itself, not even its version, says here why.
+    if (status.ok() && (*connected)->monitoring().server_version().empty())
+      status = (*connected)->GetServer().status();
+    if (status.ok()) {
+      absl::MutexLock lock(&mu_);
+      if (closed_) {
+        status = absl::CancelledError("the client is closed");
+      } else {
+        client_ = *std::move(connected);
+      }
+    }
+    call->End(std::move(status));
+    Leave(call);
+  }
 
   // The client for the function of a call, which is under way until Leave. Null, and the call has ended, if
   // it was cancelled before or the client is closed.
@@ -203,6 +271,7 @@ struct lossd_client {
     std::list<std::shared_ptr<lossd::client::CallState>> calls;
     {
       absl::MutexLock lock(&mu_);
+      closed_ = true;
       client = std::exchange(client_, nullptr);
       calls = under_way_;
     }
@@ -218,6 +287,8 @@ struct lossd_client {
 
  private:
   absl::Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  std::string target_ ABSL_GUARDED_BY(mu_), run_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<lossd::client::Client> client_ ABSL_GUARDED_BY(mu_);
   std::list<std::shared_ptr<lossd::client::CallState>> under_way_ ABSL_GUARDED_BY(mu_);
   const std::shared_ptr<Places> places_ = std::make_shared<Places>();
@@ -228,6 +299,19 @@ namespace {
 
 absl::Duration Seconds(double seconds) {
   return seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
+}
+
+// Carries out what a function of the library does: on a thread of its own, but for a call that blocks, or if
+// there can be none.
+template <typename Body>
+void CarryOut(const lossd_call& call, Body body) {
+  if (call.blocks) return body();
+  auto shared = std::make_shared<Body>(std::move(body));
+  try {
+    std::thread([shared] { (*shared)(); }).detach();
+  } catch (const std::system_error&) {
+    (*shared)();
+  }
 }
 
 // ---- Options ----
@@ -244,26 +328,114 @@ std::string Joined(std::initializer_list<std::string> texts) {
   return joined;
 }
 
-std::optional<std::string> IfSaid(const char* text) {
-  return text == nullptr ? std::nullopt : std::make_optional<std::string>(text);
-}
+// Texts "name=value", of which each value is taken once.
+class GivenOptions {
+ public:
+  explicit GivenOptions(const char* const* texts) {
+    for (; *texts != nullptr; ++texts) {
+      const std::pair<std::string, std::string> option = absl::StrSplit(*texts, absl::MaxSplits('=', 1));
+      values_[option.first] = option.second;
+    }
+  }
 
-absl::StatusOr<std::string> Completed(const lossd_client_options& options, const char* context) {
-  LOSSD_TRY(const client::ChosenServer chosen, client::ChooseServer({.server = IfSaid(options.target),
-                                                                     .context = IfSaid(context),
-                                                                     .ca = IfSaid(options.ca),
-                                                                     .cert = IfSaid(options.cert),
-                                                                     .key = IfSaid(options.key),
-                                                                     .token = IfSaid(options.token)},
-                                                                    client::CurrentContext::kIsIgnored));
-  std::optional<std::string> run = IfSaid(options.run);
+  std::optional<std::string> Text(const std::string& name) {
+    const auto found = values_.extract(name);
+    return found.empty() ? std::nullopt : std::make_optional(std::move(found.mapped()));
+  }
+
+  // Leaves `to` as it is if there is no such option; else notes an error if `parse` refuses its text.
+  template <typename T, typename Parse>
+  void Take(const std::string& name, T& to, Parse parse, absl::string_view kind) {
+    const std::optional<std::string> text = Text(name);
+    if (!text.has_value()) return;
+    if (!parse(*text, to)) {
+      status_.Update(internal::ArgumentError(absl::StrCat("options.", name), *text,
+                                             absl::StrCat("is ", *text, "; it must be ", kind)));
+    }
+  }
+  template <typename T>
+  void Whole(const std::string& name, T& to) {
+    const auto parse = [](const std::string& text, T& number) { return absl::SimpleAtoi(text, &number); };
+    Take(name, to, parse, absl::StrCat("a whole number of ", 8 * sizeof(T), " bits"));
+  }
+  template <typename T>
+  void Whole(const std::string& name, std::optional<T>& to) {
+    T number = 0;
+    if (values_.count(name) == 0) return;
+    Whole(name, number);
+    to = number;
+  }
+  void Seconds(const std::string& name, absl::Duration& to) {
+    Take(
+        name, to,
+        [](const std::string& text, absl::Duration& time) {
+          double seconds = 0;
+          const bool read = absl::SimpleAtod(text, &seconds);
+          time = Timeout(seconds);
+          return read;
+        },
+        "a number of seconds");
+  }
+  void Flag(const std::string& name, bool& to) {
+    Take(
+        name, to, [](const std::string& text, bool& flag) { return absl::SimpleAtob(text, &flag); },
+        "true or false");
+  }
+
+  // The first error; options that nobody has taken are one.
+  absl::Status status() const {
+    if (!status_.ok() || values_.empty()) return status_;
+    const auto& [name, value] = *values_.begin();
+    return internal::ArgumentError(absl::StrCat("options.", name), value, "is no option of a client");
+  }
+
+ private:
+  std::map<std::string, std::string> values_;
+  absl::Status status_;
+};
+
+// The server that options mean, and how: `client` has no credentials yet.
+struct WantedClient {
+  ClientOptions client;
+  CredentialOptions credentials;
+};
+
+absl::StatusOr<WantedClient> ClientOf(const char* const* options) {
+  GivenOptions given(options);
+  const ServerArguments arguments = {.server = given.Text("target"),
+                                     .context = given.Text("context"),
+                                     .ca = given.Text("ca"),
+                                     .cert = given.Text("cert"),
+                                     .key = given.Text("key"),
+                                     .token = given.Text("token")};
+  LOSSD_TRY(const ChosenServer chosen, ChooseServer(arguments, CurrentContext::kIsIgnored));
+  std::optional<std::string> run = given.Text("run");
   if (!run.has_value()) {
     run = RunFromEnvironment();
     LOSSD_RETURN_IF_ERROR(internal::CheckRunName(*run, "LOSSD_RUN"));
   }
-  const CredentialOptions& credentials = chosen.credentials;
-  return Joined({chosen.server, credentials.ca, credentials.cert, credentials.key, credentials.token,
-                 IfSaid(options.transport).value_or(TransportFromEnvironment()), *run});
+  WantedClient wanted;
+  wanted.credentials = chosen.credentials;
+  ClientOptions& client = wanted.client;
+  client.target = chosen.server;
+  client.run = *std::move(run);
+  if (auto transport = given.Text("transport"); transport.has_value())
+    client.transport = *std::move(transport);
+  given.Whole("channels", client.channels);
+  given.Whole("max_message_bytes", client.max_message_bytes);
+  given.Whole("shared_memory_bytes", client.shared_memory_bytes);
+  given.Whole("expected_incarnation", client.expected_incarnation);
+  given.Whole("max_attempts", client.retry.max_attempts);
+  given.Seconds("initial_backoff", client.retry.initial_backoff);
+  given.Seconds("max_backoff", client.retry.max_backoff);
+  given.Seconds("connect_timeout", client.connect_timeout);
+  given.Seconds("call_timeout", client.call_timeout);
+  given.Seconds("transfer_timeout", client.transfer_timeout);
+  given.Seconds("loss_timeout", client.loss_timeout);
+  given.Seconds("dead_peer_timeout", client.dead_peer_timeout);
+  given.Flag("wait_for_server", client.wait_for_server);
+  LOSSD_RETURN_IF_ERROR(given.status());
+  return wanted;
 }
 
 // ---- Requests ----
@@ -591,7 +763,7 @@ namespace v1 = lossd::v1;
 
 // ---- Calls ----
 
-lossd_call* lossd_call_new() { return new lossd_call(); }
+lossd_call* lossd_call_new(int blocks) { return new lossd_call{.blocks = blocks != 0}; }
 
 void lossd_call_cancel(lossd_call* call) { call->state->Cancel(); }
 
@@ -612,56 +784,52 @@ const void* lossd_call_progress(lossd_call* call, size_t* size) {
 
 void lossd_call_free(lossd_call* call) {
   call->state->Cancel();
-  call->state->TakePending();  // waits for the end
+  call->state->TakePending();  // waits for the end of a loss computation
+  call->state->Wait(absl::InfiniteDuration());
   delete call;
 }
 
 // ---- Clients ----
 
-void lossd_client_complete(const lossd_client_options* options, const char* context, lossd_call* call) {
-  absl::StatusOr<std::string> completed = client::Completed(*options, context);
-  if (completed.ok()) {
-    call->state->End(absl::OkStatus(), *std::move(completed));
-  } else {
-    call->state->End(completed.status());
+void lossd_client_complete(const char* const* options, lossd_call* call) {
+  const absl::StatusOr<client::WantedClient> wanted = client::ClientOf(options);
+  if (!wanted.ok()) return call->state->End(wanted.status());
+  const client::CredentialOptions& shown = wanted->credentials;
+  call->state->End(absl::OkStatus(),
+                   client::Joined({wanted->client.target, shown.ca, shown.cert, shown.key, shown.token,
+                                   wanted->client.transport, wanted->client.run}));
+}
+
+lossd_client* lossd_client_new() { return new lossd_client(); }
+
+void lossd_client_connect(lossd_client* client, const char* const* options, lossd_call* call) {
+  const std::shared_ptr<client::CallState> state = call->state;
+  if (!state->Begin()) return;
+  absl::StatusOr<client::WantedClient> wanted = client::ClientOf(options);
+  if (!wanted.ok()) return state->End(wanted.status());
+  auto credentials = client::Credentials::Create(wanted->credentials);
+  if (!credentials.ok()) return state->End(credentials.status());
+  wanted->client.credentials = *std::move(credentials);
+  if (wanted->client.transport == "cuda_ipc") {
+    const auto driver = client::internal::CudaDriver::Get();
+    if (driver.ok()) wanted->client.gpu = (*driver)->Current();
   }
+  client->WillConnect(state, wanted->client);
+  client::CarryOut(*call, [client, state, options = std::move(wanted->client)] {
+    const client::internal::CancellableCalls cancellable(&state->cancellation());
+    client->Connect(state, options);
+  });
 }
 
-lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call) {
-  if (!call->state->Begin()) return nullptr;
-  const client::internal::CancellableCalls cancellable(&call->state->cancellation());
-  const auto credentials = client::Credentials::Create(
-      {.ca = options->ca, .cert = options->cert, .key = options->key, .token = options->token});
-  if (!credentials.ok()) return call->state->End(credentials.status()), nullptr;
-  client::ClientOptions wanted;
-  wanted.target = options->target;
-  wanted.credentials = *credentials;
-  if (options->has_channels != 0) wanted.channels = options->channels;
-  wanted.connect_timeout = client::Timeout(options->connect_timeout);
-  wanted.wait_for_server = options->wait_for_server != 0;
-  wanted.max_message_bytes = options->max_message_bytes;
-  wanted.call_timeout = client::Timeout(options->call_timeout);
-  wanted.transfer_timeout = client::Timeout(options->transfer_timeout);
-  wanted.loss_timeout = client::Timeout(options->loss_timeout);
-  wanted.dead_peer_timeout = client::Timeout(options->dead_peer_timeout);
-  wanted.retry = {.max_attempts = options->max_attempts,
-                  .initial_backoff = client::Timeout(options->initial_backoff),
-                  .max_backoff = client::Timeout(options->max_backoff)};
-  wanted.transport = options->transport;
-  if (options->has_shared_memory_bytes != 0) wanted.shared_memory_bytes = options->shared_memory_bytes;
-  wanted.run = options->run;
-  wanted.expected_incarnation = options->expected_incarnation;
-  if (options->gpu >= 0) wanted.gpu = options->gpu;
-  auto connected = client::Client::Connect(wanted);
-  absl::Status status = connected.status();
-  // A server that tells this client nothing about itself, not even its version, says here why.
-  if (status.ok() && (*connected)->monitoring().server_version().empty())
-    status = (*connected)->GetServer().status();
-  call->state->End(status);
-  return status.ok() ? new lossd_client(*std::move(connected)) : nullptr;
+void lossd_client_close(lossd_client* client, lossd_call* call) {
+  if (call == nullptr) return client->Close();
+  const std::shared_ptr<client::CallState> state = call->state;
+  if (!state->Begin()) return;
+  client::CarryOut(*call, [client, state] {
+    client->Close();
+    state->End(absl::OkStatus());
+  });
 }
-
-void lossd_client_close(lossd_client* client) { client->Close(); }
 
 void lossd_client_free(lossd_client* client) {
   if (client != nullptr) client->Close();
@@ -670,26 +838,47 @@ void lossd_client_free(lossd_client* client) {
 
 void lossd_client_request(lossd_client* client, const lossd_request* request, lossd_call* call) {
   const std::shared_ptr<client::CallState> state = call->state;
-  const std::shared_ptr<client::Client> open = client->Enter(state);
+  std::shared_ptr<client::Client> open = client->Enter(state);
   if (open == nullptr) return;
-  const client::internal::CancellableCalls cancellable(&state->cancellation());
-  absl::StatusOr<std::string> answer = client::Carried(*open, client::Request(*request, state.get()));
-  if (answer.ok()) {
-    state->End(absl::OkStatus(), *std::move(answer));
-  } else {
-    state->End(answer.status());
-  }
-  client->Leave(state);
+  client::CarryOut(*call, [client, state, open = std::move(open), request]() mutable {
+    const client::internal::CancellableCalls cancellable(&state->cancellation());
+    absl::StatusOr<std::string> answer = client::Carried(*open, client::Request(*request, state.get()));
+    open = nullptr;
+    if (answer.ok()) {
+      state->End(absl::OkStatus(), *std::move(answer));
+    } else {
+      state->End(answer.status());
+    }
+    client->Leave(state);
+  });
 }
 
 void lossd_client_describe(lossd_client* client, lossd_call* call) {
-  const std::shared_ptr<client::Client> open = client->Enter(call->state);
-  if (open == nullptr) return;
-  const client::TransportChoice made = open->transport();
+  const auto under_way = std::make_shared<client::CallState>();
+  client::TransportChoice made = {.transport = "grpc",
+                                  .reason = "the client is closed",
+                                  .connections = {0, "the client is closed"},
+                                  .device = {"grpc", "the client is closed"}};
+  if (const std::shared_ptr<client::Client> open = client->Enter(under_way); open != nullptr) {
+    made = open->transport();
+    client->Leave(under_way);
+  }
   call->state->End(absl::OkStatus(),
-                   client::Joined({made.transport, made.reason, absl::StrCat(made.connections.connections),
-                                   made.connections.reason, made.device.transport, made.device.reason}));
-  client->Leave(call->state);
+                   client::Joined({client->target(), client->run(), made.transport, made.reason,
+                                   absl::StrCat(made.connections.connections), made.connections.reason,
+                                   made.device.transport, made.device.reason}));
+}
+
+void lossd_client_open_memory(lossd_client* client, int32_t device, lossd_call* call) {
+  const std::shared_ptr<client::CallState> state = call->state;
+  std::shared_ptr<client::Client> open = client->Enter(state);
+  if (open == nullptr) return;
+  client::CarryOut(*call, [client, state, open = std::move(open), device]() mutable {
+    const bool of_gpu = open->OpenMemory(device < 0 ? std::nullopt : std::make_optional<int>(device));
+    open = nullptr;
+    state->End(absl::OkStatus(), of_gpu ? "1" : "");
+    client->Leave(state);
+  });
 }
 
 namespace {
@@ -705,14 +894,6 @@ void WithClient(lossd_client* client, Body body) {
 }
 
 }  // namespace
-
-int lossd_client_open_memory(lossd_client* client, int32_t device) {
-  bool of_gpu = false;
-  WithClient(client, [&](client::Client& open) {
-    of_gpu = open.OpenMemory(device < 0 ? std::nullopt : std::make_optional<int>(device));
-  });
-  return of_gpu ? 1 : 0;
-}
 
 uint64_t lossd_client_known_hidden_size(lossd_client* client, const char* head) {
   uint64_t known = 0;
@@ -764,6 +945,12 @@ int lossd_client_enter(lossd_client* client, lossd_call* call, uint32_t most, do
   if (!client->places()->Take(most, client::Seconds(seconds))) return 0;
   call->state->OnEnd([places = client->places()] { places->GiveBack(); });
   return 1;
+}
+
+void lossd_check_options(const void* options, uint64_t size, lossd_call* call) {
+  const auto message = client::Parse<v1::LossOptions>(options, size);
+  absl::Status status = message.ok() ? lossd::messages::CheckLossOptions(*message) : message.status();
+  call->state->End(status.ok() ? status : lossd::messages::WithDetail(std::move(status), 0));
 }
 
 int lossd_check_loss(const lossd_loss* loss, lossd_call* call) {

@@ -2,10 +2,13 @@
 /* The client as a library, in liblossd.so beside the server (server/app/lossd.h): what the C++ client does
  * (client/cpp/client.h), for languages that load a library. The Python package is made on it.
  *
- *   lossd_call* call = lossd_call_new();
- *   lossd_client* client = lossd_client_connect(&options, call);
+ *   lossd_call* call = lossd_call_new(0);
+ *   const char* const options[] = {"target=127.0.0.1:7070", NULL};
+ *   lossd_client* client = lossd_client_new();
+ *   lossd_client_connect(client, options, call);
+ *   lossd_call_wait(call, -1);
  *   lossd_call_result(call, &result);
- *   if (client == NULL) { fprintf(stderr, "%s\n", result.message); ... }
+ *   if (result.code != 0) { fprintf(stderr, "%s\n", result.message); ... }
  *
  * A `lossd_call` is what a function that takes one has become: its status, its answer, and the way to end it
  * early. It serves one function, but lossd_client_enter, lossd_check_loss and lossd_client_compute of one
@@ -13,7 +16,7 @@
  * Times are seconds, sizes are bytes; rows are as client_options.h has them.
  *
  * Status codes are gRPC's: 0 OK, 3 INVALID_ARGUMENT and so on; message, detail and repeats are those of the
- * C++ client.
+ * C++ client. Errors name options and arguments as the Python client does: "channels", "targets".
  *
  * All functions are thread-safe. Only lossd_call_free and lossd_client_free are the last to be called with
  * their object, and a call that names a client is freed before it. In a child that a process has forked a
@@ -33,7 +36,9 @@ typedef struct lossd_call lossd_call;
 
 /* ---- Calls ---- */
 
-lossd_call* lossd_call_new(void);
+/* `blocks`: a function that begins something and returns at once does it before it returns, on the calling
+ * thread. Loss computations are begun all the same. */
+lossd_call* lossd_call_new(int blocks);
 /* Ends the call early, with CANCELLED; no effect once it has ended. A call whose function has not begun ends
  * at once, and the function does nothing. */
 void lossd_call_cancel(lossd_call* call);
@@ -66,72 +71,56 @@ void lossd_call_free(lossd_call* call);
 
 /* ---- Clients ---- */
 
-/* As ClientOptions and CredentialOptions (client_options.h). All texts are given; "": none. */
-typedef struct lossd_client_options {
-  const char* target;
-  const char* ca;
-  const char* cert;
-  const char* key;
-  const char* token;
-  const char* transport;
-  const char* run;
-  uint64_t expected_incarnation;
-  int64_t max_message_bytes;
-  int64_t shared_memory_bytes; /* only if has_shared_memory_bytes */
-  double connect_timeout;
-  double call_timeout;
-  double transfer_timeout;
-  double loss_timeout;
-  double dead_peer_timeout;
-  double initial_backoff;
-  double max_backoff;
-  int32_t max_attempts;
-  int32_t channels; /* only if has_channels */
-  int32_t has_channels;
-  int32_t has_shared_memory_bytes;
-  int32_t wait_for_server;
-  int32_t gpu; /* negative: none is named */
-} lossd_client_options;
+/* What is said of a client: texts "name=value", and NULL. Names and meaning are those of ClientOptions,
+ * CredentialOptions and RetryOptions (client_options.h), with times in seconds: target, ca, cert, key, token,
+ * transport, run, channels, connect_timeout, wait_for_server, max_message_bytes, call_timeout,
+ * transfer_timeout, loss_timeout, dead_peer_timeout, max_attempts, initial_backoff, max_backoff,
+ * shared_memory_bytes and expected_incarnation; besides, context: the name of a server in the file of named
+ * servers (client/cpp/contexts.h). What is not said of the server is said by the environment and by the named
+ * server, other options have their defaults. INVALID_ARGUMENT names an option that is wrong or unknown.
+ *
+ * lossd_client_complete has the server that options mean as its answer, in seven texts, each with its NUL:
+ * target, ca, cert, key, token, transport and run. */
+void lossd_client_complete(const char* const* options, lossd_call* call);
 
-/* What the environment and named servers (client/cpp/contexts.h) say of the texts of `options` that are
- * NULL; the rest of `options` does not matter. `context`: the name of a server; NULL: LOSSD_CONTEXT may name
- * one, where `options` and LOSSD_SERVER name no target. The answer has the seven texts in the order of the
- * struct, each with its NUL. */
-void lossd_client_complete(const lossd_client_options* options, const char* context, lossd_call* call);
-
-/* Connects, or returns NULL, and the call says why: also where the server does not know this client, or gives
- * it no role. */
-lossd_client* lossd_client_connect(const lossd_client_options* options, lossd_call* call);
+lossd_client* lossd_client_new(void);
+/* Begins to connect a new client, once, and returns at once; the call ends when it is connected, or says why
+ * it is not: also where the server does not know this client, or gives it no role. With the transport
+ * "cuda_ipc" the client opens memory of the GPU that the calling thread works on. */
+void lossd_client_connect(lossd_client* client, const char* const* options, lossd_call* call);
 /* Ends the calls under way, waits for them, and lets go of the connections. Later calls end with CANCELLED.
- */
-void lossd_client_close(lossd_client* client);
+ * The call ends then; NULL: the function returns then. */
+void lossd_client_close(lossd_client* client, lossd_call* call);
 /* Closes the client and frees it. */
 void lossd_client_free(lossd_client* client);
 
 /* One method of the services. Members that a method does not need are 0. */
 typedef struct lossd_request {
   const char* method;  /* "CreateHead", "DescribeHead", "ApplyStep", ... */
-  const void* message; /* serialized; of WriteTensor and AddGradient an OpenTensor and an OpenGradient */
+  const char* message; /* serialized; of WriteTensor and AddGradient an OpenTensor and an OpenGradient */
   uint64_t message_size;
   void* payload; /* of ReadTensor: where the rows go; of WriteTensor and AddGradient: the rows */
   uint64_t payload_size;
   const uint64_t* shape; /* of WriteTensor and AddGradient: of the array that the payload is */
   uint64_t dimensions;   /* of `shape`; 0: there is none */
-  const void* head; /* of ReadTensor: the lossd.v1.HeadDescription that `payload` was made for, or NULL */
+  const char* head;      /* of ReadTensor: lossd.v1.HeadDescription that `payload` was made for, or NULL */
   uint64_t head_size;
   double timeout;    /* 0: the client's own */
   int32_t if_exists; /* of CreateHead, what becomes of a head of that name: 0: ALREADY_EXISTS, 1: it stays, 2:
                       * it is reset (IfExists in client.h) */
 } lossd_request;
 
-/* Blocks until the call has ended. */
+/* Begins a method, and returns at once. What `request` points to, and itself, stay as they are until the call
+ * has ended. */
 void lossd_client_request(lossd_client* client, const lossd_request* request, lossd_call* call);
 
-/* How rows travel: six texts, each with its NUL, as the answer: transport and reason, connections and reason,
- * transport of rows on GPUs and reason. */
+/* Eight texts, each with its NUL, as the answer: target and run of the client, and how rows travel: transport
+ * and reason, connections and reason, transport of rows on GPUs and reason. Of a client that is closed, too.
+ */
 void lossd_client_describe(lossd_client* client, lossd_call* call);
-/* As Client::OpenMemory; a negative number is the first GPU that is the server's. */
-int lossd_client_open_memory(lossd_client* client, int32_t device);
+/* As Client::OpenMemory; a negative number is the first GPU that is the server's. Returns at once; the answer
+ * is empty if rows of the GPU do not go through memory of a GPU of the server. */
+void lossd_client_open_memory(lossd_client* client, int32_t device, lossd_call* call);
 /* As MonitoringCalls::KnownHiddenSize; 0: it is not known. */
 uint64_t lossd_client_known_hidden_size(lossd_client* client, const char* head);
 /* As Client::AcknowledgeRestart. */
@@ -166,7 +155,7 @@ typedef struct lossd_depth {
  * step, microbatch_id and accumulate_gradients, and of the rest rows, hidden_size, hidden_dtype, grad_hidden,
  * grad_loss, grad_lse, grad_entropy, stream, timeout, streams, on_device and has_stream matter. */
 typedef struct lossd_loss {
-  const void* open;
+  const char* open;
   uint64_t open_size;
   uint64_t rows;
   uint64_t hidden_size;
@@ -206,6 +195,9 @@ typedef struct lossd_loss {
   int32_t hidden_dtype; /* lossd.v1.DType, of a backward */
 } lossd_loss;
 
+/* Ends with INVALID_ARGUMENT, which names the field as the message does, if no server of this version takes
+ * the options of a loss, a serialized lossd.v1.LossOptions. What depends on the head is not looked at. */
+void lossd_check_options(const void* options, uint64_t size, lossd_call* call);
 /* Takes one of the client's `most` places for loss computations under way, and waits for one for at most
  * `seconds`. 1 if the call has one, which it gives back when it ends; 0 if there was none in time. 1 also for
  * a client that is closed: the call will say so. */

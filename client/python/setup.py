@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the protocol's messages from the .proto files while the package is built; the rest is pyproject.toml."""
+"""Makes lossd.v1 while the package is built, from the protocol's .proto files and the headers of liblossd.so; the rest is
+pyproject.toml."""
 
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -13,22 +15,10 @@ from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
 PROTOS = [f"lossd/v1/{name}.proto" for name in ("types", "loss", "head", "region", "server")]
-
-
-def proto_root() -> Path:
-    """The folder that .proto files name each other from: the repository's, or the copy in a source distribution."""
-    for root in (HERE / "proto", HERE.parent.parent / "proto"):
-        if (root / PROTOS[0]).exists():
-            return root
-    raise SystemExit(f"setup.py: no proto/{PROTOS[0]} beside {HERE} nor two folders above")
-
-
-def version() -> str:
-    """Of the repository's file VERSION, or of its copy in a source distribution."""
-    for root in (HERE, HERE.parent.parent):
-        if (root / "VERSION").exists():
-            return (root / "VERSION").read_text().strip()
-    raise SystemExit(f"setup.py: no VERSION beside {HERE} nor two folders above")
+HEADERS = ["client/library/lossd_client.h", "server/app/lossd.h"]
+# The repository, or in a source distribution its files that the package is made of.
+ROOT = HERE if (HERE / "VERSION").exists() else HERE.parent.parent
+VERSION = (ROOT / "VERSION").read_text().strip()
 
 
 def protoc() -> list[str]:
@@ -44,9 +34,14 @@ def protoc() -> list[str]:
 
 
 def generate(out: Path) -> None:
-    root, out = proto_root(), out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    subprocess.run([*protoc(), f"-I{root}", f"--python_out={out}", f"--pyi_out={out}", *PROTOS], check=True, cwd=root)
+    out = out.resolve()
+    made = out / "lossd/v1"
+    made.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile() as described:
+        subprocess.run([*protoc(), f"-I{ROOT / 'proto'}", f"--python_out={out}", f"--pyi_out={out}", "--include_source_info",
+                        f"--descriptor_set_out={described.name}", *PROTOS], check=True)
+        subprocess.run([sys.executable, HERE / "describe.py", made / "descriptions.py", described.name], check=True)
+    subprocess.run([sys.executable, HERE / "bind.py", made / "library.py", *(ROOT / header for header in HEADERS)], check=True)
 
 
 class BuildPy(build_py):
@@ -58,11 +53,12 @@ class BuildPy(build_py):
 class Sdist(sdist):
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        for name in PROTOS:
-            target = Path(base_dir) / "proto" / name
+        for name in ("VERSION", *HEADERS, *(f"proto/{proto}" for proto in PROTOS)):
+            target = Path(base_dir) / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(proto_root() / name, target)
-        (Path(base_dir) / "VERSION").write_text(version() + "\n")
+            shutil.copyfile(ROOT / name, target)
+        for script in ("describe.py", "bind.py"):
+            shutil.copyfile(HERE / script, Path(base_dir) / script)
 
 
-setup(version=version(), cmdclass={"build_py": BuildPy, "sdist": Sdist})
+setup(version=VERSION, cmdclass={"build_py": BuildPy, "sdist": Sdist})

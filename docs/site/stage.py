@@ -2,7 +2,7 @@
 """What MkDocs reads: the pages of the repository in a folder, and its configuration.
 
   python -m stage pages TREE OUT
-  python -m stage configuration TEMPLATE TREE PAGES MKDOCS_YML SITE
+  python -m stage configuration TEMPLATE TREE SOURCE PAGES MKDOCS_YML SITE
 """
 
 import re
@@ -66,7 +66,7 @@ def expanded(entries, pages, known):
     return result
 
 
-def configure(template, tree, pages, mkdocs_yml, site):
+def configure(template, tree, source, pages, mkdocs_yml, site):
     configuration = yaml.safe_load(template.read_text(encoding="utf-8"))
     configuration["nav"] = expanded(configuration["nav"], pages, set(named(configuration["nav"])))
     configuration["docs_dir"], configuration["site_dir"] = str(pages), str(site)
@@ -74,7 +74,7 @@ def configure(template, tree, pages, mkdocs_yml, site):
     configuration["theme"]["custom_dir"] = str((tree / "docs/site/theme").resolve())
     for plugin in configuration["plugins"]:
         if isinstance(plugin, dict) and "mkdocstrings" in plugin:
-            plugin["mkdocstrings"]["handlers"]["python"]["paths"] = [str((tree / "client/python/src").resolve())]
+            plugin["mkdocstrings"]["handlers"]["python"]["paths"] = [str(source)]
     # The slugs of repository browsers, of which links in the pages speak; YAML cannot name a function safely.
     text = yaml.safe_dump(configuration, sort_keys=False, allow_unicode=True)
     slugify = "!!python/object/apply:pymdownx.slugs.slugify\n      kwds: {case: lower}"

@@ -136,11 +136,11 @@ static_assert(static_cast<int>(kernels::kLastRest) == v1::Rest_MAX);
 
 absl::StatusOr<kernels::Objective> ToObjective(const v1::Objective& objective) {
   if (!v1::ObjectiveKind_IsValid(objective.kind())) {
-    return FieldError("open.options.objective.kind", "be an ObjectiveKind that the server knows",
+    return FieldError("objective.kind", "be an ObjectiveKind that the server knows",
                       static_cast<int>(objective.kind()));
   }
   if (!v1::KlEstimator_IsValid(objective.kl())) {
-    return FieldError("open.options.objective.kl", "be a KlEstimator that the server knows",
+    return FieldError("objective.kl", "be a KlEstimator that the server knows",
                       static_cast<int>(objective.kl()));
   }
   kernels::Objective result;
@@ -157,7 +157,7 @@ absl::StatusOr<kernels::Objective> ToObjective(const v1::Objective& objective) {
 }
 
 absl::StatusOr<kernels::Distillation> ToDistillation(const v1::Distillation& distillation) {
-  constexpr absl::string_view kField = "open.options.distillation.";
+  constexpr absl::string_view kField = "distillation.";
   LOSSD_RETURN_IF_ERROR(CheckName(absl::StrCat(kField, "teacher"), distillation.teacher()));
   kernels::Distillation result;
   LOSSD_TRY(result.divergence, ToDivergence(distillation.divergence(), absl::StrCat(kField, "divergence")));
@@ -172,8 +172,9 @@ absl::StatusOr<kernels::Distillation> ToDistillation(const v1::Distillation& dis
   return result;
 }
 
+// Fields are named as in the message.
 absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
-  const auto gradients = ToGradients(options.gradients(), "open.options.gradients");
+  const auto gradients = ToGradients(options.gradients(), "gradients");
   if (!gradients.ok()) return gradients.status();
   kernels::LossOptions result;
   result.gradients = *gradients;
@@ -186,17 +187,14 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   result.z_loss = options.z_loss();
   result.use_class_weights = options.use_class_weights();
   if (!v1::Rest_IsValid(options.rest())) {
-    return FieldError("open.options.rest", "be a Rest that the server knows",
-                      static_cast<int>(options.rest()));
+    return FieldError("rest", "be a Rest that the server knows", static_cast<int>(options.rest()));
   }
   result.rest = static_cast<kernels::Rest>(options.rest());
   LOSSD_TRY(result.objective, ToObjective(options.objective()));
   if (options.has_distillation()) {
     LOSSD_TRY(result.distillation, ToDistillation(options.distillation()));
   }
-  if (absl::Status status = kernels::Validate(result); !status.ok()) {
-    return errors::Within("open.options.", std::move(status));
-  }
+  LOSSD_RETURN_IF_ERROR(kernels::Validate(result));
   return result;
 }
 
@@ -441,6 +439,8 @@ absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& re
   return step;
 }
 
+absl::Status CheckLossOptions(const v1::LossOptions& options) { return ToLossOptions(options).status(); }
+
 absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) {
   engine::StreamSpec spec;
   spec.head = open.head();
@@ -459,7 +459,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   if (!dtype.ok()) return dtype.status();
   spec.hidden_dtype = *dtype;
   const auto options = ToLossOptions(open.options());
-  if (!options.ok()) return options.status();
+  if (!options.ok()) return errors::Within("open.options.", options.status());
   spec.options = *options;
   LOSSD_TRY(spec.options.embedding, ToEmbedding(open.embedding()));
   if (spec.options.is_embedding()) {

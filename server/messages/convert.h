@@ -65,6 +65,8 @@ absl::StatusOr<kernels::HeadConfig> ToHeadConfig(const v1::HeadSpec& spec, absl:
 absl::StatusOr<kernels::OptimizerOptions> ToOptimizerOptions(const v1::Optimizer& optimizer,
                                                              absl::string_view field_prefix);
 absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& request);
+// What ToStreamSpec checks of its options; fields are named "<field>".
+absl::Status CheckLossOptions(const v1::LossOptions& options);
 // Fields are named "open.<field>".
 absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open);
 // Fields are named "backward.<field>".

@@ -159,7 +159,7 @@ def test_no_packages_are_said(tmp_path: Path) -> None:
 
 def test_the_client_is_installed_from_its_sources(tmp_path: Path) -> None:
     """`pip install ./client/python` of README.md, with what builds it and what it needs from PyPI. From a copy: it leaves files behind."""
-    for name in ("client/python", "proto"):
+    for name in ("client/python", "client/library", "server/app", "proto"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     shutil.copy(ROOT / "VERSION", tmp_path)
     run("bash", "-euc", "python3 -m venv venv && . venv/bin/activate && pip install --quiet ./client/python && "

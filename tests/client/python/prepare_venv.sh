@@ -17,9 +17,10 @@ fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir "$work/client" "$work/dist"
+mkdir -p "$work/client" "$work/server/app" "$work/dist"
 cp -r "$source/proto" "$source/VERSION" "$work/"
-cp -r "$source/client/python" "$work/client/python"
+cp -r "$source/client/python" "$source/client/library" "$work/client"
+cp "$source/server/app/lossd.h" "$work/server/app"
 rm -rf "$work/client/python/build" "$work/client/python/src/"*.egg-info
 
 "$python" -m venv --system-site-packages "$venv"

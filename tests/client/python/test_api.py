@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 import dataclasses
 import functools
 import graphlib
@@ -13,6 +14,9 @@ import inspect
 import multiprocessing
 import pickle
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,8 @@ import numpy as np
 import pytest
 
 import lossd
-from lossd import descriptions
-from lossd.v1 import head_pb2, loss_pb2, server_pb2, types_pb2
+from lossd import _native, descriptions
+from lossd.v1 import head_pb2, library, loss_pb2, server_pb2, types_pb2
 
 
 # The package as people read it: signatures, docstrings, what notebooks show, what can be pickled.
@@ -111,6 +115,50 @@ def test_the_version_stands_in_one_place() -> None:
 def test_no_field_of_the_protocol_is_left_out(kind: Any, message: Any) -> None:
     assert [field.name for field in dataclasses.fields(kind)] == [
         field.name for field in sorted(message.DESCRIPTOR.fields, key=lambda field: field.index)]
+
+
+def test_descriptions_have_the_comments_of_the_protocol() -> None:
+    source = inspect.getsource(lossd.StepResult)
+    assert lossd.StepResult.__doc__ == "What Client.apply_step did."
+    assert 'skipped: bool = False\n    """grad_norm is not finite, and the step was closed without an update."""' in source
+    assert lossd.MemoryUsage.__doc__ == "Bytes held, by purpose."
+    assert '"""Where the values of a frozen head live. Unspecified: residency "device". InvalidArgument for' in inspect.getsource(lossd.HeadSpec)
+
+
+STRUCTS = [kind for name, kind in vars(library).items() if name.startswith("lossd_")]
+
+
+def test_structs_are_those_of_the_compiler(tmp_path: Path) -> None:
+    """Where each field lies, and how large it is."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler")
+    assert len(STRUCTS) == 4 and all(issubclass(kind, ctypes.Structure) for kind in STRUCTS)
+    fields = [(kind.__name__, name) for kind in STRUCTS for name, _ in kind._fields_]
+    said = "".join(f'printf("%zu %zu\\n", offsetof({kind}, {name}), sizeof((({kind}*)0)->{name}));' for kind, name in fields)
+    sizes = "".join(f'printf("%zu\\n", sizeof({kind.__name__}));' for kind in STRUCTS)
+    (tmp_path / "sizes.c").write_text('#include <stdio.h>\n#include "client/library/lossd_client.h"\n#include "server/app/lossd.h"\n'
+                                      f"int main(void) {{ {said} {sizes} }}")
+    subprocess.run([compiler, f"-I{ROOT}", "-o", tmp_path / "sizes", tmp_path / "sizes.c"], check=True)
+    found = subprocess.run([tmp_path / "sizes"], check=True, capture_output=True, text=True).stdout.splitlines()
+    expected = [getattr(getattr(library, kind), name) for kind, name in fields]
+    assert found == [*(f"{each.offset} {each.size}" for each in expected), *(str(ctypes.sizeof(kind)) for kind in STRUCTS)]
+
+
+def test_functions_are_those_of_the_library_and_of_its_headers() -> None:
+    declared = {name for header in ("client/library/lossd_client.h", "server/app/lossd.h")
+                for name in re.findall(r"\b(lossd_\w+)\((?!\d)", re.sub(r"/\*.*?\*/|//[^\n]*", "", (ROOT / header).read_text(), flags=re.DOTALL))}
+    assert set(library.FUNCTIONS) == declared
+    assert all(hasattr(_native.library(), name) for name in declared)
+
+
+@pytest.mark.parametrize("declaration, words", [
+    ("int lossd_f(long number);", "the type 'long'"), ("typedef struct lossd_s { int a; } lossd_s;\nint lossd_f(lossd_s whole);", "the type 'lossd_s'"), ("struct lossd_s lossd_f(void);", "the type 'struct lossd_s'"),
+    ("int lossd_f(const double* const* rows);", r"the type 'const double\*const\*'")])
+def test_a_header_that_ctypes_would_take_otherwise_is_refused(tmp_path: Path, declaration: str, words: str) -> None:
+    (tmp_path / "header.h").write_text(declaration + "\n")
+    done = subprocess.run([sys.executable, ROOT / "client/python/bind.py", tmp_path / "out.py", tmp_path / "header.h"], capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 1 and re.search(f"bind.py: {words} is none that it knows", done.stderr), done
 
 
 def test_words_take_the_place_of_numbers(client: lossd.Client, make_head: Callable[..., str]) -> None:

@@ -20,6 +20,7 @@ from servers import ServerProcess
 from softmax_rules import clear_rows, epsilon_among, filtered, row_numbers, sampled
 
 import lossd
+from lossd import _native
 from lossd._arrays import as_targets
 from lossd.v1 import loss_pb2, server_pb2, types_pb2
 
@@ -526,14 +527,19 @@ def test_heads_that_no_server_makes(client, option, value, field):
 
 
 @pytest.mark.parametrize("option, value", [
-    ("ignore_index", 2**31), ("ignore_index", -2**31 - 1),
     ("label_smoothing", 2.0), ("label_smoothing", -0.1), ("z_loss", -1.0), ("z_loss", float("inf")), ("softcap", -1.0),
     ("softcap", float("nan")), ("softcap", 1e-39), ("logit_scale", 0.0), ("logit_scale", float("inf")),
-    ("gradients", "approximate"),
     ("filter_epsilon", 1.0), ("filter_epsilon", -0.5), ("filter_epsilon", float("nan")), ("sample_threshold", 0.0),
     ("sample_threshold", 1.5), ("sample_threshold", float("nan")), ("max_gradient_error", -0.5),
     ("max_gradient_error", float("inf")), ("max_gradient_error", float("nan"))])
 def test_bad_loss_options(option, value):
+    with pytest.raises(lossd.InvalidArgument, match=f"^{option} must be .*, got {value:g}$") as caught:
+        lossd.LossOptions(**{option: value})
+    assert (caught.value.field, caught.value.value) == (option, f"{value:g}")
+
+
+@pytest.mark.parametrize("option, value", [("ignore_index", 2**31), ("ignore_index", -2**31 - 1), ("gradients", "approximate")])
+def test_bad_words_and_numbers_that_no_message_has(option, value):
     with pytest.raises(lossd.InvalidArgument, match=f"{option} is {value!r}; it must be"):
         lossd.LossOptions(**{option: value})
 
@@ -546,10 +552,22 @@ def test_every_loss_option_of_the_protocol_is_there():
 @pytest.mark.parametrize("options, text", [
     ({"channels": 0}, "channels is 0"), ({"target": ""}, "target is ''"),
     ({"connect_timeout": 0.0}, "connect_timeout"), ({"max_message_bytes": 1}, "max_message_bytes"),
-    ({"retry": lossd.RetryOptions(max_attempts=0)}, "max_attempts"), ({"max_pending": 0}, "max_pending is 0")])
+    ({"retry": lossd.RetryOptions(max_attempts=0)}, "max_attempts"), ({"max_pending": 0}, "max_pending is 0"),
+    ({"channels": "many"}, "^channels is many; it must be a whole number of 32 bits$"),
+    ({"channels": 1 << 40}, "^channels is 1099511627776; it must be a whole number of 32 bits$"),
+    ({"shared_memory_bytes": 0.5}, "^shared_memory_bytes is 0.5; it must be a whole number of 64 bits$"),
+    ({"call_timeout": "soon"}, "^call_timeout is soon; it must be a number of seconds$"),
+    ({"wait_for_server": "perhaps"}, "^wait_for_server is perhaps; it must be true or false$"),
+    ({"run": "a\0b"}, "^run is no text: it has a NUL character$")])
 def test_bad_options(options, text):
     with pytest.raises(lossd.InvalidArgument, match=text):
         lossd.Client(**options)
+
+
+def test_an_option_that_the_library_does_not_know():
+    with pytest.raises(lossd.InvalidArgument, match="^chanels is no option of a client$") as caught:
+        _native.Call().run("lossd_client_complete", _native.option_texts({"chanels": 3}))
+    assert (caught.value.field, caught.value.value) == ("chanels", "3")
 
 
 # ---- Options ----

@@ -74,8 +74,8 @@ def test_refused(client, draft):
     targets[7] = FULL
     with pytest.raises(lossd.InvalidArgument, match=r"open.targets\[7\] must be in \[0, 100\)"):
         client.compute_loss(name, hidden, targets)
-    for wrong in ([0.5] * V, [[1]], [-1] * V):
-        with pytest.raises(lossd.InvalidArgument, match="spec.class_list must be"):
+    for wrong in ([0.5] * V, [[1]], [-1] * V, np.array([0.5] * V), np.array([[1]])):
+        with pytest.raises(lossd.InvalidArgument, match=r"spec.class_list\[0\] is .*; it must be a whole number in \[0, 2\^31\)"):
             client.create_head("wrong", hidden_size=D, vocab_size=V, class_list=wrong, full_vocab_size=FULL)
     with pytest.raises(lossd.InvalidArgument, match="class_list"):
         client.create_head("wrong", hidden_size=D, vocab_size=V, class_list=classes[1:], full_vocab_size=FULL)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -23,7 +24,7 @@ import pytest
 from servers import ServerProcess
 
 import lossd
-from lossd import _embedded, _interrupts, _native
+from lossd import _embedded, _native
 
 D, V, N = 16, 60, 24
 
@@ -285,14 +286,16 @@ except KeyboardInterrupt:
 def test_an_interrupt_of_close_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """Just before the client is closed, and just before the server is stopped."""
     client = lossd.embedded(threads=1)
-    start, starts = _thread.start_new_thread, itertools.count()
+    run, start = _native.Call.run, _thread.start_new_thread
+    places = itertools.count()
 
-    def interrupted(*arguments: Any) -> int:
-        if next(starts) == place:
+    def interrupted(go_on: Callable[..., Any], *arguments: Any) -> Any:
+        if next(places) == place:
             raise KeyboardInterrupt
-        return start(*arguments)
+        return go_on(*arguments)
 
-    monkeypatch.setattr(_interrupts, "_thread", SimpleNamespace(start_new_thread=interrupted))
+    monkeypatch.setattr(_native.Call, "run", lambda *arguments: interrupted(run, *arguments))
+    monkeypatch.setattr(_embedded, "_thread", SimpleNamespace(start_new_thread=functools.partial(interrupted, start)))
     with pytest.raises(KeyboardInterrupt):
         client.close()
     assert list(folder.iterdir()) == []
@@ -362,7 +365,8 @@ with lossd.embedded(threads=1) as client:
 
 
 def test_truth_values_and_numbers_are_texts_of_flags() -> None:
-    assert [_embedded._text_of(value) for value in (True, False, 3, 0.5, "64MiB")] == ["true", "false", "3", "0.5", "64MiB"]
+    texts = _native.option_texts({"a": True, "b": False, "c": 3, "d": 0.5, "e": "64MiB", "f": None})
+    assert list(texts) == [b"a=true", b"b=false", b"c=3", b"d=0.5", b"e=64MiB", None]
 
 
 @pytest.fixture

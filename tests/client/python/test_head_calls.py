@@ -17,7 +17,7 @@ import pytest
 from servers import CutProxy, ServerProcess
 
 import lossd
-from lossd import _loaded
+from lossd import _head_calls
 from lossd.v1 import head_pb2
 
 
@@ -253,7 +253,7 @@ def test_a_reset_is_done_once_through_a_cut_network(server, client, make_head, s
 
 def is_loaded(client: lossd.Client, head: str) -> bool:
     """Whether a client of this program has loaded a checkpoint into the head."""
-    return _loaded.has(head, client.describe_head(head).state)
+    return _head_calls.has_loaded(head, client.describe_head(head).state)
 
 
 def test_a_reset_is_meant_for_the_process_that_has_the_head():
@@ -360,7 +360,7 @@ def test_a_head_tells_its_history(server, client, make_head):
     assert not is_loaded(client, head)
     client.load_checkpoint(f"{head}/one")
     assert is_loaded(client, head)
-    _loaded.forget(head)
+    _head_calls.forget_loaded(head)
     assert not is_loaded(client, head)
     history = client.describe_head(head).history
     assert (history.run, history.checkpoint_step, history.loaded) == ("ä" * 128, 1, True)

@@ -63,7 +63,8 @@ def interrupted(when):
 
 
 def is_in(function):
-    """Whether the main thread is in a function of this name: what was started and is not waited for goes on."""
+    """Whether the main thread is in a function of this name, such as one that waits: what was started and is not waited for goes
+    on."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back

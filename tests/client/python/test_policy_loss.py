@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -237,27 +238,27 @@ def test_a_policy_learns(client, make_head, seed):
 
 @pytest.mark.parametrize(("arguments", "error", "text"), [
     ({"kind": "grpo"}, lossd.InvalidArgument, "objective.kind is 'grpo'; it must be one of reinforce"),
-    ({"kind": "ppo", "clip_low": 1.5}, lossd.InvalidArgument, "objective.clip_low is 1.5; it must be in"),
-    ({"kind": "ppo", "clip_high": -0.1}, lossd.InvalidArgument, "objective.clip_high is -0.1"),
-    ({"kind": "reinforce", "clip_high": 0.1}, lossd.InvalidArgument, "objective.clip_high is 0.1; 'reinforce' has no clip"),
-    ({"kind": "cispo", "dual_clip": 3.0}, lossd.InvalidArgument, "objective.dual_clip is 3.0; 'cispo' has none"),
-    ({"kind": "ppo", "dual_clip": 0.5}, lossd.InvalidArgument, "objective.dual_clip is 0.5"),
+    ({"kind": "ppo", "clip_low": 1.5}, lossd.InvalidArgument, "objective.clip_low must be in [0, 1], got 1.5"),
+    ({"kind": "ppo", "clip_high": -0.1}, lossd.InvalidArgument, "objective.clip_high must be finite and >= 0, got -0.1"),
+    ({"kind": "reinforce", "clip_high": 0.1}, lossd.InvalidArgument, "objective.clip_high must be 0 with reinforce, got 0.1"),
+    ({"kind": "cispo", "dual_clip": 3.0}, lossd.InvalidArgument, "objective.dual_clip must be 0 with cispo, got 3"),
+    ({"kind": "ppo", "dual_clip": 0.5}, lossd.InvalidArgument, "objective.dual_clip must be 0 (none), or finite and > 1, got 0.5"),
     ({"kind": "ppo", "kl": "k4"}, lossd.InvalidArgument, "objective.kl is 'k4'"),
-    ({"kind": "ppo", "kl_coef": -1.0}, lossd.InvalidArgument, "objective.kl_coef is -1.0"),
-    ({"kind": "ppo", "entropy_bonus": float("inf")}, lossd.InvalidArgument, "objective.entropy_bonus is inf"),
+    ({"kind": "ppo", "kl_coef": -1.0}, lossd.InvalidArgument, "objective.kl_coef must be finite and >= 0, got -1"),
+    ({"kind": "ppo", "entropy_bonus": float("inf")}, lossd.InvalidArgument, "objective.entropy_bonus must be finite, got inf"),
     ({"kind": "ppo", "kl_coef": "much"}, TypeError, "objective.kl_coef is 'much'; it must be a number"),
 ])
 def test_objectives_that_make_no_sense(arguments, error, text):
-    with pytest.raises(error, match=text.replace("(", r"\(").replace("[", r"\[")):
+    with pytest.raises(error, match=re.escape(text)):
         lossd.Objective(**arguments)
 
 
 def test_combinations_that_make_no_sense(client, rows):
     head, given = rows
     ppo = lossd.Objective("ppo")
-    with pytest.raises(lossd.InvalidArgument, match="label_smoothing is 0.1; it must be 0 with an objective"):
+    with pytest.raises(lossd.InvalidArgument, match="label_smoothing must be 0 with an objective, got 0.1"):
         lossd.LossOptions(label_smoothing=0.1, objective=ppo)
-    with pytest.raises(lossd.InvalidArgument, match="use_class_weights is True"):
+    with pytest.raises(lossd.InvalidArgument, match="use_class_weights must be false with an objective, got true"):
         lossd.LossOptions(use_class_weights=True, objective=ppo)
     with pytest.raises(TypeError, match="objective is 'ppo'; it must be a lossd.Objective"):
         lossd.LossOptions(objective="ppo")
@@ -278,9 +279,9 @@ def test_combinations_that_make_no_sense(client, rows):
     with pytest.raises(TypeError, match="objective is 'ppo'"):
         module.policy_loss(given.hidden, given.actions, objective="ppo")
     hidden, actions = given.hidden.reshape(-1, D).numpy(), given.actions.reshape(-1).numpy()
-    with pytest.raises(lossd.InvalidArgument, match="advantages is given, but objective None"):
+    with pytest.raises(lossd.InvalidArgument, match="open.advantages must be empty with open.options.objective cross_entropy"):
         client.compute_loss(head, hidden, actions, advantages=np.ones(B * T))
-    with pytest.raises(lossd.InvalidArgument, match="reduction is 'none'"):
+    with pytest.raises(lossd.InvalidArgument, match="open.reduction must be sum or mean with open.options.objective"):
         client.compute_loss(head, hidden, actions, reduction="none", options=lossd.LossOptions(objective=lossd.Objective("dft")))
     with pytest.raises(lossd.InvalidArgument, match="advantages has 3 entries"):
         client.compute_loss(head, hidden, actions, advantages=np.ones(3),

@@ -46,7 +46,9 @@ def token_file(folder, mode=0o600):
 
 def resolve(target=None, context=None, **credentials):
     """The address of the server, and what it is shown."""
-    found = _native.completed(context, {"target": target, **credentials})
+    options = _native.option_texts({"target": target, "context": context, **credentials})
+    names = ("target", "ca", "cert", "key", "token", "transport", "run")
+    found = dict(zip(names, os.fsdecode(_native.Call().run("lossd_client_complete", options)).split("\0")))
     return found["target"], SimpleNamespace(**found)
 
 

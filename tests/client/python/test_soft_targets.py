@@ -201,7 +201,7 @@ def test_what_is_refused(client, rows):
         module.soft_target_loss(hidden, classes, weights[..., :-1])
     with pytest.raises(ValueError, match="shift=True does not go with soft_target_loss"):
         LossHead(client, head, shift=True).soft_target_loss(hidden, classes, weights)
-    with pytest.raises(lossd.InvalidArgument, match="label_smoothing is 0.1; it must be 0 with rest"):
+    with pytest.raises(lossd.InvalidArgument, match="label_smoothing must be 0 with soft targets, got 0.1"):
         LossHead(client, head, label_smoothing=0.1).soft_target_loss(hidden, classes, weights)
     with pytest.raises(lossd.InvalidArgument, match="rest"):
         module.soft_target_loss(hidden, classes, weights, rest="all")  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def test_what_is_refused(client, rows):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat)
     with pytest.raises(lossd.InvalidArgument, match=r"target_classes has shape \(120,\)"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat[:, 0], target_weights=values[:, 0])
-    with pytest.raises(lossd.InvalidArgument, match="classes and top_k are not for rows with soft targets"):
+    with pytest.raises(lossd.InvalidArgument, match="open.top_k must be 0 with open.options.rest"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat, target_weights=values, top_k=3)
     with pytest.raises(lossd.InvalidArgument, match=r"open.target_weights.* \(row \d+\)"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat, target_weights=values * 3)

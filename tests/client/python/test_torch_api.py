@@ -310,7 +310,7 @@ def test_bad_construction(client, make_head):
         LossHead(client, "missing")
     with pytest.raises(ValueError, match="perplexity"):
         LossHead(client, head, extras=("perplexity",))
-    with pytest.raises(ValueError, match="filter_epsilon is 1.5"):
+    with pytest.raises(ValueError, match="filter_epsilon must be .*, got 1.5"):
         LossHead(client, head, gradients="filtered", filter_epsilon=1.5)
     with pytest.raises(ValueError, match="rank is 2"):
         LossHead(client, head, rank=2, world_size=2)

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lossd import _native, errors, types
 from lossd.types import Depth, DType, RowOutput
+from lossd.v1 import types_pb2
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,7 @@ def gradients_of(wanted: Any, kind: DType, hidden: Sequence[Array], apart: bool)
     if wanted is True:
         wanted = [True] * len(hidden)
     elif not isinstance(wanted, (list, tuple)) or len(wanted) != len(hidden) or any(isinstance(part, bool) for part in wanted):
-        raise errors.InvalidArgument(
-            f"grad_hidden must be a bool or a list of {len(hidden)} arrays, one for each depth, as hidden is")
+        raise errors.InvalidArgument(f"grad_hidden must be a bool or a list of {len(hidden)} arrays, one for each depth, as hidden is")
     beside = next((part for part in hidden if part.nbytes), None)
     found = [gradient_rows(each, kind, part.shape, beside if part.shape[0] else None) for each, part in zip(wanted, hidden)]
     return [array for array, _ in found], [place for _, place in found if place is not None]
@@ -147,14 +147,9 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, ...], hidden: Arra
         raise errors.InvalidArgument(f"{name} has shape {found.shape} and dtype {found.dtype}; {shape} and {element} are needed")
     if not found.writeable:
         raise errors.InvalidArgument(f"{name} is {'a CUDA' if is_cuda_array(wanted) else 'an'} array that is not writeable")
-    if hidden is not None:
-        _check_beside(name, found, hidden)
+    if hidden is not None and found.device != hidden.device:
+        raise errors.InvalidArgument(f"{name} is on {found.place}; hidden is on {hidden.place}")
     return wanted, found
-
-
-def _check_beside(name: str, rows: Array, hidden: Array) -> None:
-    if rows.device != hidden.device:
-        raise errors.InvalidArgument(f"{name} is on {rows.place}; hidden is on {hidden.place}")
 
 
 def teacher_rows(values: Any, dtype: DType | None, kind: DType, count: int, hidden: Sequence[Array]) -> Array | None:
@@ -166,10 +161,9 @@ def teacher_rows(values: Any, dtype: DType | None, kind: DType, count: int, hidd
         raise errors.InvalidArgument(f"teacher_hidden is {found}; hidden is {kind}, and both travel as one")
     if rows.shape[0] != count:
         raise errors.InvalidArgument(f"teacher_hidden has {rows.shape[0]} rows; hidden has {count}")
-    if rows.shape[1] < 1:
-        raise errors.InvalidArgument("teacher_hidden: a row has no elements")
-    if rows.nbytes:
-        _check_beside("teacher_hidden", rows, next((part for part in hidden if part.nbytes), rows))
+    beside = next((part for part in hidden if part.nbytes), rows)
+    if rows.nbytes and rows.device != beside.device:
+        raise errors.InvalidArgument(f"teacher_hidden is on {rows.place}; hidden is on {beside.place}")
     return rows
 
 
@@ -190,6 +184,16 @@ def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
     return _classes(name, targets, "[N] of integers", lambda array: array.ndim == 1 or array.size == 0).reshape(-1)
 
 
+def as_ids(ids: ArrayLike) -> NDArray[np.int32]:
+    """Numbers of rows of a weight."""
+    numbers = as_targets(ids, "ids")
+    if (numbers < 0).any():
+        row = int((numbers < 0).argmax())
+        raise errors.InvalidArgument(f"ids[{row}] is {numbers[row]}; an id is a row of the weight, so it must not be negative",
+                                     types_pb2.ErrorDetail(field=f"ids[{row}]", value=str(numbers[row])))
+    return numbers
+
+
 def as_classes(classes: ArrayLike | None, rows: int) -> NDArray[np.int32] | None:
     """[K] or [rows, K]."""
     return None if classes is None else _classes(
@@ -207,8 +211,7 @@ def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: 
                       lambda array: array.ndim == 2 and len(array) == rows and array.shape[1] > 0)
     values = np.array(weights, "<f4", order="C")
     if values.shape != places.shape:
-        raise errors.InvalidArgument(
-            f"target_weights has shape {values.shape}; it must be {places.shape}, as target_classes")
+        raise errors.InvalidArgument(f"target_weights has shape {values.shape}; it must be {places.shape}, as target_classes")
     return {"target_classes": places, "target_weights": values}
 
 
@@ -234,8 +237,6 @@ def row_arrays(names: Iterable[RowOutput], rows: int) -> dict[RowOutput, NDArray
 
 def class_arrays(classes: NDArray[np.int32] | None, top_k: int, rows: int) -> dict[str, NDArray[Any]]:
     """For results [rows, K] and [rows, top_k] each."""
-    if top_k < 0:
-        raise errors.InvalidArgument(f"top_k is {top_k}; it must be 0 or positive")
     arrays: dict[str, NDArray[Any]] = {}
     if classes is not None and classes.shape[-1]:
         arrays["class_logprobs"] = np.empty((rows, classes.shape[-1]), np.float32)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import inspect
 import os
@@ -13,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lossd import _native, errors
-from lossd._interrupts import run_apart
 from lossd.client import Client
 
 T = TypeVar("T")
@@ -23,15 +23,39 @@ _DEVICE_LOST = 2  # LOSSD_DEVICE_LOST
 _LAST_WORDS = 2.0  # seconds in which a server that lives says itself what is lost
 
 
-def _text_of(value: object) -> str:
-    """An option's value as the flag of the program is given it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def to_its_end(body: Callable[[], T]) -> T:
     """What `body` returns or raises. An interrupt is raised when `body` has ended, or before it has begun: half a start or half
-    a stop leaves a folder."""
-    return run_apart(body, cancel=lambda: None)
+    a stop leaves a folder. So the main thread, on which signal handlers run, has another one carry it out."""
+    if threading.current_thread() is not threading.main_thread():
+        return body()
+    begins, under_way = threading.Lock(), threading.Lock()  # whoever takes the first decides whether `body` is run
+    under_way.acquire()
+    outcome: list[tuple[list[T], BaseException | None]] = []
+
+    def work() -> None:
+        if begins.acquire(blocking=False):
+            try:
+                outcome.append(([body()], None))
+            except BaseException as error:
+                outcome.append(([], error))
+            under_way.release()
+
+    try:
+        try:
+            _thread.start_new_thread(work, ())  # Thread.start() takes a lock that an interrupt may keep
+        except RuntimeError:  # the interpreter is ending
+            work()
+        while not outcome:  # an interrupt may keep the lock taken: then a wait takes all of its time
+            under_way.acquire(timeout=0.5)
+    except BaseException:
+        if not begins.acquire(blocking=False):  # it has begun
+            while not outcome:
+                under_way.acquire(timeout=0.5)
+        raise
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value[0]
 
 
 def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list[threading.Thread]) -> None:
@@ -63,12 +87,10 @@ class Member:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._library = _native.library()
-        texts = [os.fsencode(f"{name}={_text_of(value)}") for name, value in options.items()]
         code, error = ctypes.c_int(), ctypes.c_void_p()
-        server = self._library.lossd_start((ctypes.c_char_p * (len(texts) + 1))(*texts, None), ctypes.byref(code),
-                                           ctypes.byref(error))
+        server = self._library.lossd_start(_native.option_texts(options), ctypes.byref(code), ctypes.byref(error))
         if server is None:
-            raise errors.from_code(code.value, f"the embedded server does not start: {self._taken(error)}")
+            raise errors.from_native(code.value, f"the embedded server does not start: {self._taken(error)}")
         self._server: int = server
         self._watch: list[threading.Thread] = []
         # Calls of other processes may be open where there are several ranks.
@@ -116,8 +138,7 @@ class EmbeddedClient(Client):
         self._server = server
         # What the environment says is about servers that run already.
         given: dict[str, Any] = {"ca": "", "cert": "", "key": "", "token": "", "transport": "auto", **options}
-        first, _, _ = (address or server.address).partition(",")
-        super().__init__(first, **given)
+        super().__init__((address or server.address).partition(",")[0], **given)
         if address is not None:
             mine = weakref.ref(self)
             server.watch(lambda why: None if (client := mine()) is None else client._fail(why))
@@ -125,9 +146,6 @@ class EmbeddedClient(Client):
             # wait for a collective, which waits for a rank that waits for the head. So the memory is opened now.
             if (gpu := _native.current_gpu()) is not None:
                 self.shares_gpu(gpu[0])
-
-    def __enter__(self) -> EmbeddedClient:
-        return self
 
     @property
     def http_address(self) -> str:
@@ -161,10 +179,10 @@ def options_of(*, flags: Mapping[str, Any] | None, **arguments: Any) -> dict[str
     return given
 
 
-def embedded(*, checkpoint_dir: str | os.PathLike[str] | None = None, restore: str | None = None, backend: str | None = None,
-             device: str | int | None = None, threads: int | None = None, deterministic: bool | None = None,
-             http: str | None = None, log_level: str | None = None, flags: Mapping[str, Any] | None = None,
-             client: Mapping[str, Any] | None = None) -> EmbeddedClient:
+def embedded(
+        *, checkpoint_dir: str | os.PathLike[str] | None = None, restore: str | None = None, backend: str | None = None,
+        device: str | int | None = None, threads: int | None = None, deterministic: bool | None = None, http: str | None = None,
+        log_level: str | None = None, flags: Mapping[str, Any] | None = None, client: Mapping[str, Any] | None = None) -> EmbeddedClient:
     """Starts a lossd server in this process and returns a client of it.
 
         client = lossd.embedded(checkpoint_dir="checkpoints")

@@ -3,30 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lossd import _arrays, _loaded, errors, types
-from lossd._loss_call import Computations
-from lossd._native import Clock
-from lossd.descriptions import (
-    AddedGradient, CheckpointInfo, HeadDescription, HeadState, SaveProgress, SavedCheckpoint, StepResult, TensorFile, read)
-from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split
+from lossd import _arrays, errors, types
+from lossd._loss_call import NativeClient
+from lossd.descriptions import read
+from lossd.types import DType, Gradients, Logits, Norm, OptimizerState, Param, Residency, Role, Split, TensorFile
 from lossd.v1 import head_pb2, types_pb2
-
-
-# What HeadCalls needs to create and reset heads: initial values, shares, and what becomes of a head that exists already.
+from lossd.v1.descriptions import (
+    AddedGradient, CheckpointInfo, HeadDescription, HeadState, SavedCheckpoint, SaveProgress, StepResult)
 
 IfExists = Literal["error", "keep", "reset"]
 ResetScope = Literal["optimizer", "all"]
 _IF_EXISTS = {"error": 0, "keep": 1, "reset": 2}  # as the library has them (lossd_request)
-_SCOPES = types.numbers_of(ResetScope, head_pb2.ResetScope)
-
-WAYS_OUT = ('; if_exists="keep" goes on with the head as it is, if_exists="reset" makes it as new, delete_head() removes it')
 
 
 def initial_values(seed: int, zeros: bool, tensor_file: TensorFile | None) -> dict[str, Any]:
@@ -39,52 +36,59 @@ def initial_values(seed: int, zeros: bool, tensor_file: TensorFile | None) -> di
 def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
     """What to do with a head that exists. InvalidArgument if both are given, or for another word."""
     if exist_ok is None:
-        choice: IfExists = "error" if if_exists is None else if_exists
-        types.enum_value("if_exists", _IF_EXISTS, choice)
-        return choice
+        types.enum_value("if_exists", _IF_EXISTS, "error" if if_exists is None else if_exists)
+        return if_exists or "error"
     if if_exists is not None:
         raise errors.InvalidArgument(
             f"if_exists is {if_exists!r} and exist_ok is {exist_ok}; give if_exists alone (exist_ok=True is its \"keep\")")
     if exist_ok:
-        warnings.warn('exist_ok=True is the earlier name of if_exists="keep", and goes away', DeprecationWarning,
-                      stacklevel=3)
+        warnings.warn('exist_ok=True is the earlier name of if_exists="keep", and goes away', DeprecationWarning, stacklevel=3)
     return "keep" if exist_ok else "error"
 
 
-def checked_shares(shares: Sequence[int], field: str) -> list[int]:
-    """InvalidArgument, naming the entry, if one is no share."""
-    return [types.whole_number(f"{field}[{index}]", share, 0, 31) for index, share in enumerate(shares)]
+def whole_numbers(field: str, numbers: Any) -> list[int]:
+    """InvalidArgument, naming the entry, if one is not in [0, 2^31)."""
+    return [types.whole_number(f"{field}[{index}]", number, 0, 31) for index, number in enumerate(numbers)]
 
 
-def checked_classes(class_list: ArrayLike) -> list[int]:
-    """InvalidArgument unless these are whole numbers in [0, 2^31), one behind the other."""
-    array = np.asarray(class_list)
-    if array.size == 0:
-        return []
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= 1 << 31:
-        raise errors.InvalidArgument(
-            f"spec.class_list must be [vocab_size] of whole numbers in [0, 2^31), got shape {array.shape} and dtype {array.dtype}",
-            types_pb2.ErrorDetail(field="spec.class_list", value=str(array.dtype)))
-    numbers: list[int] = array.tolist()
-    return numbers
+# Heads that this program has loaded, by name, incarnation of the server and number (creation): lossd.torch asks whether it continues
+# what was loaded. Threads may use it at the same time.
+_loaded: deque[tuple[str, int, int]] = deque(maxlen=1024)
 
 
-class HeadCalls(Computations):
+def note_loaded(head: str, state: Any) -> None:
+    """A client of this program has loaded a checkpoint into the head, whose HeadState this is."""
+    _loaded.append((head, state.incarnation, state.creation))
+
+
+def has_loaded(head: str, state: Any) -> bool:
+    """Whether one has, since forget_loaded()."""
+    return (head, state.incarnation, state.creation) in list(_loaded)
+
+
+def forget_loaded(head: str, state: Any = None) -> None:
+    """`state` None: of all heads of this name."""
+    for each in list(_loaded):
+        if each[0] == head and (state is None or each[1:] == (state.incarnation, state.creation)):
+            with contextlib.suppress(ValueError):  # another thread has removed it
+                _loaded.remove(each)
+
+
+class HeadCalls(NativeClient):
     """The part of lossd.Client that is about heads; threads, units and errors as there.
 
     Calls that only read, apply_step, add_gradient, reset_head, set_shares and delete_checkpoint (the server does each once)
     are repeated when the connection breaks, within the timeout. The others never are.
     """
 
-    def create_head(self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False,
-                    class_weights: bool = False, norm: Norm = "none", norm_epsilon: float | None = None,
-                    compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
-                    frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact",
-                    workspace_bytes: int = 0, split: Split = "any", shares: Sequence[int] = (), replicas: int = 0,
-                    residency: Residency = "device",
-                    class_list: ArrayLike = (), full_vocab_size: int = 0,
-                    seed: int = 0, zeros: bool = False, tensor_file: TensorFile | None = None, if_exists: IfExists | None = None,
-                    exist_ok: bool | None = None, dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
+    def create_head(
+            self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False, class_weights: bool = False, norm: Norm = "none",
+            norm_epsilon: float | None = None, compute_dtype: DType | None = None, optimizer_state: OptimizerState = "adam",
+            frozen: bool = False, logits: Logits = "stored", gradients: Gradients = "exact", workspace_bytes: int = 0,
+            split: Split = "any", shares: Sequence[int] = (), replicas: int = 0, residency: Residency = "device",
+            class_list: ArrayLike = (), full_vocab_size: int = 0, seed: int = 0, zeros: bool = False,
+            tensor_file: TensorFile | None = None, if_exists: IfExists | None = None, exist_ok: bool | None = None,
+            dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
         """Creates a head: weights as torch.nn.Linear draws them with `seed`, or zeros, or out of a file.
 
         Args:
@@ -113,28 +117,26 @@ class HeadCalls(Computations):
         """
         choice = chosen(if_exists, exist_ok)
         spec = head_pb2.HeadSpec(
-            name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights,
-            norm=types.enum_value("norm", types.NORMS, norm), norm_epsilon=norm_epsilon, frozen=frozen,
+            name=name, hidden_size=hidden_size, vocab_size=vocab_size, bias=bias, class_weights=class_weights, norm_epsilon=norm_epsilon,
+            frozen=frozen, workspace_bytes=workspace_bytes, full_vocab_size=full_vocab_size,
+            norm=types.enum_value("norm", types.NORMS, norm), logits=types.enum_value("logits", types.LOGITS, logits),
             optimizer_state=types.enum_value("optimizer_state", types.OPTIMIZER_STATES, optimizer_state),
-            logits=types.enum_value("logits", types.LOGITS, logits),
-            gradients=types.enum_value("gradients", types.GRADIENTS, gradients), workspace_bytes=workspace_bytes,
-            split=types.enum_value("split", types.SPLITS, split), shares=checked_shares(shares, "spec.shares"),
-            replicas=types.whole_number("spec.replicas", replicas, 0, 31), residency=types.enum_value("residency", types.RESIDENCIES, residency),
-            class_list=checked_classes(class_list), full_vocab_size=full_vocab_size)
-        if compute_dtype is not None:
-            spec.compute_dtype = types.enum_value("compute_dtype", types.DTYPES, compute_dtype)
+            gradients=types.enum_value("gradients", types.GRADIENTS, gradients), split=types.enum_value("split", types.SPLITS, split),
+            residency=types.enum_value("residency", types.RESIDENCIES, residency),
+            compute_dtype=None if compute_dtype is None else types.enum_value("compute_dtype", types.DTYPES, compute_dtype),
+            shares=whole_numbers("spec.shares", shares), replicas=types.whole_number("spec.replicas", replicas, 0, 31),
+            class_list=whole_numbers("spec.class_list", class_list))
         request = head_pb2.CreateHeadRequest(spec=spec, **initial_values(seed, zeros, tensor_file))
         try:
             if dry_run:
                 return read(HeadDescription, self._call("PlanHead", request, head_pb2.HeadDescription, timeout))
-            description = self._call("CreateHead", request, head_pb2.HeadDescription, timeout,
-                                     if_exists=_IF_EXISTS[choice])
+            description = self._call("CreateHead", request, head_pb2.HeadDescription, timeout, if_exists=_IF_EXISTS[choice])
         except errors.AlreadyExists as error:
             if dry_run or choice == "error":
-                error.add(WAYS_OUT)
+                error.add('; if_exists="keep" goes on with the head as it is, if_exists="reset" makes it as new, delete_head() removes it')
             raise
         if choice != "keep":
-            _loaded.forget(name, description.state)
+            forget_loaded(name, description.state)
         return read(HeadDescription, description)
 
     def reset_head(self, head: str, scope: ResetScope, *, seed: int = 0, zeros: bool = False,
@@ -149,13 +151,13 @@ class HeadCalls(Computations):
             all values are new, and step 0 is open.
           seed, zeros, tensor_file: as in create_head; with "all" only.
         """
-        number = types.enum_value("scope", _SCOPES, scope)
+        number = types.enum_value("scope", types.numbers_of(ResetScope, head_pb2.ResetScope), scope)
         if scope != "all" and (seed or zeros or tensor_file is not None):
             raise errors.InvalidArgument("scope is 'optimizer'; seed, zeros and tensor_file go with 'all'")
         values = initial_values(seed, zeros, tensor_file) if scope == "all" else {}
         request = head_pb2.ResetHeadRequest(head=head, scope=number, **values)
         answer = self._call("ResetHead", request, head_pb2.ResetHeadResponse, timeout)
-        _loaded.forget(head, answer.head.state)
+        forget_loaded(head, answer.head.state)
         return read(HeadDescription, answer.head)
 
     def set_shares(self, head: str, shares: Sequence[int], timeout: float | None = None) -> HeadDescription:
@@ -170,7 +172,7 @@ class HeadCalls(Computations):
         Args:
           shares: as in create_head, one for each device; empty: all have the same.
         """
-        request = head_pb2.SetSharesRequest(head=head, shares=checked_shares(shares, "shares"))
+        request = head_pb2.SetSharesRequest(head=head, shares=whole_numbers("shares", shares))
         return read(HeadDescription, self._call("SetShares", request, head_pb2.SetSharesResponse, timeout).head)
 
     def describe_head(self, head: str, timeout: float | None = None) -> HeadDescription:
@@ -185,7 +187,7 @@ class HeadCalls(Computations):
     def delete_head(self, head: str, timeout: float | None = None) -> None:
         """Frees a head; its checkpoints stay. FailedPrecondition while losses are computed on it."""
         self._call("DeleteHead", head_pb2.DeleteHeadRequest(head=head), head_pb2.DeleteHeadResponse, timeout)
-        _loaded.forget(head)
+        forget_loaded(head)
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
@@ -194,24 +196,24 @@ class HeadCalls(Computations):
         It is of one version: a read during which the tensor changes begins again (RetryOptions), and ends with Aborted
         if it changes each time, or if the head was deleted and made again meanwhile and its shape is or was another one.
         """
-        clock = Clock(timeout or self._transfer_timeout)
-        number = types.enum_value("param", types.PARAMS, param)
+        deadline = time.monotonic() + (timeout or self._transfer_timeout)
         request = head_pb2.ReadTensorRequest(
-            head=head, param=number, role=types.enum_value("role", types.ROLES, role),
+            head=head, param=types.enum_value("param", types.PARAMS, param), role=types.enum_value("role", types.ROLES, role),
             dtype=types.enum_value("dtype", types.DTYPES, dtype))
         before = self._describe(head, timeout)
-        shape = _tensor_shape(before.spec, number)
+        shape = _tensor_shape(before.spec, param)
         begin, end = rows or (0, shape[0])
         if not 0 <= begin <= end <= shape[0]:
             raise errors.InvalidArgument(f'rows is {rows}; {param} of head "{head}" has rows [0, {shape[0]})')
         request.rows.begin, request.rows.end = begin, end
         out = np.empty((end - begin, *shape[1:]), types.NUMPY_DTYPES[dtype])
-        self._call("ReadTensor", request, head_pb2.ReadTensorRequest, clock.rest(), payload=out, head=before)
+        if (left := deadline - time.monotonic()) <= 0:
+            raise errors.DeadlineExceeded("the timeout passed between the requests of this call")
+        self._call("ReadTensor", request, head_pb2.ReadTensorRequest, left, payload=out, head=before)
         return out
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
-                     rows: tuple[int, int] | None = None, role: Role = "value",
-                     timeout: float | None = None) -> HeadState:
+                     rows: tuple[int, int] | None = None, role: Role = "value", timeout: float | None = None) -> HeadState:
         """Replaces a tensor, or rows [begin, end) of it. After an error some rows may be replaced; Aborted as read_tensor."""
         kind, data = _arrays.as_array("values", values, dtype)
         open_ = head_pb2.OpenTensor(
@@ -220,8 +222,7 @@ class HeadCalls(Computations):
         return read(HeadState, self._call("WriteTensor", open_, head_pb2.WriteTensorResponse, timeout, payload=data).state)
 
     def add_gradient(self, head: str, param: Param, values: NDArray[Any], *, step: int, id: int, scale: float = 1.0,
-                     dtype: DType | None = None, rows: tuple[int, int] | None = None,
-                     timeout: float | None = None) -> AddedGradient:
+                     dtype: DType | None = None, rows: tuple[int, int] | None = None, timeout: float | None = None) -> AddedGradient:
         """Adds `values` times `scale` to a parameter's gradient, or to rows [begin, end) of it, exactly once.
 
         For what another stage accumulated for a parameter that it shares with the head (tied embeddings). `id` names
@@ -235,13 +236,11 @@ class HeadCalls(Computations):
 
     def grad_norm(self, head: str, step: int | None = None, timeout: float | None = None) -> float:
         """The 2-norm over all gradients accumulated in the open step."""
-        request = head_pb2.GradNormRequest(head=head, step=step)
-        return float(self._call("GradNorm", request, head_pb2.GradNormResponse, timeout).grad_norm)
+        return float(self._call("GradNorm", head_pb2.GradNormRequest(head=head, step=step), head_pb2.GradNormResponse, timeout).grad_norm)
 
     def apply_step(self, head: str, step: int, optimizer: types.AdamW | types.SGD, *, grad_multiplier: float = 1.0,
-                   decay_vectors: bool = False, expected_microbatches: Sequence[int] = (),
-                   expected_rows: int | None = None, skip_non_finite: bool = False, begin_optimizer: bool = False,
-                   timeout: float | None = None) -> StepResult:
+                   decay_vectors: bool = False, expected_microbatches: Sequence[int] = (), expected_rows: int | None = None,
+                   skip_non_finite: bool = False, begin_optimizer: bool = False, timeout: float | None = None) -> StepResult:
         """Applies one optimizer step to the accumulated gradients, zeroes them and opens the next step.
 
         Applied once per step: a repeat gets the stored result. FailedPrecondition lists expected rows (of microbatches
@@ -265,8 +264,7 @@ class HeadCalls(Computations):
         return read(HeadState, self._call("ZeroGradients", request, types_pb2.HeadState, timeout))
 
     def save_checkpoint(self, head: str, name: str = "", *, keep: int | None = None, cancel_with_call: bool = False,
-                        on_progress: Callable[[SaveProgress], None] | None = None,
-                        timeout: float | None = None) -> SavedCheckpoint:
+                        on_progress: Callable[[SaveProgress], None] | None = None, timeout: float | None = None) -> SavedCheckpoint:
         """Writes the head to the server's checkpoint directory; calls that change the head wait only at the beginning.
 
         Args:
@@ -278,21 +276,19 @@ class HeadCalls(Computations):
         """
         request = head_pb2.SaveCheckpointRequest(head=head, name=name, keep=keep, cancel_with_call=cancel_with_call)
         tell = None if on_progress is None else lambda told: on_progress(read(SaveProgress, head_pb2.SaveProgress.FromString(told)))
-        return read(SavedCheckpoint, self._call("SaveCheckpoint", request, head_pb2.SaveCheckpointResponse, timeout,
-                                                    on_progress=tell))
+        return read(SavedCheckpoint, self._call("SaveCheckpoint", request, head_pb2.SaveCheckpointResponse, timeout, on_progress=tell))
 
     def list_checkpoints(self, head: str = "", timeout: float | None = None) -> list[CheckpointInfo]:
         """Of a head, or of all: by head, then from the newest to the oldest, at most 1,000."""
-        answer = self._call("ListCheckpoints", head_pb2.ListCheckpointsRequest(head=head),
-                            head_pb2.ListCheckpointsResponse, timeout)
+        request = head_pb2.ListCheckpointsRequest(head=head)
+        answer = self._call("ListCheckpoints", request, head_pb2.ListCheckpointsResponse, timeout)
         return [read(CheckpointInfo, checkpoint) for checkpoint in answer.checkpoints]
 
-    def load_checkpoint(self, checkpoint: str, head: str = "",
-                        timeout: float | None = None) -> HeadDescription:
+    def load_checkpoint(self, checkpoint: str, head: str = "", timeout: float | None = None) -> HeadDescription:
         """Restores "<head>/<name>" into `head`; empty: the checkpoint's own head name."""
-        description = self._call("LoadCheckpoint", head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head),
-                                     head_pb2.HeadDescription, timeout)
-        _loaded.note(description.spec.name, description.state)
+        request = head_pb2.LoadCheckpointRequest(checkpoint=checkpoint, head=head)
+        description = self._call("LoadCheckpoint", request, head_pb2.HeadDescription, timeout)
+        note_loaded(description.spec.name, description.state)
         return read(HeadDescription, description)
 
     def delete_checkpoint(self, checkpoint: str, timeout: float | None = None) -> int:
@@ -309,17 +305,11 @@ class HeadCalls(Computations):
 
 
 def _row_range(rows: tuple[int, int] | None) -> types_pb2.RowRange | None:
-    """InvalidArgument if they are none of any tensor."""
-    if rows is None:
-        return None
-    begin, end = rows
-    if not 0 <= begin <= end < 2**63:
-        raise errors.InvalidArgument(f"rows is {rows}; it must be (begin, end) with 0 <= begin <= end")
-    return types_pb2.RowRange(begin=begin, end=end)
+    return None if rows is None else types_pb2.RowRange(
+        begin=types.whole_number("rows[0]", rows[0], 0, 63), end=types.whole_number("rows[1]", rows[1], 0, 63))
 
 
-def _tensor_shape(spec: head_pb2.HeadSpec, param: head_pb2.Param) -> tuple[int, ...]:
-    if param == types.PARAMS["weight"]:
+def _tensor_shape(spec: head_pb2.HeadSpec, param: Param) -> tuple[int, ...]:
+    if param == "weight":
         return spec.vocab_size, spec.hidden_size
-    by_class = param in (types.PARAMS["bias"], types.PARAMS["class_weights"])
-    return (spec.vocab_size if by_class else spec.hidden_size,)
+    return (spec.vocab_size if param in ("bias", "class_weights") else spec.hidden_size,)

@@ -1,41 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss computations: their arguments, as the library takes them, and those under way."""
+"""A client of the library: its connections and calls, the arguments of loss computations, and those under way."""
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import ctypes
+import dataclasses
 import functools
 import inspect
-import math
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+import time
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from lossd import _native, errors
 from lossd._arrays import Array, array_of
-from lossd._interrupts import Outcome, run_apart
-from lossd._native import DepthArguments, LossArguments, NativeClient
-from lossd.types import (
-    Depth, DepthResult, EmbedResult, LossOptions, LossResult, ObjectiveSums, Reduction, RetryOptions, whole_number)
-from lossd.v1 import loss_pb2, types_pb2
-
+from lossd._native import Call
+from lossd.types import Depth, DepthResult, EmbedResult, LossResult, ObjectiveSums, RetryOptions, whole_number
+from lossd.v1 import loss_pb2
+from lossd.v1.library import lossd_depth, lossd_loss, lossd_request, lossd_result
 
 # ---- Arguments ----
 
-
-_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63)}  # the least, and bits
+_COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")  # what a lossd_result has of a LossResult
+_LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63), "padding_idx": (0, 31),
+           "top_k": (0, 31)}  # the least, and bits
 
 
 class Asked:
     """What one computation is asked, in a structure of the library, and the memory that it points to."""
 
-    def __init__(self, arguments: LossArguments, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward,
-                 rows: str = "hidden") -> None:
+    def __init__(self, arguments: lossd_loss, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward, rows: str = "hidden") -> None:
         """`rows`: the caller's name of the rows, for errors."""
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
         self.arguments = arguments
@@ -61,17 +63,16 @@ class Asked:
             self.streams.setdefault(memory.stream, memory.address)
         return memory.address
 
-    def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array], depths: Sequence[Depth]) -> None:
+    def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array | None], depths: Sequence[Depth]) -> None:
         """Hidden states and their gradients: one piece, or one for each depth; no gradients if none are wanted."""
         apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
         if not apart:
             self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
+        parts = zip(depths, hidden, grad_hidden or [None] * len(depths)) if apart else ((depth, None, None) for depth in depths)
         self.arguments.depth_count = len(depths)
-        self.arguments.depths = (DepthArguments * len(depths))(*(
-            DepthArguments(depth.rows, self.pointer_to(hidden[index]) if apart else None,
-                           self.pointer_to(grad_hidden[index]) if apart and grad_hidden else None, depth.normalizer or 0.0,
-                           depth.weight, depth.normalizer is not None)
-            for index, depth in enumerate(depths)))
+        self.arguments.depths = (lossd_depth * len(depths))(*(
+            lossd_depth(depth.rows, self.pointer_to(rows), self.pointer_to(gradients), depth.normalizer or 0.0, depth.weight,
+                        depth.normalizer is not None) for depth, rows, gradients in parts))
 
 
 def check_numbers(**numbers: int | None) -> None:
@@ -81,99 +82,183 @@ def check_numbers(**numbers: int | None) -> None:
             whole_number(name, value, *_LIMITS[name])
 
 
-def check_objective(options: LossOptions, reduction: Reduction, per_row: Mapping[str, Any]) -> None:
-    """InvalidArgument unless the objective has the numbers of rows that it needs, and no others."""
-    objective = options.objective
-    needed = () if objective is None else objective.numbers
-    for name in ("advantages", "old_logprobs", "ref_logprobs"):
-        if (name in per_row) != (name in needed):
-            raise errors.InvalidArgument(f"{name} is None; objective {objective} needs one for each row" if name in needed else
-                                         f"{name} is given, but objective {objective} does not use it")
-    if objective is not None and reduction == "none":
-        raise errors.InvalidArgument("reduction is 'none'; with an objective it must be 'sum' or 'mean'")
+# ---- Clients ----
 
-
-def embedding(head: str, *, step: int | None, ids: NDArray[np.int32], hidden_size: int, dtype: types_pb2.DType,
-              streams: int | None, place: Array | None = None, id: int = 0, gradients: Array | None = None,
-              scale: float | None = None, padding_idx: int | None = None) -> Asked:
-    """Rows of the weight, one for each id, which go to `place`; or their `gradients`, which join that of the weight, times
-    `scale`: those of ids that are `padding_idx` are left out."""
-    check_numbers(step=step, id=id, streams=streams)
-    if (ids < 0).any():
-        row = int((ids < 0).argmax())
-        raise errors.InvalidArgument(f"ids[{row}] is {ids[row]}; an id is a row of the weight, so it must not be negative",
-                                     types_pb2.ErrorDetail(field=f"ids[{row}]", value=str(ids[row])))
-    if scale is not None and not math.isfinite(scale):
-        raise errors.InvalidArgument(f"scale is {scale}; it must be finite")
-    reads = place is not None
-    asked = Asked(
-        LossArguments(rows=len(ids), hidden_size=hidden_size, streams=streams or 0),
-        loss_pb2.OpenMicrobatch(
-            head=head, step=step, microbatch_id=id, hidden_dtype=dtype, options=loss_pb2.LossOptions(ignore_index=padding_idx),
-            reduction=loss_pb2.REDUCTION_SUM, grad_output=scale, accumulate_gradients=not reads,
-            embedding=loss_pb2.EMBEDDING_ROWS if reads else loss_pb2.EMBEDDING_GRADIENTS),
-        "out" if reads else "gradients")
-    asked.put(targets=ids, hidden=gradients, grad_hidden=place)
-    return asked
-
-
-# ---- Computations under way ----
-
-
-R = TypeVar("R")
 C = TypeVar("C")
+M = TypeVar("M", bound=Message)
 P = TypeVar("P", bound="Pending[Any]")
+R = TypeVar("R")
 A = ParamSpec("A")
 
 
-class Computations(NativeClient):
-    """The part of lossd.Client that is about computations under way; threads, units and errors as there."""
+def _in_process(pid: int, function: Callable[..., Any], *arguments: Any) -> None:
+    if pid == os.getpid():  # a fork has no client
+        function(*arguments)
 
-    def __init__(self, context: str | None, retry: RetryOptions, max_pending: int, **options: Any) -> None:
+
+class NativeClient:
+    """The part of lossd.Client that is about connections and computations under way; threads, units and errors as there."""
+
+    def __init__(self, retry: RetryOptions, max_pending: int, **options: Any) -> None:
+        """`options` are those of the library (lossd_client_connect)."""
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
-        super().__init__(context, retry, **options)
+        self._library = _native.library()
+        self._pid = os.getpid()
+        self._closed = False
+        self._ended = ""  # why the server has ended, if something other than a call has told
+        self._loss_timeout, self._transfer_timeout = options["loss_timeout"], options["transfer_timeout"]
         self._max_pending = max_pending
         self._lock = threading.Lock()
         self._pending: set[Pending[Any]] = set()  # those under way, which keep their arrays; guarded by _lock
+        self._pointer: int = self._library.lossd_client_new()
+        # At the end of the process the client is closed and not freed: daemon threads may still call it. Else the later one is first.
+        weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_free, self._pointer).atexit = False
+        weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_close, self._pointer, None)
+        try:
+            Call().run("lossd_client_connect", self._pointer, _native.option_texts({**options, **dataclasses.asdict(retry)}))
+        except errors.Unavailable as error:
+            if error.field == "target":
+                error.add("; start lossd, or give the address that its --listen names (LOSSD_SERVER)")
+                if not options["wait_for_server"]:
+                    error.add("; if it is being started, wait_for_server=True waits for it")
+            raise
+        self._target, self._run = self._described()[:2]
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._closed
+
+    @property
+    def target(self) -> str:
+        """The address of the server, as it was given."""
+        return self._target
+
+    @property
+    def run(self) -> str:
+        """The name under which this client trains: the argument `run`, or what stands for it."""
+        return self._run
+
+    @property
+    def transport(self) -> tuple[str, str]:
+        """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
+        found = self._described()
+        return found[2], found[3]
+
+    @property
+    def cuda_transport(self) -> tuple[str, str]:
+        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
+        the host after a copy; decided with the first of them on each GPU, or with shares_gpu. If some go one way and some the
+        other, "grpc", and the reason has the way of each GPU."""
+        found = self._described()
+        return found[6], found[7]
+
+    @property
+    def connections(self) -> tuple[int, str]:
+        """How many connections loss computations are spread over, and why; changes unless `channels` says how many."""
+        found = self._described()
+        return int(found[4]), found[5]
+
+    def _described(self) -> list[str]:
+        """The texts of lossd_client_describe."""
+        return os.fsdecode(Call().run("lossd_client_describe", self._pointer)).split("\0")
+
+    def shares_gpu(self, device: int | None = None) -> bool:
+        """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
+        memory of a GPU of the server. Opens that memory when asked first, which takes some milliseconds."""
+        with contextlib.suppress(errors.Cancelled):  # the client is closed
+            return bool(Call().run("lossd_client_open_memory", self._pointer, -1 if device is None else device))
+        return False
+
+    def check_usable(self) -> None:
+        """ClientClosed or ForkedClient if no call can be made, Unavailable if the server is known to have ended."""
+        if self._pid != os.getpid():
+            raise errors.ForkedClient(f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
+                                      "or start processes with multiprocessing's spawn")
+        if self._closed:
+            raise errors.ClientClosed("this client is closed; make a new lossd.Client")
+        if self._ended:
+            raise errors.Unavailable(self._ended)
+
+    def acknowledge_restart(self, head: str) -> None:
+        """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
+
+        Not needed after load_checkpoint, create_head, reset_head, delete_head or zero_gradients of this client on the head.
+        """
+        self.check_usable()
+        self._library.lossd_client_acknowledge_restart(self._pointer, head.encode())
 
     def close(self) -> None:
         """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
-        run_apart(self._close)
-
-    def _close(self) -> None:
+        self._closed = True
+        if self._pid != os.getpid():  # a fork has no client
+            return
         with self._lock:
             pending = list(self._pending)
         for each in pending:
             each.cancel()
-        self._end()
-        for each in pending:
-            each._await_end()
+        Call().run("lossd_client_close", self._pointer)
         self._sweep()
+
+    def _fail(self, why: str) -> None:
+        """The server is known to have ended: calls under way and later ones raise Unavailable with this reason."""
+        self._ended = why
+        self._library.lossd_client_close(self._pointer, None)
+
+    def _meant(self, error: errors.LossdError) -> errors.LossdError:
+        """The error of a call as the caller should see it."""
+        if isinstance(error, errors.Cancelled):
+            if self._closed:
+                return errors.ClientClosed("this client was closed during the call")
+            if self._ended:
+                return errors.Unavailable(self._ended)
+        return error
+
+    def _call(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
+              payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
+              on_progress: Callable[[bytes], None] | None = None) -> M:
+        """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
+        self.check_usable()
+        message = request.SerializeToString()
+        asked = lossd_request(method=method.encode(), message=message, message_size=len(message), timeout=timeout or 0.0,
+                              if_exists=if_exists)
+        if payload is not None:
+            asked.payload, asked.payload_size = payload.ctypes.data, payload.nbytes
+            asked.shape, asked.dimensions = (ctypes.c_uint64 * payload.ndim)(*payload.shape), payload.ndim
+        if head is not None:
+            asked.head, asked.head_size = head.SerializeToString(), head.ByteSize()
+        call = Call(asked, payload)
+
+        def tell() -> None:
+            if on_progress is not None and (told := call.progress()) is not None:
+                on_progress(told)
+
+        try:
+            return answer.FromString(call.run("lossd_client_request", self._pointer, ctypes.byref(asked),
+                                              meanwhile=None if on_progress is None else tell))
+        except errors.Cancelled as error:
+            raise self._meant(error) from None
 
     def _launch(self, pending: P, timeout: float | None, ready: Callable[[], None] | None) -> P:
         """Begins a computation, once there are fewer than max_pending."""
         seconds = self._loss_timeout if timeout is None else timeout
         if not seconds > 0:
             raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
-        clock = _native.Clock(seconds)
+        end = time.monotonic() + seconds
         self._sweep()
-        if not pending._enter(self._max_pending, seconds):
-            raise errors.DeadlineExceeded(
-                f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
+        enter = functools.partial(self._library.lossd_client_enter, self._pointer, pending._call.pointer, self._max_pending)
+        if not _native.await_end(enter, seconds):
+            raise errors.DeadlineExceeded(f"max_pending is {self._max_pending}, and none of so many loss computations has ended in time")
         try:
             with self._lock:
                 self._pending.add(pending)
-            pending._start(max(clock.left() or 0.0, 1e-3), ready)
+            pending._start(max(end - time.monotonic(), 1e-3), ready)
         except BaseException:  # an interrupt
             pending.cancel()
             pending._await_end()  # the memory is free then
             raise
         return pending
-
-    def _forget(self, pending: Pending[Any]) -> None:
-        with self._lock:
-            self._pending.discard(pending)
 
     def _sweep(self) -> None:
         """Lets go of computations that have ended, and that nobody has waited for."""
@@ -181,21 +266,22 @@ class Computations(NativeClient):
             self._pending = {each for each in self._pending if not each.done()}
 
 
+# ---- Computations under way ----
+
 class Pending(Generic[R]):
     """A computation under way. Its memory, inputs and outputs, is in use until it is done."""
 
     _RESULT, _NAME = "the loss", "a loss computation that is under way"
 
-    def __init__(self, client: Computations, asked: Asked, finish: Callable[[LossResult], R]) -> None:
+    def __init__(self, client: NativeClient, asked: Asked, finish: Callable[[LossResult], R]) -> None:
         # It runs in the library, on no thread of Python. `finish` makes the result of what the server says.
         self._client = client
         self._asked: Asked | None = asked  # is kept until the end
         self._of_rows = asked.rows
         self._finish = finish
-        self._call = _native.Call()
+        self._call = Call()
         if not client._library.lossd_check_loss(ctypes.byref(asked.arguments), self._call.pointer):
-            self._call.check()
-        self._begun: Outcome[None] | None = None  # of what has to be there before it begins
+            self._call.answer()  # raises why not
         self._lock = threading.Lock()  # guards what follows
         self._value: R | None = None
         self._error: BaseException | None = None
@@ -208,7 +294,7 @@ class Pending(Generic[R]):
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
-        return (self._begun is None or self._begun.done()) and self._call.wait(0.0) != 0
+        return self._call.wait(0.0) != 0
 
     def wait(self, timeout: float | None = None) -> R:
         """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
@@ -236,74 +322,63 @@ class Pending(Generic[R]):
         """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""
         self._call.cancel()
 
-    def _enter(self, most: int, seconds: float) -> bool:
-        """Whether it has got one of `most` places of the client within so many seconds."""
-        enter = self._client._library.lossd_client_enter
-        return _native.await_end(lambda left: enter(self._client._pointer, self._call.pointer, most, left), seconds)
-
     def _start(self, timeout: float, ready: Callable[[], None] | None) -> None:
         """`ready` runs on a thread of its own before the computation begins."""
         assert self._asked is not None
-        asked: Asked = self._asked
+        asked, client = self._asked, self._client
         asked.arguments.timeout = timeout
 
         def begin() -> None:
+            client._library.lossd_client_compute(client._pointer, ctypes.byref(asked.arguments), self._call.pointer)
+
+        def begin_when_ready() -> None:
             try:
                 if ready is not None:
                     ready()
                 for stream, address in asked.streams.items():
-                    _native.await_stream(stream, address)
-            except BaseException:
-                self._call.cancel()
-                raise
-            client = self._client
-            client._library.lossd_client_compute(client._pointer, ctypes.byref(asked.arguments), self._call.pointer)
+                    Call().run("lossd_await_stream", stream, address)
+            except BaseException as error:
+                self._error = error
+                return self._call.cancel()
+            begin()
 
         if ready is None and not asked.streams:
             return begin()
-        begun: Outcome[None] = Outcome()
-        self._begun = begun
         try:
-            _thread.start_new_thread(begun.run, (begin,))  # Thread.start() takes a lock that an interrupt may keep
+            _thread.start_new_thread(begin_when_ready, ())  # Thread.start() takes a lock that an interrupt may keep
         except RuntimeError:  # the interpreter is ending
-            begun.run(begin)
+            begin_when_ready()
 
     def _await_end(self, timeout: float | None = None) -> bool:
         """Whether it has ended within so many seconds; None: waits without a limit."""
-        clock = _native.Clock(timeout)
-        if self._begun is not None and not self._begun.await_end(timeout):
-            return False
-        if not _native.await_end(self._call.wait, clock.left()):
+        if not _native.await_end(self._call.wait, timeout):
             return False
         self._asked = None
-        self._client._forget(self)
+        with self._client._lock:
+            self._client._pending.discard(self)
         return True
 
     def _conclude(self) -> None:
-        if self._begun is not None and (failed := self._begun.error) is not None:
-            self._error = failed
-        elif (error := self._call.error()) is not None:
+        try:
+            summary = loss_pb2.MicrobatchSummary.FromString(self._call.answer())
+            self._value = self._finish(_result_of(summary, self._call.result()))
+        except errors.LossdError as error:
             if error.field == "hidden_size":
                 error.replace(f"hidden_size is {error.value}", f"{self._of_rows}: a row has {error.value} elements")
             self._error = self._client._meant(error)
-        else:
-            self._value = self._finish(
-                _result_of(loss_pb2.MicrobatchSummary.FromString(self._call.answer()), self._call.result()))
 
 
-def _result_of(summary: loss_pb2.MicrobatchSummary, cost: _native.Result) -> LossResult:
+def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossResult:
     """Fields have the names that they have in the messages."""
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
-        return {each.name: getattr(message, each.name) for each in fields(kind) if each.name in message.DESCRIPTOR.fields_by_name}
+        return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)
+                if each.name in message.DESCRIPTOR.fields_by_name}
 
-    depths = [DepthResult(**same(depth, DepthResult)) for depth in summary.depths]
-    for depth in depths:
-        depth.loss = depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0
-    values: dict[str, Any] = {
-        **same(summary, LossResult), **same(summary.state, LossResult), "depths": depths,
-        "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
-        **{name: getattr(cost, name) for name in cost.COST}}
-    return LossResult(**values)
+    depths = [DepthResult(depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0, **same(depth, DepthResult))
+              for depth in summary.depths]
+    own = {"depths": depths, "objective": ObjectiveSums(**same(summary.objective, ObjectiveSums)),
+           **{name: getattr(cost, name) for name in _COST}}
+    return LossResult(**{**same(summary, LossResult), **same(summary.state, LossResult), **own})
 
 
 class PendingLoss(Pending[LossResult]):

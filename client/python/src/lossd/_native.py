@@ -1,134 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library liblossd.so, which has the client and the server (client/library/lossd_client.h, server/app/lossd.h), and one
-client of it. Functions of the library run without the interpreter's lock."""
+"""The library liblossd.so, which has the client and the server (client/library/lossd_client.h, server/app/lossd.h), and calls of it.
+Its functions run without the interpreter's lock.
+
+Python runs signal handlers on the main thread, after any call of a function there. So functions of the library that may take long
+return at once, and waits for them are cut into short ones (await_end); and locks that an exception of a handler may leave taken, as
+those of Condition and Future, are not used on the main thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import importlib
+import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
-
-from google.protobuf.message import Message
-from numpy.typing import NDArray
+from typing import Any
 
 from lossd import errors
-from lossd._interrupts import SIGNAL_SECONDS, run_apart
-from lossd.types import RetryOptions
 from lossd.v1 import types_pb2
-
-M = TypeVar("M", bound=Message)
+from lossd.v1.library import FUNCTIONS, lossd_result
 
 VERSION: str = metadata.version("lossd")
 
-_NAME = "liblossd.so"
-_PLACES = ("/usr/lib/lossd", "/usr/local/lib/lossd")  # of the Debian package, and of `make install`
+_PLACES = ("/usr/lib/lossd/liblossd.so", "/usr/local/lib/lossd/liblossd.so")  # of the Debian package, and of `make install`
 _NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings it, as do "
              "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
-_INTERRUPT_SECONDS = 0.05  # how late a wait of the main thread may notice a signal of its own
-
-_P = ctypes.c_void_p
-_TEXT = ctypes.c_char_p
-_TEXTS = ("target", "ca", "cert", "key", "token", "transport", "run")  # of the options of a client, in order
-
-
-class _ClientOptions(ctypes.Structure):
-    """lossd_client_options."""
-
-    _fields_ = [
-        *((name, _TEXT) for name in _TEXTS),
-        ("expected_incarnation", ctypes.c_uint64), ("max_message_bytes", ctypes.c_int64),
-        ("shared_memory_bytes", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("connect_timeout", "call_timeout", "transfer_timeout", "loss_timeout",
-                                               "dead_peer_timeout", "initial_backoff", "max_backoff")),
-        *((name, ctypes.c_int32) for name in ("max_attempts", "channels", "has_channels", "has_shared_memory_bytes",
-                                              "wait_for_server", "gpu"))]
-
-
-class DepthArguments(ctypes.Structure):
-    """lossd_depth."""
-
-    _fields_ = [("rows", ctypes.c_uint64), ("hidden", _P), ("grad_hidden", _P), ("normalizer", ctypes.c_double),
-                ("weight", ctypes.c_float), ("has_normalizer", ctypes.c_int32)]
-
-
-class LossArguments(ctypes.Structure):
-    """lossd_loss."""
-
-    _fields_ = [
-        ("open", _TEXT), ("open_size", ctypes.c_uint64), ("rows", ctypes.c_uint64), ("hidden_size", ctypes.c_uint64),
-        ("hidden", _P), ("grad_hidden", _P), ("teacher_hidden", _P), ("teacher_hidden_size", ctypes.c_uint64),
-        *((name, _P) for name in ("targets", "row_weights", "advantages", "old_logprobs", "ref_logprobs", "classes")),
-        ("classes_size", ctypes.c_uint64), ("target_classes", _P), ("target_weights", _P),
-        ("depths", ctypes.POINTER(DepthArguments)), ("depth_count", ctypes.c_uint64),
-        *((name, _P) for name in ("row_loss", "row_lse", "row_entropy", "row_logprob", "row_argmax", "class_logprobs",
-                                  "top_logprobs", "top_classes", "grad_loss", "grad_lse", "grad_entropy")),
-        ("slice_bytes", ctypes.c_uint64), ("stream", _P), ("timeout", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in ("streams", "on_device", "has_stream", "backward", "hidden_dtype"))]
-
-
-class Result(ctypes.Structure):
-    """lossd_result."""
-
-    COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")
-    _fields_ = [
-        ("code", ctypes.c_int32), ("reason", ctypes.c_int32), ("message", _TEXT), ("detail", _P), ("detail_size", ctypes.c_uint64),
-        ("answer", _P), ("answer_size", ctypes.c_uint64), ("loss", ctypes.c_double), ("wall_seconds", ctypes.c_double),
-        ("sent_bytes", ctypes.c_uint64), ("received_bytes", ctypes.c_uint64), ("streams", ctypes.c_int32), ("repeats", ctypes.c_int32)]
-
-
-class RequestArguments(ctypes.Structure):
-    """lossd_request."""
-
-    _fields_ = [
-        ("method", _TEXT), ("message", _TEXT), ("message_size", ctypes.c_uint64), ("payload", _P), ("payload_size", ctypes.c_uint64),
-        ("shape", ctypes.POINTER(ctypes.c_uint64)), ("dimensions", ctypes.c_uint64), ("head", _TEXT), ("head_size", ctypes.c_uint64),
-        ("timeout", ctypes.c_double), ("if_exists", ctypes.c_int32)]
-
-
-_FUNCTIONS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
-    # Of the server.
-    ("lossd_version", _TEXT, ()),
-    ("lossd_start", _P, (ctypes.POINTER(_TEXT), ctypes.POINTER(ctypes.c_int), ctypes.POINTER(_P))),
-    ("lossd_address", _TEXT, (_P,)),
-    ("lossd_http_address", _TEXT, (_P,)),
-    ("lossd_wait", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_live", ctypes.c_int, (_P, ctypes.POINTER(_P))),
-    ("lossd_drain", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_stop", None, (_P,)),
-    ("lossd_free", None, (_P,)),
-    # Of the client.
-    ("lossd_call_new", _P, ()),
-    ("lossd_call_cancel", None, (_P,)),
-    ("lossd_call_wait", ctypes.c_int, (_P, ctypes.c_double)),
-    ("lossd_call_result", None, (_P, ctypes.POINTER(Result))),
-    ("lossd_call_progress", _P, (_P, ctypes.POINTER(ctypes.c_size_t))),
-    ("lossd_call_free", None, (_P,)),
-    ("lossd_client_complete", None, (ctypes.POINTER(_ClientOptions), _TEXT, _P)),
-    ("lossd_client_connect", _P, (ctypes.POINTER(_ClientOptions), _P)),
-    ("lossd_client_close", None, (_P,)),
-    ("lossd_client_free", None, (_P,)),
-    ("lossd_client_request", None, (_P, ctypes.POINTER(RequestArguments), _P)),
-    ("lossd_client_describe", None, (_P, _P)),
-    ("lossd_client_open_memory", ctypes.c_int, (_P, ctypes.c_int32)),
-    ("lossd_client_known_hidden_size", ctypes.c_uint64, (_P, _TEXT)),
-    ("lossd_client_acknowledge_restart", None, (_P, _TEXT)),
-    ("lossd_current_gpu", ctypes.c_int, (_TEXT,)),
-    ("lossd_gpu_of", ctypes.c_int, (_P, _TEXT, _P)),
-    ("lossd_await_stream", None, (_P, _P, _P)),
-    ("lossd_client_enter", ctypes.c_int, (_P, _P, ctypes.c_uint32, ctypes.c_double)),
-    ("lossd_check_loss", ctypes.c_int, (ctypes.POINTER(LossArguments), _P)),
-    ("lossd_client_compute", None, (_P, ctypes.POINTER(LossArguments), _P)),
-)
+_PATH = (str, os.PathLike)
+_TEXTS: Mapping[str, Any] = {  # of the options of a client
+    "target": str, "context": str, "token": str, "transport": str, "run": str, "ca": _PATH, "cert": _PATH, "key": _PATH}
 
 
 def _library_path() -> str:
@@ -139,7 +44,7 @@ def _library_path() -> str:
         return given
     with contextlib.suppress(ImportError, AttributeError):  # it is not there, or of an earlier version
         return str(importlib.import_module("lossd_server").library())
-    return next((str(path) for path in (Path(place, _NAME) for place in _PLACES) if path.is_file()), _NAME)
+    return next(filter(os.path.isfile, _PLACES), "liblossd.so")
 
 
 @functools.lru_cache(maxsize=None)
@@ -153,11 +58,11 @@ def library() -> ctypes.CDLL:
         raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
     found = ""
     if hasattr(loaded, "lossd_version"):
-        loaded.lossd_version.restype = _TEXT
+        loaded.lossd_version.restype = ctypes.c_char_p
         found = loaded.lossd_version().decode()
     if found != VERSION:
         raise errors.Unavailable(f"{path} is of lossd {found}, and this client of lossd {VERSION}: install both of one release")
-    for name, result, arguments in _FUNCTIONS:
+    for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
@@ -173,28 +78,51 @@ def current_gpu() -> tuple[int, str] | None:
 def gpu_of(name: str, address: int) -> str:
     """The UUID of the GPU whose memory is at this address. InvalidArgument, naming the argument `name`, if it is none's;
     Unavailable, saying why, if there is no driver."""
-    uuid, call = ctypes.create_string_buffer(64), Call()
-    if library().lossd_gpu_of(address, uuid, call.pointer) < 0:
-        error = call.error()
-        assert error is not None
-        raise errors.InvalidArgument(f"{name} is {error}") if isinstance(error, errors.InvalidArgument) else error
+    uuid = ctypes.create_string_buffer(64)
+    try:
+        Call().run("lossd_gpu_of", address, uuid)
+    except errors.InvalidArgument as error:
+        raise errors.InvalidArgument(f"{name} is {error}") from None
     return uuid.value.decode()
 
 
-def await_stream(stream: int, address: int) -> None:
-    """Waits for what a stream has been given; `address`: memory of its GPU. Unavailable if that is lost."""
-    call = Call()
-    library().lossd_await_stream(stream, address, call.pointer)
-    call.check()
+def option_texts(options: Mapping[str, Any]) -> Any:
+    """Options of a client or a server as the library takes them, texts "name=value"; None: an option is not given. InvalidArgument,
+    naming it, if the text of a client's option is none, and for a certificate no path either."""
+    texts = []
+    for name, value in options.items():
+        if value is None:
+            continue
+        if not isinstance(value, _TEXTS.get(name, object)):
+            raise errors.InvalidArgument(f"{name} is {value!r}; it must be a string", types_pb2.ErrorDetail(field=name, value=str(value)))
+        text = os.fsencode(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+        if b"\0" in text:
+            raise errors.InvalidArgument(f"{name} is no text: it has a NUL character")
+        texts.append(text)
+    return (ctypes.c_char_p * (len(texts) + 1))(*texts, None)
+
+
+def await_end(wait: Callable[[float], int], timeout: float | None = None) -> bool:
+    """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
+    handlers run between two waits."""
+    most = 0.05 if threading.current_thread() is threading.main_thread() else math.inf
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while not wait(min(most, max(0.0, end - time.monotonic()))):
+        if time.monotonic() >= end:
+            return False
+    return True
 
 
 class Call:
     """One function of the library that may be cancelled, and what it has become (lossd_call). Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *kept: Any) -> None:
+        """`kept`: memory that the function uses until the call has ended."""
         self._library = library()
-        self.pointer: int = self._library.lossd_call_new()
+        # Where no signal handler runs, functions carry out what they do themselves.
+        self.pointer: int = self._library.lossd_call_new(threading.current_thread() is not threading.main_thread())
         self._pid = os.getpid()
+        self._kept = kept
 
     def __del__(self) -> None:
         # A fork has the object, and not the threads that it belongs to.
@@ -208,260 +136,40 @@ class Call:
         """Whether it has ended within so many seconds. An interrupt does not shorten them."""
         return int(self._library.lossd_call_wait(self.pointer, seconds))
 
-    def result(self) -> Result:
+    def run(self, function: str, *arguments: Any, meanwhile: Callable[[], None] | None = None) -> bytes:
+        """The answer of a function that takes the call last. `meanwhile` is called a few times a second, and after the end.
+
+        An exception of a signal handler or of `meanwhile` cancels the call, and is passed on when it has ended; a second one at once.
+        """
+        try:
+            getattr(self._library, function)(*arguments, self.pointer)
+            while not await_end(self.wait, None if meanwhile is None else 0.1):
+                if meanwhile is not None:
+                    meanwhile()
+            if meanwhile is not None:
+                meanwhile()
+        except BaseException:
+            self.cancel()
+            await_end(self.wait)
+            raise
+        return self.answer()
+
+    def result(self) -> lossd_result:
         """Of a call that has ended, which keeps what it points to."""
-        result = Result()
+        result = lossd_result()
         self._library.lossd_call_result(self.pointer, ctypes.byref(result))
         return result
 
-    def error(self) -> errors.LossdError | None:
-        """Of a call that has ended; None: it has ended well."""
-        found = self.result()
-        return None if found.code == 0 else errors.from_native(
-            found.code, found.message.decode(errors="replace"), ctypes.string_at(found.detail or b"", found.detail_size),
-            found.reason)
-
-    def check(self) -> None:
-        """Raises its error."""
-        if (error := self.error()) is not None:
-            raise error
-
     def answer(self) -> bytes:
+        """Of a call that has ended. Raises its error."""
         found = self.result()
-        return ctypes.string_at(found.answer, found.answer_size)
+        if found.code == 0:
+            return ctypes.string_at(found.answer, found.answer_size)
+        raise errors.from_native(found.code, found.message.decode(errors="replace"),
+                                 ctypes.string_at(found.detail or b"", found.detail_size), found.reason)
 
     def progress(self) -> bytes | None:
         """What it has told since the last time; None: nothing. Before its end, too."""
         size = ctypes.c_size_t()
         address = self._library.lossd_call_progress(self.pointer, ctypes.byref(size))
         return None if address is None else ctypes.string_at(address, size.value)
-
-
-def completed(context: str | None, texts: Mapping[str, str | None]) -> dict[str, str]:
-    """Texts of the options of a client; the environment and the server that `context` names say what is None
-    (lossd_client_complete)."""
-    call = Call()
-    given = _ClientOptions(**{name: _encoded(name, text) for name, text in texts.items()})
-    library().lossd_client_complete(ctypes.byref(given), _encoded("context", context), call.pointer)
-    call.check()
-    return dict(zip(_TEXTS, map(os.fsdecode, call.answer().split(b"\0"))))
-
-
-def _encoded(name: str, text: Any) -> bytes | None:
-    """InvalidArgument, naming it, if it is no text, and for a certificate no path either."""
-    if text is None:
-        return None
-    if not isinstance(text, (str, os.PathLike) if name in ("ca", "cert", "key") else str):
-        raise errors.InvalidArgument(f"{name} is {text!r}; it must be a string", types_pb2.ErrorDetail(field=name, value=str(text)))
-    encoded = os.fsencode(text)
-    if b"\0" in encoded:
-        raise errors.InvalidArgument(f"{name} is no text: it has a NUL character")
-    return encoded
-
-
-def _filled(values: Mapping[str, Any]) -> _ClientOptions:
-    """The options with those of the values that are not None; fields has_NAME say which are. InvalidArgument, naming it, if a
-    number does not fit its field."""
-    made = _ClientOptions()
-    for name, value in values.items():
-        if value is None:
-            continue
-        setattr(made, name, value)
-        if hasattr(made, f"has_{name}"):
-            setattr(made, f"has_{name}", 1)
-        if isinstance(value, int) and getattr(made, name) != value:  # the field has some of its bits
-            raise errors.InvalidArgument(f"{name} is {value}; it must fit in {8 * getattr(_ClientOptions, name).size} bits")
-    return made
-
-
-def _close(loaded: ctypes.CDLL, pointer: int, pid: int) -> None:
-    if pid == os.getpid():  # a fork has no client
-        loaded.lossd_client_close(pointer)
-
-
-def _free(loaded: ctypes.CDLL, pointer: int, pid: int, closing: Callable[[], Any]) -> None:
-    closing()  # once: it does not come later
-    if pid == os.getpid():
-        loaded.lossd_client_free(pointer)
-
-
-def _with_hint(error: errors.LossdError, wait_for_server: bool) -> errors.LossdError:
-    """What to do if there is no server."""
-    if isinstance(error, errors.Unavailable) and error.field == "options.target":
-        error.field = "target"
-        error.add("; start lossd, or give the address that its --listen names (LOSSD_SERVER)")
-        if not wait_for_server:
-            error.add("; if it is being started, wait_for_server=True waits for it")
-    return error
-
-
-class NativeClient:
-    """The part of lossd.Client that is about connections: a client of the library (lossd_client). Thread-safe."""
-
-    def __init__(self, context: str | None, retry: RetryOptions, **options: Any) -> None:
-        """`options` are those of lossd_client_options. A text that is None is left to the environment and to the server that
-        `context` names, a number that is None to the library."""
-        found = completed(context, {name: options.pop(name) for name in _TEXTS})
-        # Of the thread that connects, as the library does that on another one.
-        gpu = current_gpu() if found["transport"] == "cuda_ipc" else None
-        given = _filled({**{name: os.fsencode(text) for name, text in found.items()}, **options, **dataclasses.asdict(retry),
-                         "gpu": -1 if gpu is None else gpu[0]})
-        self._target, self._run = found["target"], found["run"]
-        self._loss_timeout, self._transfer_timeout = given.loss_timeout, given.transfer_timeout
-        self._library = library()
-        self._pid = os.getpid()
-        self._closed = False
-        self._ended = ""  # why the server has ended, if something other than a call has told
-        call = Call()
-        pointer = run_apart(lambda: self._library.lossd_client_connect(ctypes.byref(given), call.pointer), call.cancel)
-        if pointer is None:
-            error = call.error()
-            assert error is not None
-            raise _with_hint(error, given.wait_for_server)
-        self._pointer: int = pointer
-        # At the end of the process the client is closed and not freed: daemon threads may still call it.
-        closing = weakref.finalize(self, _close, self._library, pointer, self._pid)
-        weakref.finalize(self, _free, self._library, pointer, self._pid, closing).atexit = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called."""
-        return self._closed
-
-    @property
-    def target(self) -> str:
-        """The address of the server, as it was given."""
-        return self._target
-
-    @property
-    def run(self) -> str:
-        """The name under which this client trains: the argument `run`, or what stands for it."""
-        return self._run
-
-    @property
-    def transport(self) -> tuple[str, str]:
-        """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
-        found = self._ways()
-        return found[0], found[1]
-
-    @property
-    def cuda_transport(self) -> tuple[str, str]:
-        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
-        the host after a copy; decided with the first of them on each GPU, or with shares_gpu. If some go one way and some the
-        other, "grpc", and the reason has the way of each GPU."""
-        found = self._ways()
-        return found[4], found[5]
-
-    @property
-    def connections(self) -> tuple[int, str]:
-        """How many connections loss computations are spread over, and why; changes unless `channels` says how many."""
-        found = self._ways()
-        return int(found[2]), found[3]
-
-    def _ways(self) -> list[str]:
-        """The texts of lossd_client_describe."""
-        call = Call()
-        self._library.lossd_client_describe(self._pointer, call.pointer)
-        if call.error() is not None:
-            return ["grpc", "the client is closed", "0", "the client is closed", "grpc", "the client is closed"]
-        return call.answer().decode(errors="replace").split("\0")
-
-    def shares_gpu(self, device: int | None = None) -> bool:
-        """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
-        memory of a GPU of the server. Opens that memory when asked first, which takes some milliseconds."""
-        return bool(run_apart(
-            lambda: self._library.lossd_client_open_memory(self._pointer, -1 if device is None else device)))
-
-    def check_usable(self) -> None:
-        """ClientClosed or ForkedClient if no call can be made, Unavailable if the server is known to have ended."""
-        if self._pid != os.getpid():
-            raise errors.ForkedClient(
-                f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
-                "or start processes with multiprocessing's spawn")
-        if self._closed:
-            raise errors.ClientClosed("this client is closed; make a new lossd.Client")
-        if self._ended:
-            raise errors.Unavailable(self._ended)
-
-    def acknowledge_restart(self, head: str) -> None:
-        """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
-
-        Not needed after load_checkpoint, create_head, reset_head, delete_head or zero_gradients of this client on the head.
-        """
-        self.check_usable()
-        self._library.lossd_client_acknowledge_restart(self._pointer, head.encode())
-
-    def _end(self) -> None:
-        """Ends the calls under way and waits for them. May be repeated."""
-        self._closed = True
-        _close(self._library, self._pointer, self._pid)
-
-    def _fail(self, why: str) -> None:
-        """The server is known to have ended: calls under way and later ones raise Unavailable with this reason."""
-        self._ended = why
-        self._library.lossd_client_close(self._pointer)
-
-    def _meant(self, error: errors.LossdError) -> errors.LossdError:
-        """The error of a call as the caller should see it."""
-        if isinstance(error, errors.Cancelled):
-            if self._closed:
-                return errors.ClientClosed("this client was closed during the call")
-            if self._ended:
-                return errors.Unavailable(self._ended)
-        return error
-
-    def _call(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
-              payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
-              on_progress: Callable[[bytes], None] | None = None) -> M:
-        """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
-        self.check_usable()
-        call, message = Call(), request.SerializeToString()
-        asked = RequestArguments(method=method.encode(), message=message, message_size=len(message), timeout=timeout or 0.0,
-                                 if_exists=if_exists)
-        if payload is not None:
-            asked.payload, asked.payload_size = payload.ctypes.data, payload.nbytes
-            asked.shape, asked.dimensions = (ctypes.c_uint64 * payload.ndim)(*payload.shape), payload.ndim
-        if head is not None:
-            asked.head, asked.head_size = head.SerializeToString(), head.ByteSize()
-
-        def body(kept: Any = payload) -> None:  # also when interrupts leave the call to itself
-            self._library.lossd_client_request(self._pointer, ctypes.byref(asked), call.pointer)
-
-        def tell() -> None:
-            if on_progress is not None and (told := call.progress()) is not None:
-                on_progress(told)
-
-        run_apart(body, call.cancel, None if on_progress is None else tell)
-        if (error := call.error()) is not None:
-            raise self._meant(error)
-        return answer.FromString(call.answer())
-
-
-class Clock:
-    """What is left of a limit; None: there is none."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
-
-    def rest(self) -> float | None:
-        """The timeout of a further call. DeadlineExceeded if there is no time left: 0 would mean that call's default."""
-        left = self.left()
-        if left == 0.0:
-            raise errors.DeadlineExceeded("the timeout passed between the requests of this call")
-        return left
-
-
-def await_end(wait: Callable[[float], int], timeout: float | None) -> bool:
-    """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
-    handlers run between two waits."""
-    most = _INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else SIGNAL_SECONDS
-    clock = Clock(timeout)
-    while True:
-        left = clock.left()
-        if wait(most if left is None else min(left, most)):
-            return True
-        if left == 0.0:
-            return False

@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lossd import _arrays, _loss_call, errors, types
-from lossd._embedding import EmbeddingCalls
-from lossd._loss_call import Asked, PendingLoss, waiting
-from lossd._native import LossArguments
-from lossd.descriptions import ServerDescription, StreamList, read
-from lossd.types import Depth, Distillation, DType, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
+from lossd._head_calls import HeadCalls
+from lossd._loss_call import Asked, PendingLoss, PendingRows, waiting
+from lossd.descriptions import read
+from lossd.types import Depth, Distillation, DType, EmbedResult, LossOptions, LossResult, Reduction, RetryOptions, RowOutput
 from lossd.v1 import loss_pb2, server_pb2
+from lossd.v1.descriptions import ServerDescription, StreamList
+from lossd.v1.library import lossd_loss
 
+S = TypeVar("S", bound="Client")
 _DEFAULT_OPTIONS = LossOptions()
 
 
-class Client(EmbeddingCalls):
+class Client(HeadCalls):
     """Connections to a lossd server, which computes losses and gradients, and steps the heads that it owns.
 
         with lossd.Client("127.0.0.1:7070") as client:
@@ -42,13 +45,13 @@ class Client(EmbeddingCalls):
     A client cannot be copied, pickled or used after a fork: each process makes its own.
     """
 
-    def __init__(self, target: str | None = None, *, context: str | None = None, ca: str | None = None,
-                 cert: str | None = None, key: str | None = None, token: str | None = None, channels: int | None = None,
-                 connect_timeout: float = 10.0,
-                 wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
-                 transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
-                 retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
-                 transport: str | None = None, shared_memory_bytes: int | None = None, run: str | None = None) -> None:
+    def __init__(
+            self, target: str | None = None, *, context: str | None = None, ca: str | None = None, cert: str | None = None,
+            key: str | None = None, token: str | None = None, channels: int | None = None, connect_timeout: float = 10.0,
+            wait_for_server: bool = False, max_message_bytes: int = 64 << 20, call_timeout: float = 60.0,
+            transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
+            retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
+            transport: str | None = None, shared_memory_bytes: int | None = None, run: str | None = None) -> None:
         """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
         `wait_for_server`; Restarted if another server is expected.
 
@@ -91,11 +94,10 @@ class Client(EmbeddingCalls):
             LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>". "": no name.
         """
         super().__init__(
-            context, retry, max_pending, target=target, ca=ca, cert=cert, key=key, token=token, transport=transport, run=run,
-            channels=channels, connect_timeout=connect_timeout, wait_for_server=wait_for_server,
-            max_message_bytes=max_message_bytes, call_timeout=call_timeout, transfer_timeout=transfer_timeout,
-            loss_timeout=loss_timeout, dead_peer_timeout=dead_peer_timeout, expected_incarnation=expected_incarnation,
-            shared_memory_bytes=shared_memory_bytes)
+            retry, max_pending, target=target, context=context, ca=ca, cert=cert, key=key, token=token, transport=transport, run=run,
+            channels=channels, connect_timeout=connect_timeout, wait_for_server=wait_for_server, max_message_bytes=max_message_bytes,
+            call_timeout=call_timeout, transfer_timeout=transfer_timeout, loss_timeout=loss_timeout,
+            dead_peer_timeout=dead_peer_timeout, expected_incarnation=expected_incarnation, shared_memory_bytes=shared_memory_bytes)
 
     def __repr__(self) -> str:
         return f"lossd.Client({self.target!r}{', closed' if self.closed else ''})"
@@ -104,25 +106,22 @@ class Client(EmbeddingCalls):
         raise TypeError(f"{self!r} holds connections and threads, so it cannot be copied or pickled; make one with "
                         f"lossd.Client({self.target!r}) where it is needed")
 
-    def __enter__(self) -> Client:
+    def __enter__(self: S) -> S:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     # ---- Loss ----
 
     def compute_loss_async(
-            self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *,
-            step: int | None = None, id: int = 0, dtype: DType | None = None, row_weights: ArrayLike | None = None,
-            advantages: ArrayLike | None = None, old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None,
-            options: LossOptions = _DEFAULT_OPTIONS, reduction: Reduction = "mean",
-            normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
+            self, head: str, hidden: NDArray[Any] | Sequence[NDArray[Any]], targets: ArrayLike, *, step: int | None = None,
+            id: int = 0, dtype: DType | None = None, row_weights: ArrayLike | None = None, advantages: ArrayLike | None = None,
+            old_logprobs: ArrayLike | None = None, ref_logprobs: ArrayLike | None = None, options: LossOptions = _DEFAULT_OPTIONS,
+            reduction: Reduction = "mean", normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             retain: bool = False, grad_hidden: bool | NDArray[Any] | Sequence[NDArray[Any]] = False,
-            rows: Iterable[RowOutput] = (), classes: ArrayLike | None = None, top_k: int = 0,
-            streams: int | None = None, slice_bytes: int | None = None,
-            timeout: float | None = None, ready: Callable[[], None] | None = None,
+            rows: Iterable[RowOutput] = (), classes: ArrayLike | None = None, top_k: int = 0, streams: int | None = None,
+            slice_bytes: int | None = None, timeout: float | None = None, ready: Callable[[], None] | None = None,
             teacher_hidden: NDArray[Any] | None = None, target_classes: ArrayLike | None = None,
             target_weights: ArrayLike | None = None, depths: Sequence[Depth] = ()) -> PendingLoss:
         """Starts a loss computation.
@@ -176,6 +175,7 @@ class Client(EmbeddingCalls):
             lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
         """
         self.check_usable()
+        _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes, top_k=top_k)
         kind, data = _arrays.rows_of_depths(hidden, dtype, depths)
         count, width = sum(part.shape[0] for part in data), data[0].shape[1]
         labels = _arrays.as_targets(targets)
@@ -188,16 +188,12 @@ class Client(EmbeddingCalls):
         soft = _arrays.as_soft_targets(target_classes, target_weights, count)
         named = _arrays.as_classes(classes, count)
         of_rows, of_classes = _arrays.row_arrays(rows, count), _arrays.class_arrays(named, top_k, count)
-        if soft and of_classes:
-            raise errors.InvalidArgument("classes and top_k are not for rows with soft targets (options.rest)")
-        _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes)
-        _loss_call.check_objective(options, reduction, per_row)
         open_ = loss_pb2.OpenMicrobatch(
             head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], options=options.to_proto(),
             reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), normalizer=normalizer, grad_output=grad_output,
             accumulate_gradients=accumulate, retain=retain, top_k=top_k,
             class_count=0 if named is None else named.shape[-1], target_count=soft["target_classes"].shape[1] if soft else 0)
-        asked = Asked(LossArguments(
+        asked = Asked(lossd_loss(
             rows=count, hidden_size=width, teacher_hidden_size=0 if teacher is None else teacher.shape[1],
             classes_size=0 if named is None else named.size, streams=streams or 0, slice_bytes=slice_bytes or 0), open_)
         asked.put(targets=labels, classes=named, **per_row, **soft, **of_classes,
@@ -245,16 +241,14 @@ class Client(EmbeddingCalls):
             options = replace(options, ignore_index=-100)
             targets = np.zeros(len(hidden), np.int32)
         return self.compute_loss(
-            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights,
-            options=replace(options, distillation=distillation), reduction=reduction, normalizer=normalizer,
-            grad_output=grad_output, accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams,
-            slice_bytes=slice_bytes, timeout=timeout, teacher_hidden=teacher_hidden)
+            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, teacher_hidden=teacher_hidden,
+            options=replace(options, distillation=distillation), reduction=reduction, normalizer=normalizer, grad_output=grad_output,
+            accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout)
 
     def backward_async(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
-            grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None,
-            accumulate: bool = False, grad_hidden: bool | NDArray[Any] = False, streams: int | None = None,
-            timeout: float | None = None) -> PendingLoss:
+            grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None, accumulate: bool = False,
+            grad_hidden: bool | NDArray[Any] = False, streams: int | None = None, timeout: float | None = None) -> PendingLoss:
         """Starts the second half of a deferred computation: the upstream gradient of each row is known now.
 
         compute_loss with reduction "none" and retain=True comes first, within the same step; release_microbatch
@@ -273,8 +267,7 @@ class Client(EmbeddingCalls):
         gradient, place = _arrays.gradient_rows(grad_hidden, dtype, (len(upstream), hidden_size), None)
         _loss_call.check_numbers(step=step, id=id, streams=streams)
         asked = Asked(
-            LossArguments(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype],
-                          streams=streams or 0),
+            lossd_loss(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype], streams=streams or 0),
             loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=accumulate))
         asked.put(grad_loss=upstream, grad_hidden=place, **others)
 
@@ -291,6 +284,97 @@ class Client(EmbeddingCalls):
         """Lets go of retained rows. False if there were none."""
         request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id)
         return self._call("ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse, timeout).released
+
+    # ---- Rows of the weight, as of an embedding ----
+
+    def embed_async(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
+                    streams: int | None = None, timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingRows:
+        """Asks for rows of a head's weight [V, D], which serves as an embedding: row n of the result is that of ids[n].
+
+        All rows are of one version of the weights: the call begins again if they change under it (RetryOptions). It changes
+        nothing on the server. The first call about a head asks for its D, unless `out` says it.
+
+        InvalidArgument if an id is negative or not below V, with its place and value, and for heads with a draft vocabulary;
+        Unimplemented for heads that live in memory of the host.
+
+        Args:
+          ids: [N] integers in [0, V), in any order; one may come several times. Copied.
+          dtype: of the rows, which are rounded to it: "fp32", "fp16", or "bf16" (its bits, as uint16).
+          step: the step that has to be open (FailedPrecondition if another one is). None: any.
+          out: a C-contiguous array [N, D] of that dtype, or such a CUDA array (bf16: any of 16 bits), to write the rows into.
+            None: a new array.
+          streams, timeout: as compute_loss_async().
+          ready: blocks until `out` may be written; runs on a thread of the client.
+        """
+        self.check_usable()
+        numbers = _arrays.as_ids(ids)
+        types.enum_value("dtype", types.DTYPES, dtype)
+        shape = out.__cuda_array_interface__["shape"] if _arrays.is_cuda_array(out) else getattr(out, "shape", None)
+        if out is not None and (shape is None or len(shape) != 2):
+            raise errors.InvalidArgument(f"out has shape {shape}; it must be [{len(numbers)}, D]")
+        if not head:
+            raise errors.InvalidArgument("head is empty")
+        hidden_size = self._library.lossd_client_known_hidden_size(self._pointer, head.encode()) if shape is None else int(shape[1])
+        hidden_size = hidden_size or self._describe(head, timeout).spec.hidden_size
+        array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
+        _loss_call.check_numbers(step=step, streams=streams)
+        asked = Asked(
+            lossd_loss(rows=len(numbers), hidden_size=hidden_size, streams=streams or 0),
+            loss_pb2.OpenMicrobatch(head=head, step=step, hidden_dtype=types.DTYPES[dtype], reduction=loss_pb2.REDUCTION_SUM,
+                                    embedding=loss_pb2.EMBEDDING_ROWS), "out")
+        asked.put(targets=numbers, grad_hidden=place)
+
+        def finish(result: LossResult) -> EmbedResult:
+            return EmbedResult(array, **{each.name: getattr(result, each.name) for each in fields(EmbedResult)[1:]})
+
+        return self._launch(PendingRows(self, asked, finish), timeout, ready)
+
+    embed = waiting(embed_async, EmbedResult)
+    """As embed_async(), and waits for the rows."""
+
+    def add_row_gradients_async(
+            self, head: str, ids: ArrayLike, gradients: Any, *, step: int, id: int, scale: float = 1.0,
+            padding_idx: int | None = None, dtype: DType | None = None, streams: int | None = None,
+            timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingLoss:
+        """Begins to add the gradients of rows that embed() gave: `scale` times gradients[n] joins the gradient of row ids[n] of
+        the weight, in fp32.
+
+        It is a microbatch of the step as those of compute_loss(accumulate=True) are: each row counts once, whatever breaks, and
+        apply_step can expect its id. Of the result, the counts of rows (valid_rows are those that are no padding), where the
+        server stood, and the times mean something; losses are 0.
+
+        InvalidArgument as in embed_async(); NonFinite if a gradient that counts is not finite.
+
+        Args:
+          ids: [N] integers in [0, V), as embed() was given them. Copied.
+          gradients: [N, D], float32 or float16; bf16 as `hidden` of compute_loss_async(), of which all holds, also for CUDA
+            arrays.
+          step: the open step that the gradients belong to.
+          id: names the microbatch within (head, step); no loss of the step has the same. Sending it again with the same contents
+            is safe.
+          padding_idx: rows with this id are padding, whose gradients are left out. None: none are.
+          dtype: of the gradients, where the array does not say it.
+          streams, timeout, ready: as compute_loss_async().
+        """
+        self.check_usable()
+        numbers = _arrays.as_ids(ids)
+        kind, data = _arrays.as_rows("gradients", gradients, dtype)
+        if len(numbers) != data.shape[0]:
+            raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {data.shape[0]} rows of gradients")
+        if not math.isfinite(scale):
+            raise errors.InvalidArgument(f"scale is {scale}; it must be finite")
+        _loss_call.check_numbers(step=step, id=id, streams=streams, padding_idx=padding_idx)
+        asked = Asked(
+            lossd_loss(rows=len(numbers), hidden_size=data.shape[1], streams=streams or 0),
+            loss_pb2.OpenMicrobatch(
+                head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], reduction=loss_pb2.REDUCTION_SUM,
+                options=loss_pb2.LossOptions(ignore_index=padding_idx), grad_output=scale, accumulate_gradients=True,
+                embedding=loss_pb2.EMBEDDING_GRADIENTS), "gradients")
+        asked.put(targets=numbers, hidden=data)
+        return self._launch(PendingLoss(self, asked, lambda result: result), timeout, ready)
+
+    add_row_gradients = waiting(add_row_gradients_async, LossResult)
+    """As add_row_gradients_async(), and waits for the result."""
 
     # ---- Server ----
 
@@ -310,5 +394,4 @@ def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:
         return None, gradient
     if gradient is None or _arrays.is_cuda_array(gradient):  # of which only its maker can make parts
         return gradient, []
-    ends = np.cumsum([depth.rows for depth in depths], dtype=np.int64)
-    return gradient, [gradient[end - depth.rows:end] for end, depth in zip(ends, depths)]
+    return gradient, np.split(gradient, np.cumsum([depth.rows for depth in depths], dtype=np.int64)[:-1])

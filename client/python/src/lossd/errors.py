@@ -7,8 +7,6 @@ Every exception is a LossdError. Where Python has a class for the same thing, ou
 
 from __future__ import annotations
 
-import re
-
 from lossd.v1 import types_pb2
 
 
@@ -136,25 +134,8 @@ _CLASSES: dict[int, type[LossdError]] = {  # by gRPC's status codes
     1: Cancelled, 3: InvalidArgument, 4: DeadlineExceeded, 5: NotFound, 6: AlreadyExists, 7: PermissionDenied, 8: ResourceExhausted,
     9: FailedPrecondition, 10: Aborted, 11: NonFinite, 12: Unimplemented, 14: Unavailable, 15: DataLoss, 16: Unauthenticated}
 _REASONS: dict[int, type[LossdError]] = {1: Restarted, 2: StepDiscarded}
-# What the C++ client calls otherwise than lossd.Client's methods do: its structs are gone, and some arguments have other names.
-_STRUCTS = re.compile(r"(options\.credentials|options|microbatch|outputs|gradients)\.")
-_WORDS = {"options.loss.": "options.", "accumulate_gradients": "accumulate", "REDUCTION_NONE": "reduction 'none'",
-          "Backward": "backward()"}
-_OTHERWISE = re.compile(rf"\b({'|'.join(map(re.escape, _WORDS))}|{_STRUCTS.pattern}(?=\w))")
 
 
-def from_code(code: int, message: str) -> LossdError:
-    """The exception for one of gRPC's status codes, as a number."""
-    return _CLASSES.get(code, Internal)(message)
-
-
-def from_native(code: int, message: str, packed: bytes, reason: int) -> LossdError:
-    """The error of a call of the library. `packed`: an ErrorDetail; `reason`: what an Aborted is (lossd_result)."""
-    detail = types_pb2.ErrorDetail.FromString(packed)
-    if _STRUCTS.match(detail.field) and message.startswith(detail.field):  # what the client refused itself
-        message, detail.field = _in_python(message), _in_python(detail.field)
-    return _REASONS.get(reason, _CLASSES.get(code, Internal))(message, detail)
-
-
-def _in_python(text: str) -> str:
-    return _OTHERWISE.sub(lambda found: _WORDS.get(found[0], ""), text)
+def from_native(code: int, message: str, packed: bytes = b"", reason: int = 0) -> LossdError:
+    """The error of a function of the library. `code`: gRPC's; `packed`: an ErrorDetail; `reason`: what an Aborted is (lossd_result)."""
+    return _REASONS.get(reason, _CLASSES.get(code, Internal))(message, types_pb2.ErrorDetail.FromString(packed))

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lossd import errors
-from lossd._shown import Shown
+from lossd import _native, errors
+from lossd.descriptions import Shown
 from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 DType = Literal["fp32", "fp16", "bf16"]
@@ -29,9 +30,12 @@ Param = Literal["weight", "bias", "norm_gain", "norm_shift", "class_weights"]
 Role = Literal["value", "gradient", "moment1", "moment2"]
 Norm = Literal["none", "layernorm", "rmsnorm"]
 OptimizerState = Literal["none", "momentum", "adam"]
+SavePhase = Literal["waiting", "reading", "writing"]
+StreamWait = Literal["open", "client", "server", "send", "end"]
 # Results per row. Natural logarithms; 0 for ignored rows (argmax: -1).
 RowOutput = Literal["loss", "lse", "entropy", "logprob", "argmax"]
 ROW_OUTPUTS: tuple[RowOutput, ...] = get_args(RowOutput)
+
 
 def numbers_of(words: Any, kind: Any) -> Mapping[str, Any]:
     """The protocol's numbers of words, which are a Literal: "rmsnorm" is NORM_RMSNORM."""
@@ -55,8 +59,7 @@ NORMS = numbers_of(Norm, head_pb2.Norm)
 OPTIMIZER_STATES = numbers_of(OptimizerState, head_pb2.OptimizerState)
 
 # How elements lie in NumPy's memory. NumPy has no bf16: its bits are uint16, the upper half of a float32.
-NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {
-    "fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {"fp32": np.dtype("<f4"), "fp16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
 
 
 def enum_value(field_name: str, names: Mapping[str, Any], name: str) -> Any:
@@ -74,72 +77,53 @@ def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
     return int(value)
 
 
-@dataclass(frozen=True)
-class _Range:
-    """What a number may be."""
-
-    text: str
-    has: Callable[[Any], Any]
-    numbers: tuple[type, ...] = (int, float, np.integer, np.floating)
-
-    def check(self, name: str, value: Any) -> None:
-        if not self.has(value):
-            raise errors.InvalidArgument(f"{name} is {value}; it must be {self.text}")
-
-
-_FINITE = _Range("finite", math.isfinite)
-_NOT_NEGATIVE = _Range("finite and not negative", lambda value: 0 <= value < math.inf)
-_FRACTION = _Range("in [0, 1]", lambda value: 0 <= value <= 1)
-_SCALE = _Range("finite and not 0", lambda value: math.isfinite(value) and value != 0)
-_SOFTCAP = _Range("0, or finite and at least 1.18e-38", lambda value: value == 0 or 1.18e-38 <= value < math.inf)
-_COUNT = _Range("a whole number that is not negative",
-                lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0)
+_KINDS: Mapping[str, tuple[Any, str]] = {"float": ((int, float, np.integer, np.floating), "a number"), "str": (str, "a str"),
+                                         "int": ((int, np.integer), "an int"), "bool": ((bool, np.bool_), "a bool")}
+_WORDS = {"Gradients": GRADIENTS, "Rest": RESTS, "ObjectiveKind": OBJECTIVES, "Kl": KLS, "Divergence": DIVERGENCES}
 
 
 class _Options:
     """Options that are checked when they are made, and that a message has under the same names."""
 
-    _PATH: ClassVar[str] = ""  # what errors say before the name of a field
-    _RULES: ClassVar[Mapping[str, Any]]  # of each field: the _Range of a number, the numbers of its words, or its class
+    _MESSAGE: ClassVar[Any]
+    _PART: ClassVar[str] = ""  # the field of lossd.v1.LossOptions that they are; "": all of it
 
-    def __post_init__(self) -> None:
-        """TypeError or InvalidArgument, naming field and value, for what breaks its rule."""
-        for option in fields(self):  # type: ignore[arg-type]
-            name, value, rule = self._PATH + option.name, getattr(self, option.name), self._RULES[option.name]
-            if value is None and option.default is None:
+    def __post_init__(self: Any) -> None:
+        """TypeError or InvalidArgument, naming field and value. The rules for numbers are the server's; it takes those that are the
+        defaults."""
+        unusual = False
+        for each in fields(self):
+            name, value, kind = f"{self._PART}.{each.name}".lstrip("."), getattr(self, each.name), each.type.removesuffix(" | None")
+            if value is None and each.default is None:
                 continue
-            kinds, said = _kinds(rule)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and rule is not bool):
+            classes, said = _KINDS["str"] if kind in _WORDS else _KINDS.get(kind) or (globals()[kind], f"a lossd.{kind}")
+            if not isinstance(value, classes) or (isinstance(value, bool) and kind != "bool"):
                 raise TypeError(f"{name} is {value!r}; it must be {said}")
-            if isinstance(rule, _Range):
-                rule.check(name, value)
-            elif isinstance(rule, Mapping):
-                enum_value(name, rule, value)
+            if kind in _WORDS:
+                enum_value(name, _WORDS[kind], value)
+            elif kind == "int":
+                whole_number(name, value, -2**31, 31)
+            unusual = unusual or bool(kind not in _WORDS and value != each.default)
+        if unusual:
+            message = self.to_proto()
+            _check((loss_pb2.LossOptions(**{self._PART: message}) if self._PART else message).SerializeToString())
 
-    def _values(self) -> dict[str, Any]:
-        """The fields as a message has them; None is absent."""
-        return {name: _sent(getattr(self, name), rule) for name, rule in self._RULES.items()}
-
-
-def _kinds(rule: Any) -> tuple[Any, str]:
-    """The classes of what a rule is about, and how they are called."""
-    if isinstance(rule, _Range):
-        return rule.numbers, "an int" if float not in rule.numbers else "a number"
-    if rule is bool:
-        return (bool, np.bool_), "a bool"
-    return (str, "a str") if rule is str or isinstance(rule, Mapping) else (rule, f"a lossd.{rule.__name__}")
+    def to_proto(self: Any) -> Any:
+        """The message; None is absent."""
+        return self._MESSAGE(**{each.name: _sent(getattr(self, each.name), each.type.removesuffix(" | None")) for each in fields(self)})
 
 
-def _sent(value: Any, rule: Any) -> Any:
+@functools.lru_cache(maxsize=256)
+def _check(message: bytes) -> None:
+    _native.Call().run("lossd_check_options", message, len(message))
+
+
+def _sent(value: Any, kind: str) -> Any:
     if isinstance(value, _Options):
-        return value.to_proto()  # type: ignore[attr-defined]
-    if isinstance(rule, Mapping) and value is not None:
-        return rule[value]
-    return bool(value) if rule is bool else value
-
-
-_RATIO_KINDS = ("importance_sampling", "ppo", "cispo")
-_CLIP_KINDS = ("ppo", "cispo")
+        return value.to_proto()
+    if kind in _WORDS and value is not None:
+        return _WORDS[kind][value]
+    return bool(value) if kind == "bool" else value
 
 
 @dataclass(frozen=True)
@@ -175,28 +159,14 @@ class Objective(_Options):
     kl_coef: float = 0.0  # finite and not negative; 0: no reference
     entropy_bonus: float = 0.0  # finite
 
-    _PATH = "objective."
-    _RULES = {
-        "kind": OBJECTIVES, "clip_low": _FRACTION, "clip_high": _NOT_NEGATIVE,
-        "dual_clip": _Range("0, or finite and above 1", lambda value: value == 0 or 1 < value < math.inf),
-        "kl": KLS, "kl_coef": _NOT_NEGATIVE, "entropy_bonus": _FINITE}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, kinds, has in (("clip_low", _CLIP_KINDS, "no clip"), ("clip_high", _CLIP_KINDS, "no clip"),
-                                 ("dual_clip", ("ppo",), "none")):
-            if (value := getattr(self, name)) != getattr(Objective, name) and self.kind not in kinds:
-                raise errors.InvalidArgument(f"objective.{name} is {value}; {self.kind!r} has {has}")
+    _MESSAGE, _PART = loss_pb2.Objective, "objective"
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """What has to be given with each row: arguments of compute_loss."""
-        needed = {"advantages": self.kind != "dft", "old_logprobs": self.kind in _RATIO_KINDS,
+        needed = {"advantages": self.kind != "dft", "old_logprobs": self.kind in ("importance_sampling", "ppo", "cispo"),
                   "ref_logprobs": self.kl_coef != 0}
         return tuple(name for name, is_needed in needed.items() if is_needed)
-
-    def to_proto(self) -> loss_pb2.Objective:
-        return loss_pb2.Objective(**self._values())
 
 
 @dataclass(frozen=True)
@@ -221,14 +191,7 @@ class Distillation(_Options):
     teacher_logit_scale: float = 1.0  # as LossOptions.logit_scale, of the teacher
     teacher_softcap: float = 0.0  # as LossOptions.softcap, of the teacher
 
-    _PATH = "distillation."
-    _RULES = {
-        "teacher": str, "divergence": DIVERGENCES, "beta": _Range("in (0, 1)", lambda value: 0 < value < 1),
-        "temperature": _Range("finite and at least 1.18e-38", lambda value: 1.18e-38 <= value < math.inf),
-        "weight": _NOT_NEGATIVE, "target_weight": _NOT_NEGATIVE, "teacher_logit_scale": _SCALE, "teacher_softcap": _SOFTCAP}
-
-    def to_proto(self) -> loss_pb2.Distillation:
-        return loss_pb2.Distillation(**self._values())
+    _MESSAGE, _PART = loss_pb2.Distillation, "distillation"
 
 
 @dataclass(frozen=True, repr=False)
@@ -269,30 +232,7 @@ class LossOptions(Shown, _Options):
     # rows are ignored, and counted (LossResult.unlisted_rows).
     refuse_unlisted: bool = False
 
-    _RULES = {
-        "ignore_index": _Range("in [-2^31, 2^31)", lambda value: -2**31 <= value < 2**31, (int, np.integer)),
-        "label_smoothing": _FRACTION, "z_loss": _NOT_NEGATIVE, "softcap": _SOFTCAP, "logit_scale": _SCALE,
-        "use_class_weights": bool, "gradients": GRADIENTS,
-        "filter_epsilon": _Range("in [0, 1)", lambda value: 0 <= value < 1),
-        "sample_threshold": _Range("in [1e-30, 1]", lambda value: 1e-30 <= value <= 1), "max_gradient_error": _NOT_NEGATIVE,
-        "objective": Objective, "rest": RESTS, "distillation": Distillation, "refuse_unlisted": bool}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for given, by, others in (
-                (self.rest, "rest", {"label_smoothing": "0", "use_class_weights": "absent", "objective": "absent",
-                                     "distillation": "absent"}),
-                (self.objective, "an objective", {"label_smoothing": "0", "use_class_weights": "False"}),
-                (self.distillation, "distillation", {"objective": "None"})):
-            for name, must in others.items() if given is not None else ():
-                if (value := getattr(self, name)) != getattr(LossOptions, name):
-                    raise errors.InvalidArgument(f"{name} is {value}; it must be {must} with {by}")
-        if self.distillation is not None and self.gradients == "filtered":
-            raise errors.InvalidArgument(
-                f"gradients is {self.gradients!r}; it must be 'exact', 'sampled', 'auto' or None with distillation")
-
-    def to_proto(self) -> loss_pb2.LossOptions:
-        return loss_pb2.LossOptions(**self._values())
+    _MESSAGE = loss_pb2.LossOptions
 
 
 @dataclass(frozen=True)
@@ -309,9 +249,10 @@ class Depth:
     normalizer: float | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("rows", _COUNT), ("weight", _NOT_NEGATIVE), ("normalizer", _NOT_NEGATIVE)):
-            if (value := getattr(self, name)) is not None or name != "normalizer":
-                allowed.check(f"depth.{name}", value)
+        whole_number("depth.rows", self.rows, 0, 63)
+        for name, value in (("weight", self.weight), ("normalizer", self.normalizer)):
+            if value is not None and not 0 <= value < math.inf:
+                raise errors.InvalidArgument(f"depth.{name} is {value}; it must be finite and not negative")
 
 
 @dataclass(frozen=True)
@@ -361,6 +302,27 @@ class SGD:
         return head_pb2.Optimizer(sgd=head_pb2.Sgd(
             learning_rate=self.lr, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov,
             weight_decay=self.weight_decay), lazy_rows=self.lazy_rows)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Where Client.create_head finds initial values: safetensors below the server's checkpoint directory.
+
+    `path` is a file, an index of files (".json"), or a folder with a model.safetensors(.index.json); the others are names
+    of tensors in it. Heads that have a bias or a norm need the names of theirs.
+    """
+
+    path: str
+    weight: str  # [V, D], e.g. "lm_head.weight", or the embedding's of a model whose head is tied to it
+    bias: str = ""  # [V]
+    norm_gain: str = ""  # [D]
+    norm_shift: str = ""  # [D]
+    class_weights: str = ""  # [V]; optional
+    # False: InvalidArgument, naming the first, if a value is NaN or infinite; a bias may be -infinity all the same.
+    allow_non_finite: bool = False
+
+    def to_proto(self) -> head_pb2.TensorFile:
+        return head_pb2.TensorFile(**asdict(self))
 
 
 @dataclass

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 import lossd
-from lossd import _loaded, errors
+from lossd import _head_calls, errors
 from lossd.torch import _modes
 from lossd.torch._data_parallel import DataParallel
 
@@ -318,12 +318,12 @@ class Continuation:
     @property
     def is_loaded(self) -> bool:
         """Whether this program has, and no step came after that."""
-        return self._loaded or _loaded.has(self._head, self._description.state)
+        return self._loaded or _head_calls.has_loaded(self._head, self._description.state)
 
     def forget(self) -> None:
         """What was restored was the start of something else: a step has come after it."""
         self._loaded = False
-        _loaded.forget(self._head, self._description.state)
+        _head_calls.forget_loaded(self._head, self._description.state)
 
     def begin(self) -> None:
         """Before a forward in training: the first one says what it continues."""

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of the protocol, package lossd.v1; generated from proto/lossd/v1/*.proto, which are their manual."""
+"""What is made when the package is built: the messages of the protocol, whose manual is proto/lossd/v1/*.proto; descriptions.py,
+classes for those with which the server describes something; library.py, the functions of liblossd.so."""
