@@ -46,6 +46,10 @@ Choice GradientsChoice(Gradients asked, Decision decision) {
   return GradientsChoice(GradientsOf(asked, decision), Reason(asked, decision));
 }
 
+Choice NoLogitsChoice() {
+  return {.what = "logits", .choice = "none", .reason = "the head is an embedding alone"};
+}
+
 Choice ThresholdChoice(float asked, float taken) {
   const std::string reason =
       taken > asked ? absl::StrCat("no room for what ", asked, " takes") : "it was asked for";

@@ -32,6 +32,8 @@ LossOptions AsDecided(LossOptions asked, Gradients gradients, float sample_thres
 // How a chunk's gradients are computed, before the logits are known, and after.
 Choice GradientsChoice(Gradients gradients, absl::string_view reason);
 Choice GradientsChoice(Gradients asked, Decision decision);
+// Of a head that has none (Logits::kNone).
+Choice NoLogitsChoice();
 // The threshold of sampled gradients: what was asked for, or a larger one for want of room.
 Choice ThresholdChoice(float asked, float taken);
 

@@ -72,6 +72,8 @@ absl::Status ValidateTeacher(const HeadConfig& student, const HeadConfig& teache
                               absl::StrCat("one with vocab_size ", teacher.vocab_size));
   }
   if (teacher.trainable) return errors::FieldError(field, "be a frozen head", "a trainable one");
+  if (teacher.logits == Logits::kNone)
+    return errors::FieldError(field, "be a head with logits", "an embedding alone");
   if (student.residency == Residency::kDevice || teacher.residency == Residency::kDevice) {
     return absl::OkStatus();
   }

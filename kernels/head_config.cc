@@ -317,6 +317,21 @@ absl::Status ValidateResidency(const HeadConfig& config) {
                             Name(config.residency), absl::StatusCode::kUnimplemented);
 }
 
+// What has a part in logits alone is absent without them, and so is what no embedding may have.
+absl::Status ValidateEmbeddingAlone(const HeadConfig& config) {
+  if (config.logits != Logits::kNone) return absl::OkStatus();
+  if (config.has_bias) return errors::FieldError("bias", "be false without logits", "true");
+  if (config.has_class_weights) return errors::FieldError("class_weights", "be false without logits", "true");
+  if (config.norm != Norm::kNone)
+    return errors::FieldError("norm", "be none without logits", Name(config.norm));
+  if (!config.class_list.empty()) {
+    return errors::FieldError("class_list", "be empty without logits",
+                              absl::StrCat(config.class_list.classes().size(), " entries"));
+  }
+  if (config.residency == Residency::kDevice) return absl::OkStatus();
+  return errors::FieldError("residency", "be device without logits", Name(config.residency));
+}
+
 }  // namespace
 
 absl::Status Validate(const HeadConfig& config) {
@@ -342,8 +357,8 @@ absl::Status Validate(const HeadConfig& config) {
     return errors::FieldError("optimizer_state", "be none, momentum or adam",
                               static_cast<int>(config.optimizer_state));
   }
-  if (config.logits > Logits::kRecomputed) {
-    return errors::FieldError("logits", "be stored or recomputed", static_cast<int>(config.logits));
+  if (config.logits > Logits::kNone) {
+    return errors::FieldError("logits", "be stored, recomputed or none", static_cast<int>(config.logits));
   }
   if (config.gradients > Gradients::kAuto) {
     return errors::FieldError("gradients", "be exact, filtered, sampled or auto",
@@ -355,6 +370,7 @@ absl::Status Validate(const HeadConfig& config) {
   if (config.split > Split::kVocabulary) {
     return errors::FieldError("split", "be any, rows or vocabulary", static_cast<int>(config.split));
   }
+  LOSSD_RETURN_IF_ERROR(ValidateEmbeddingAlone(config));
   LOSSD_RETURN_IF_ERROR(ValidateReplicas(config));
   LOSSD_RETURN_IF_ERROR(ValidateClassList(config));
   LOSSD_RETURN_IF_ERROR(ValidateShares(config));
@@ -423,6 +439,8 @@ absl::string_view Name(Logits logits) {
       return "stored";
     case Logits::kRecomputed:
       return "recomputed";
+    case Logits::kNone:
+      return "none";
   }
   return "unknown";
 }

@@ -190,6 +190,8 @@ enum class Logits : uint8_t {
   // workspace is a few MiB whatever V is; exact gradients take one product more. A backend may store the
   // logits all the same, and HeadKernels::Describe() then says so.
   kRecomputed,
+  // There are none: the rows of all chunks are rows of an embedding. The workspace has no room for a loss.
+  kNone,
 };
 
 // How a head lies on several devices (docs/scaling.md). On one device it makes no difference.
@@ -322,7 +324,7 @@ absl::string_view Name(Param param);
 // "value", "gradient", "moment1", "moment2".
 absl::string_view Name(Role role);
 absl::string_view Name(Norm norm);             // "none", "layernorm", "rmsnorm"
-absl::string_view Name(Logits logits);         // "stored", "recomputed"
+absl::string_view Name(Logits logits);         // "stored", "recomputed", "none"
 absl::string_view Name(Split split);           // "any", "rows", "vocabulary"
 absl::string_view Name(OptimizerState state);  // "none", "momentum", "adam"
 absl::string_view Name(Residency residency);   // "device", "host"

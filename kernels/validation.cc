@@ -207,6 +207,9 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
   if (chunk.options.use_class_weights && !config.has_class_weights) {
     return errors::FieldError("use_class_weights", "be false: the head has no class weights", "true");
   }
+  if (config.logits == Logits::kNone && !chunk.options.is_embedding()) {
+    return errors::FieldError("embedding", "be rows or gradients: the head has no logits", "none");
+  }
   if (chunk.accumulate_gradients && chunk.options.embedding == Embedding::kRows) {
     return errors::FieldError("accumulate_gradients", "be false for rows of an embedding", "true");
   }

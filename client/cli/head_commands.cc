@@ -206,9 +206,8 @@ void AddCreate(CLI::App* app, Context* context) {
           "Optimizer memory [adam]");
   create->add_flag("--frozen", flags->frozen, "No gradients of the head, no optimizer memory");
   AddWord(create, "--logits", &flags->logits, Words<v1::Logits>(),
-          "Whether logits stay in memory until the gradients are computed, or are computed again in little "
-          "memory "
-          "[stored]");
+          "Whether logits stay in memory until the gradients are computed, are computed again in little "
+          "memory, or there are none: an embedding alone [stored]");
   AddWord(create, "--gradients", &flags->gradients, Words<v1::Gradients>(),
           "How gradients are computed unless a request says otherwise [exact]");
   AddBytes(create, "--workspace-bytes", &flags->workspace_bytes,

@@ -491,11 +491,14 @@ std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows
                                     int threads) {
   const LossOptions options = {.gradients = config.gradients};
   const absl::string_view why_exact = WhyExact(options, false);
+  const Choice chunk = {
+      .what = "chunk",
+      .choice = absl::StrCat("up to ", chunk_rows, " rows"),
+      .reason = chunk_rows == kMostChunkRows ? "more are no faster" : "the workspace holds no more",
+      .workspace_bytes = workspace_bytes};
+  if (config.logits == Logits::kNone) return {chunk, NoLogitsChoice()};
   std::vector<Choice> choices = {
-      {.what = "chunk",
-       .choice = absl::StrCat("up to ", chunk_rows, " rows"),
-       .reason = chunk_rows == kMostChunkRows ? "more are no faster" : "the workspace holds no more",
-       .workspace_bytes = workspace_bytes},
+      chunk,
       {.what = "products", .choice = absl::StrCat("fp32, OpenBLAS, ", threads, " threads")},
       {.what = "row loops",
        .choice = std::string(SelectRowLoops().instruction_set),

@@ -53,6 +53,13 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
   Arena& workspace = arenas[static_cast<size_t>(MemoryKind::kWorkspace)];
   const int64_t hidden_elements = chunk_rows * config.hidden_size;
   buffers.hidden = workspace.Take<float>(hidden_elements);
+  if (config.logits == Logits::kNone) {  // rows go out, or gradients come in
+    buffers.grad_hidden = buffers.hidden;
+    buffers.sources = workspace.Take<RowSource>(chunk_rows);
+    buffers.results = workspace.Take<RowResult>(chunk_rows);
+    if (IsSplitByVocabulary(config, replica)) buffers.bad_rows = workspace.Take<float>(2 * chunk_rows);
+    return buffers;
+  }
   if (config.norm != Norm::kNone) {
     buffers.unit = workspace.Take<float>(hidden_elements);
     buffers.inverse_deviation = workspace.Take<float>(chunk_rows);

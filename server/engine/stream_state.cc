@@ -235,6 +235,10 @@ void ResolveOptions(const kernels::HeadConfig& config, StreamSpec& spec) {
 }
 
 absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config) {
+  if (config.logits == kernels::Logits::kNone && !spec.options.is_embedding()) {
+    return InvalidField("open.embedding", "is required: the head is an embedding alone (LOGITS_NONE)",
+                        "nothing");
+  }
   if (spec.options.use_class_weights && !config.has_class_weights) {
     return InvalidField("open.options.use_class_weights", "needs a head with class weights", "true");
   }

@@ -115,7 +115,8 @@ constexpr char kChecksumKey[] = "checksum";
 constexpr kernels::Norm kNorms[] = {kernels::Norm::kNone, kernels::Norm::kLayerNorm, kernels::Norm::kRmsNorm};
 constexpr kernels::OptimizerState kStates[] = {
     kernels::OptimizerState::kNone, kernels::OptimizerState::kMomentum, kernels::OptimizerState::kAdam};
-constexpr kernels::Logits kLogits[] = {kernels::Logits::kStored, kernels::Logits::kRecomputed};
+constexpr kernels::Logits kLogits[] = {kernels::Logits::kStored, kernels::Logits::kRecomputed,
+                                       kernels::Logits::kNone};
 constexpr kernels::Split kSplits[] = {kernels::Split::kAny, kernels::Split::kRows,
                                       kernels::Split::kVocabulary};
 constexpr kernels::Residency kResidencies[] = {kernels::Residency::kDevice, kernels::Residency::kHost};

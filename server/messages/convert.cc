@@ -838,8 +838,10 @@ absl::StatusOr<kernels::Logits> ToLogits(v1::Logits logits, absl::string_view fi
       return kernels::Logits::kStored;
     case v1::LOGITS_RECOMPUTED:
       return kernels::Logits::kRecomputed;
+    case v1::LOGITS_NONE:
+      return kernels::Logits::kNone;
     default:
-      return FieldError(field, "be LOGITS_STORED, LOGITS_RECOMPUTED or unspecified",
+      return FieldError(field, "be LOGITS_STORED, LOGITS_RECOMPUTED, LOGITS_NONE or unspecified",
                         static_cast<int>(logits));
   }
 }
@@ -850,6 +852,8 @@ v1::Logits ToProto(kernels::Logits logits) {
       return v1::LOGITS_STORED;
     case kernels::Logits::kRecomputed:
       return v1::LOGITS_RECOMPUTED;
+    case kernels::Logits::kNone:
+      return v1::LOGITS_NONE;
   }
   return v1::LOGITS_UNSPECIFIED;
 }

@@ -71,7 +71,7 @@ absl::StatusOr<kernels::HeadConfig> FromProto(const v1::HeadConfig& config) {
   LOSSD_TRY(const auto dtype, DTypeOf(config.compute_dtype()));
   LOSSD_TRY(const auto state,
             EnumOf("optimizer_state", config.optimizer_state(), kernels::OptimizerState::kAdam));
-  LOSSD_TRY(const auto logits, EnumOf("logits", config.logits(), kernels::Logits::kRecomputed));
+  LOSSD_TRY(const auto logits, EnumOf("logits", config.logits(), kernels::Logits::kNone));
   LOSSD_TRY(const auto gradients, GradientsOf(config.gradients()));
   LOSSD_TRY(const auto split, EnumOf("split", config.split(), kernels::Split::kVocabulary));
   return kernels::HeadConfig{.hidden_size = config.hidden_size(),

@@ -494,6 +494,54 @@ TEST_P(BackendConformance, EmbeddingChunksGiveTheSameBitsEachTime) {
   }
 }
 
+// ---- Heads that are an embedding alone ----
+
+TEST_P(BackendConformance, AnEmbeddingAloneServesRowsAndGradients) {
+  for (const auto& [rows, hidden, vocab] : kOddShapes) {
+    Problem problem = MakeProblem(Plain({rows, (rows + 1) / 2}, hidden, vocab), rng());
+    problem.config.logits = Logits::kNone;
+    MakeFine(problem, rng());
+    DrawIds(problem, rng());
+    RunLookUp(backend(), LookUp(problem));
+    RunGradients(backend(), {RowGradients(problem), RowGradients(problem)});
+  }
+}
+
+TEST_P(BackendConformance, AnEmbeddingAloneHasNoRoomForALoss) {
+  const ProblemSpec spec = Plain({33, 12}, 40, 4001);
+  const Problem problem = MakeProblem(spec, rng());
+  Problem alone = problem;
+  alone.config.logits = Logits::kNone;
+  const auto head = MakeHead(backend(), alone), with_logits = MakeHead(backend(), problem);
+  ASSERT_NE(head, nullptr);
+  ASSERT_NE(with_logits, nullptr);
+  const int64_t logits = head->chunk_rows() * alone.config.vocab_size / GetParam().devices * 2;
+  EXPECT_LT(head->memory()[MemoryKind::kWorkspace], logits) << "of a chunk, in 16 bits";
+  if (GetParam().logits == Logits::kStored) {
+    EXPECT_LT(head->memory()[MemoryKind::kWorkspace], with_logits->memory()[MemoryKind::kWorkspace]);
+    EXPECT_GE(head->chunk_rows(), std::min<int64_t>(with_logits->chunk_rows(), 8192));
+  }
+  const std::vector<Choice> choices = head->Describe();
+  EXPECT_TRUE(std::any_of(choices.begin(), choices.end(), [](const Choice& choice) {
+    return choice.what == "logits" && choice.choice == "none";
+  }));
+
+  WantedGradient want(*head);
+  Problem full = alone;
+  full.slices = FillingSlices(*head, spec, rng());
+  ExpectRowsOf(*head, full.weight, LookUp(full), RunChunk(*head, LookUp(full), kWithoutRowOutputs));
+  const ChunkRun loss = RunChunk(*head, alone);
+  for (const absl::Status& status : {loss.results, loss.done}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("embedding must be rows or gradients: the head has no logits, got none"));
+  }
+  ExpectZeroGradients(*head);
+  ExpectAdded(RowGradients(full), RunChunk(*head, RowGradients(full), kWithoutRowOutputs));
+  want.Add(RowGradients(full));
+  want.Expect(*head);
+}
+
 // ---- Bad input ----
 
 TEST_P(BackendConformance, BadEmbeddingChunksAreRefusedAndChangeNothing) {

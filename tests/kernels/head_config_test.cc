@@ -60,8 +60,8 @@ TEST(HeadConfigTest, RefusesValuesOutOfRangeByName) {
        "residency must be device unless the head is frozen, got host"},
       {[](HeadConfig& c) { c.split = static_cast<Split>(3); },
        "split must be any, rows or vocabulary, got 3"},
-      {[](HeadConfig& c) { c.logits = static_cast<Logits>(2); },
-       "logits must be stored or recomputed, got 2"},
+      {[](HeadConfig& c) { c.logits = static_cast<Logits>(3); },
+       "logits must be stored, recomputed or none, got 3"},
       {[](HeadConfig& c) { c.gradients = static_cast<Gradients>(4); },
        "gradients must be exact, filtered, sampled or auto, got 4"},
   };
@@ -73,6 +73,35 @@ TEST(HeadConfigTest, RefusesValuesOutOfRangeByName) {
     EXPECT_THAT(std::string(status.message()), HasSubstr(c.message));
     const auto [field, rule, value] = errors::GetFieldViolation(status).value_or(errors::FieldViolation());
     EXPECT_EQ(status.message(), absl::StrCat(field, " ", rule, ", got ", value));
+  }
+}
+
+TEST(HeadConfigTest, AnEmbeddingAloneHasNothingOfALoss) {
+  HeadConfig alone = Valid();
+  alone.logits = Logits::kNone;
+  EXPECT_TRUE(Validate(alone).ok());
+  EXPECT_EQ(Name(alone.logits), "none");
+  const std::pair<const char*, void (*)(HeadConfig&)> cases[] = {
+      {"bias must be false without logits, got true", [](HeadConfig& c) { c.has_bias = true; }},
+      {"class_weights must be false without logits, got true",
+       [](HeadConfig& c) { c.has_class_weights = true; }},
+      {"norm must be none without logits, got rmsnorm", [](HeadConfig& c) { c.norm = Norm::kRmsNorm; }},
+      {"class_list must be empty without logits, got 9 entries",
+       [](HeadConfig& c) {
+         c.class_list = ClassList({1, 2, 3, 4, 5, 6, 7, 8, 9}, 20);
+       }},
+      {"residency must be device without logits, got host", [](HeadConfig& c) {
+         c.trainable = false;
+         c.residency = Residency::kHost;
+       }}};
+  for (const auto& [message, change] : cases) {
+    HeadConfig config = alone;
+    change(config);
+    const absl::Status status = Validate(config);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(status.message(), message);
+    config.logits = Logits::kStored;
+    EXPECT_TRUE(Validate(config).ok()) << message;
   }
 }
 
@@ -349,6 +378,19 @@ TEST_F(ValidationTest, ChunksNameFieldAndValue) {
 TEST_F(ValidationTest, ChunksOfHeadsThatCannotTakeThem) {
   config_.trainable = false;
   ExpectRefused([](Chunk& c) { c.accumulate_gradients = true; }, "accumulate_gradients", "true");
+  config_ = Config();
+  config_.logits = Logits::kNone;
+  ExpectRefused([](Chunk&) {}, "embedding", "none");
+}
+
+TEST(TeachersTest, AreFrozenHeadsWithLogits) {
+  const HeadConfig student = Valid();
+  HeadConfig teacher = student;
+  ExpectViolation(ValidateTeacher(student, teacher, "t"), "t", "a trainable one");
+  teacher.trainable = false;
+  EXPECT_TRUE(ValidateTeacher(student, teacher, "t").ok());
+  teacher.logits = Logits::kNone;
+  ExpectViolation(ValidateTeacher(student, teacher, "t"), "t", "an embedding alone");
 }
 
 TEST_F(ValidationTest, EveryHeadTakesChunksOfAllGradients) {

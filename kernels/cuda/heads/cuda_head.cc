@@ -373,7 +373,8 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, Cu
   const bool tune = may_tune && device->options().autotune && !device->options().deterministic;
   if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
   LOSSD_RETURN_IF_ERROR(head->MakeChoices());
-  const bool runs_once = device->options().shares_process && config.residency == Residency::kDevice;
+  const bool runs_once = device->options().shares_process && config.residency == Residency::kDevice &&
+                         config.logits != Logits::kNone;
   if (runs_once) {
     device->gemms().LoadCode(true);
     const absl::Status ran = RunOnce(*head);
@@ -451,6 +452,11 @@ absl::Status CudaHead::Tune() {
 }
 
 absl::Status CudaHead::MakeChoices() {
+  choices_ = {ChunkChoice(config_, sizes_, plan_, device_->options().max_chunk_rows)};
+  if (config_.logits == Logits::kNone) {
+    choices_.push_back(NoLogitsChoice());
+    return absl::OkStatus();
+  }
   ChunkFacts full;
   full.terms.vocab = sizes_.vocab;
   full.terms.elsewhere = sizes_.all_classes - sizes_.vocab;
@@ -460,8 +466,7 @@ absl::Status CudaHead::MakeChoices() {
   const ChunkPlan plan = planner_->Plan({.gradients = config_.gradients}, full, config_.compute_dtype);
   absl::StatusOr<std::vector<Choice>> choices = paths_->Describe(plan);
   if (!choices.ok()) return choices.status();
-  choices_ = *std::move(choices);
-  choices_.insert(choices_.begin(), ChunkChoice(config_, sizes_, plan_, device_->options().max_chunk_rows));
+  std::move(choices->begin(), choices->end(), std::back_inserter(choices_));
   return absl::OkStatus();
 }
 

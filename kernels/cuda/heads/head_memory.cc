@@ -13,6 +13,7 @@
 #include "kernels/cuda/kernels/launch_plan.h"
 #include "kernels/cuda/paths/chunk_plan.h"
 #include "kernels/cuda/paths/path_memory.h"
+#include "kernels/decision.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
 
@@ -27,8 +28,23 @@ constexpr int64_t kPad = 8;  // elements: 16 bytes of a 16-bit type
 constexpr int64_t kTransferBytes = int64_t{8} << 20;
 // A transfer buffer of a head that recomputes logits is this part of the head's limit at most.
 constexpr int64_t kTransferParts = 32;
+// Rows of a chunk of an embedding alone at most: a microbatch of the usual size. More are no faster.
+constexpr int64_t kEmbeddingChunkRows = 8192;
 
 bool Recomputes(const HeadConfig& config) { return config.logits == Logits::kRecomputed; }
+
+// Rows of a chunk, however much memory there is.
+int64_t MostRows(const HeadConfig& config, int64_t max_chunk_rows) {
+  switch (config.logits) {
+    case Logits::kStored:
+      break;
+    case Logits::kRecomputed:
+      return std::min(max_chunk_rows, kRecomputedChunkRows);
+    case Logits::kNone:
+      return std::min(max_chunk_rows, kEmbeddingChunkRows);
+  }
+  return max_chunk_rows;
+}
 
 HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
   sizes.chunk_rows = PadRows(rows);
@@ -98,8 +114,8 @@ int64_t CheapestRows(int64_t fit) {
 }
 
 // Bisection over chunk rows in units of 8; the workspace grows with them.
-HeadSizes WithLogits(const HeadConfig& config, const HeadSizes& sizes, int64_t limit, int64_t max_chunk_rows,
-                     int multiprocessors) {
+HeadSizes WithRowsThatFit(const HeadConfig& config, const HeadSizes& sizes, int64_t limit,
+                          int64_t max_chunk_rows, int multiprocessors) {
   int64_t fits = 1;
   int64_t fails = std::max<int64_t>(RoundUp(max_chunk_rows, kPad) / kPad, 1) + 1;
   while (fails - fits > 1) {
@@ -114,7 +130,7 @@ HeadSizes WithLogits(const HeadConfig& config, const HeadSizes& sizes, int64_t l
 HeadSizes WithArena(const HeadConfig& config, HeadSizes sizes, int64_t limit, int64_t max_chunk_rows,
                     int multiprocessors) {
   if (limit >= kDevicePage) limit -= limit % kDevicePage;  // what is allocated is whole pages
-  for (int64_t rows = std::min(max_chunk_rows, kRecomputedChunkRows);; rows /= 2) {
+  for (int64_t rows = max_chunk_rows;; rows /= 2) {
     sizes = WithRows(sizes, rows);
     sizes.transfer_bytes = std::max(std::min(sizes.transfer_bytes, limit / kTransferParts),
                                     sizes.hidden * int64_t{sizeof(float)});
@@ -144,15 +160,16 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   sizes.all_classes = config.vocab_size;
   sizes.first_class = own.first;
   sizes.most_classes = MostClassesOf(config, replica.count);
-  sizes.fused = fused && config.compute_dtype != DType::kFloat32;
+  sizes.fused = fused && config.compute_dtype != DType::kFloat32 && config.logits != Logits::kNone;
   sizes.hidden = config.hidden_size;
   sizes.vocab = sizes.most_classes;  // so that all parts have the same sizes
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
   sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
   sizes.element = static_cast<int64_t>(SizeOf(config.compute_dtype));
   const int64_t limit = WorkspaceLimit(config, workspace_bytes);
+  max_chunk_rows = MostRows(config, max_chunk_rows);
   sizes = Recomputes(config) ? WithArena(config, sizes, limit, max_chunk_rows, multiprocessors)
-                             : WithLogits(config, sizes, limit, max_chunk_rows, multiprocessors);
+                             : WithRowsThatFit(config, sizes, limit, max_chunk_rows, multiprocessors);
   sizes.most_padded_vocab = sizes.padded_vocab;
   sizes.vocab = own.rows;
   sizes.padded_vocab = std::max(RoundUp(sizes.vocab, kPad), kPad);
@@ -235,11 +252,9 @@ Choice BlocksChoice(const HeadConfig& config, const HeadSizes& sizes, const Chun
 
 Choice ChunkChoice(const HeadConfig& config, const HeadSizes& sizes, const MemoryBytes& memory,
                    int64_t max_chunk_rows) {
-  int64_t most_rows = max_chunk_rows;
-  if (config.logits == Logits::kRecomputed) most_rows = std::min(most_rows, kRecomputedChunkRows);
   return {.what = "chunk",
           .choice = absl::StrCat("up to ", sizes.chunk_rows, " rows"),
-          .reason = std::string(WhyNoMoreRows(sizes, most_rows)),
+          .reason = std::string(WhyNoMoreRows(sizes, MostRows(config, max_chunk_rows))),
           .workspace_bytes = memory[MemoryKind::kWorkspace]};
 }
 
@@ -261,6 +276,10 @@ absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& de
                              device.fused_loss, plan.sizes.is_split()};
   const ChunkPlan chunk = PlanChunk({.gradients = config.gradients}, full, limits);
   plan.choices = {ChunkChoice(config, plan.sizes, plan.memory, device.max_chunk_rows)};
+  if (config.logits == Logits::kNone) {
+    plan.choices.push_back(NoLogitsChoice());
+    return plan;
+  }
   if (config.logits == Logits::kRecomputed) {
     plan.choices.push_back(BlocksChoice(config, plan.sizes, chunk, sms));
   }

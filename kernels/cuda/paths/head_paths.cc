@@ -39,6 +39,8 @@ absl::Span<const Way> WaysOf(const HeadConfig& config) {
       return kStored;
     case Logits::kRecomputed:
       return kRecomputed;
+    case Logits::kNone:
+      return {};
   }
   return {};
 }

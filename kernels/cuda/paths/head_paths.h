@@ -28,6 +28,7 @@ class HeadPaths {
   HeadPaths(const HeadPaths&) = delete;
   HeadPaths& operator=(const HeadPaths&) = delete;
 
+  // Of a head with logits, as is Describe().
   ChunkPath& For(const ChunkPlan& plan);
   // How a full chunk with gradients is computed whose plan this is, and what the head keeps for others.
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan);

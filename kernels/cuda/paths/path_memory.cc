@@ -624,6 +624,8 @@ PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes) {
       ClaimFilteredRecomputed(config, sizes, claims);
       ClaimSampledRecomputed(config, sizes, claims);
       break;
+    case Logits::kNone:  // the head's own regions do (EmbeddingRows)
+      return claims;
   }
   SplitRows::Claim(sizes, claims);
   TopScratch::Claim(sizes, claims);

@@ -350,6 +350,9 @@ TEST(EnumsTest, UnspecifiedIsADefaultOrRefused) {
   EXPECT_EQ(*ToNorm(v1::NORM_UNSPECIFIED, "norm"), kernels::Norm::kNone);
   EXPECT_EQ(*ToOptimizerState(v1::OPTIMIZER_STATE_UNSPECIFIED, "state"), kernels::OptimizerState::kAdam);
   EXPECT_EQ(*ToLogits(v1::LOGITS_UNSPECIFIED, "logits"), kernels::Logits::kStored);
+  EXPECT_THAT(std::string(ToLogits(static_cast<v1::Logits>(9), "spec.logits").status().message()),
+              ::testing::HasSubstr(
+                  "spec.logits must be LOGITS_STORED, LOGITS_RECOMPUTED, LOGITS_NONE or unspecified, got 9"));
   EXPECT_EQ(*ToSplit(v1::SPLIT_UNSPECIFIED, "split"), kernels::Split::kAny);
   EXPECT_EQ(*ToGradients(v1::GRADIENTS_UNSPECIFIED, "gradients"), kernels::Gradients::kExact);
   EXPECT_EQ(*ToRole(v1::ROLE_UNSPECIFIED, "role"), kernels::Role::kValue);

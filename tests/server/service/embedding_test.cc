@@ -360,6 +360,59 @@ TEST_P(EmbeddingTest, HeadsThatCannotServe) {
   if (listed.ok()) expect_refused("draft", absl::StatusCode::kInvalidArgument);
 }
 
+TEST_P(EmbeddingTest, AHeadWithoutLogitsIsAnEmbeddingAlone) {
+  const auto alone = [](v1::HeadSpec& spec) {
+    spec.set_logits(v1::LOGITS_NONE);
+    spec.set_bias(false);
+    spec.set_norm(v1::NORM_NONE);
+  };
+  const auto refused = [&](const std::function<void(v1::HeadSpec&)>& change) {
+    return std::string(Create("alone", [&](v1::HeadSpec& spec) { alone(spec), change(spec); }).message());
+  };
+  EXPECT_THAT(refused([](auto& spec) { spec.set_bias(true); }),
+              HasSubstr("bias must be false without logits"));
+  EXPECT_THAT(refused([](auto& spec) { spec.set_norm(v1::NORM_LAYERNORM); }),
+              HasSubstr("norm must be none without logits"));
+  ASSERT_TRUE(client_->DeleteHead("lm").ok());
+  ASSERT_TRUE(Create("lm", alone).ok());
+  ASSERT_TRUE(
+      Create("both", [&](v1::HeadSpec& spec) { alone(spec), spec.set_logits(v1::LOGITS_STORED); }).ok());
+  std::vector<float> weight(kClasses * kHidden);
+  for (float& x : weight) x = normal_(rng_);
+  ASSERT_TRUE(client_->WriteTensor("lm", v1::PARAM_WEIGHT, weight).ok());
+  const auto described = client_->DescribeHead("lm"), both = client_->DescribeHead("both");
+  ASSERT_TRUE(described.ok() && both.ok());
+  EXPECT_EQ(described->spec().logits(), v1::LOGITS_NONE);
+  EXPECT_LT(described->memory().workspace(), both->memory().workspace());
+
+  const std::vector<int32_t> ids = RandomIds(300);
+  std::vector<float> rows(ids.size() * kHidden);
+  ASSERT_TRUE(Embed(ids, v1::DTYPE_FP32, rows.data()).ok());
+  for (size_t row = 0; row < ids.size(); ++row) {
+    for (size_t j = 0; j < kHidden; ++j) {
+      ASSERT_EQ(rows[row * kHidden + j],
+                ids[row] == kPadding ? 0.0f : weight[static_cast<size_t>(ids[row]) * kHidden + j]);
+    }
+  }
+  const std::vector<float> gradients = RandomRows(ids.size());
+  Sums sums;
+  ASSERT_TRUE(AddGradients(0, ids, gradients).ok());
+  sums.Add(ids, gradients, 1.0);
+  sums.ExpectEqual(Gradient());
+
+  std::vector<int32_t> targets(4, 1);
+  const client::Microbatch loss{.head = "lm",
+                                .hidden_size = kHidden,
+                                .hidden_dtype = v1::DTYPE_FP32,
+                                .hidden = rows.data(),
+                                .targets = targets};
+  const absl::Status status = client_->ComputeLoss(loss, {}, {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("open.embedding is required: the head is an embedding alone (LOGITS_NONE)"));
+  sums.ExpectEqual(Gradient());
+}
+
 // ---- What clients can get wrong ----
 
 class EmbeddingInputTest : public BadInputTest {

@@ -195,6 +195,32 @@ TEST(HeadPlan, SaysTheBlocksOfRecomputedLogits) {
   EXPECT_EQ(ChoiceOf(*plan, "weight gradient"), "library product");
 }
 
+// Room for two chunks in flight and for rows on their way; with logits it takes 2.2 GiB.
+TEST(HeadPlan, AnEmbeddingAloneHasNoRoomForALoss) {
+  HeadConfig config = Llama();
+  config.logits = Logits::kNone;
+  for (const int parts : {1, 4}) {
+    PlanDevice device = Hopper();
+    config.split = parts == 1 ? Split::kAny : Split::kVocabulary;
+    device.replica = {parts - 1, parts};
+    const auto plan = PlanHead(config, device);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->sizes.chunk_rows, 8192);
+    EXPECT_LE(plan->memory[MemoryKind::kWorkspace], int64_t{18} << 20);
+    // Of parts rows are added up in fp32.
+    EXPECT_LE(plan->memory[MemoryKind::kSlots], int64_t{parts == 1 ? 196 : 260} << 20);
+    EXPECT_EQ(ChoiceOf(*plan, "chunk"), "up to 8192 rows");
+    EXPECT_EQ(ChoiceOf(*plan, "logits"), "none");
+    EXPECT_EQ(ChoiceOf(*plan, "loss"), "");
+  }
+  config.workspace_bytes = int64_t{40} << 20;
+  config.split = Split::kAny;
+  const auto small = PlanHead(config, Hopper());
+  ASSERT_TRUE(small.ok()) << small.status();
+  EXPECT_LT(small->sizes.chunk_rows, 2048);
+  EXPECT_LE(small->memory[MemoryKind::kWorkspace] + small->memory[MemoryKind::kSlots], int64_t{42} << 20);
+}
+
 TEST(HeadPlan, OfAnotherGpuDoesNotFuseTheLoss) {
   PlanDevice device = Hopper();
   device.limits.is_hopper = false;
