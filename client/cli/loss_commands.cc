@@ -18,6 +18,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "client/cli/describe.h"
 #include "client/cli/format.h"
@@ -227,16 +228,21 @@ absl::StatusOr<SoftTargets> LoadSoftTargets(const LossFlags& flags, uint64_t row
   SoftTargets soft;
   if (flags.target_classes.empty()) return soft;
   LOSSD_TRY(const TensorData classes, LoadTensor(flags.target_classes));
+  LOSSD_TRY(const TensorData weights, LoadTensor(flags.target_weights));
+  if (weights.shape != classes.shape || classes.shape.size() != 2 ||
+      classes.shape.front() != static_cast<int64_t>(rows)) {
+    const auto shape = [](const TensorData& tensor) {
+      return absl::StrCat("[", absl::StrJoin(tensor.shape, ", "), "]");
+    };
+    return absl::InvalidArgumentError(absl::StrCat(flags.target_classes, " has shape ", shape(classes),
+                                                   " and ", flags.target_weights, " ", shape(weights),
+                                                   "; both must have [N, K], with N ", rows));
+  }
   LOSSD_TRY(soft.weights, LoadNumbers(flags.target_weights));
   absl::StatusOr<std::vector<int32_t>> places = ToInt32(classes);
   if (!places.ok()) return InFile(flags.target_classes, places.status());
   soft.classes = *std::move(places);
-  soft.count = static_cast<uint32_t>(classes.shape.empty() ? 1 : classes.shape.back());
-  if (soft.classes.size() != rows * soft.count || soft.weights.size() != soft.classes.size()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        flags.target_classes, " has ", soft.classes.size(), " classes and ", flags.target_weights, " ",
-        soft.weights.size(), " weights; both must have [N, K], with N ", rows));
-  }
+  soft.count = static_cast<uint32_t>(classes.shape.back());
   return soft;
 }
 
@@ -879,10 +885,18 @@ class Bench {
 };
 
 absl::Status CheckHead(const BenchFlags& flags, const v1::HeadDescription& head) {
-  if (!Accumulates(flags.what) || flags.force || head.step_rows() == 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      "head \"", flags.head, "\" holds gradients of ", head.step_rows(),
-      " rows, which the benchmark would mix with its own and discard; use --what dx, or --force"));
+  if (!Accumulates(flags.what) || flags.force) return absl::OkStatus();
+  std::vector<std::string> held;
+  const auto add = [&held](uint64_t count, absl::string_view what) {
+    if (count > 0) held.push_back(absl::StrCat(count, " ", what));
+  };
+  add(head.step_rows(), "rows");
+  add(head.step_contributions(), "contributions (AddGradient)");
+  add(head.retained_microbatches(), "retained microbatches");
+  if (held.empty()) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("head \"", flags.head, "\" holds gradients of ", absl::StrJoin(held, " and "),
+                   ", which the benchmark would mix with its own and discard; use --what dx, or --force"));
 }
 
 // Real rows need the weight that belongs to them, which replaces the head's.

@@ -243,6 +243,7 @@ class ForwardWork : public LossWork {
     open.mutable_rows()->set_begin(rows.begin);
     open.mutable_rows()->set_end(rows.end);
     open.set_hidden_dtype(microbatch_.hidden_dtype);
+    open.set_hidden_size(hidden_size());
     *open.mutable_options() = options_.loss;
     open.set_reduction(options_.reduction);
     if (microbatch_.depths.empty() && options_.reduction == v1::REDUCTION_MEAN)
@@ -347,6 +348,8 @@ class BackwardWork : public LossWork {
     open->mutable_rows()->set_begin(rows.begin);
     open->mutable_rows()->set_end(rows.end);
     open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
+    open->set_hidden_dtype(gradients_.hidden_dtype);
+    open->set_hidden_size(hidden_size());
     open->set_accumulate_gradients(accumulates());
     SetMeant(meant, open);
     const auto add = [rows](const std::vector<float>& values, auto* field) {
@@ -1274,6 +1277,8 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
 }
 
 void LossCall::Fail(const absl::Status& status) {
+  // Perhaps what is known of the head is of one that is gone: the next call asks.
+  if (absl::IsInvalidArgument(status)) core_->head_cache().ForgetFacts(work_->head());
   if (error_.ok()) error_ = status;
   finishing_ = true;
   if (describe_ != nullptr) describe_->context.TryCancel();

@@ -98,6 +98,7 @@ struct StreamSpec {
   uint64_t microbatch_id = 0;
   int64_t microbatch_rows = 0;  // N of the whole microbatch
   RowRange rows;                // carried by this stream
+  uint64_t hidden_size = 0;     // what the caller takes for the head's; 0: the caller does not say
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
   kernels::LossOptions options;    // kernels::Validate takes them: whoever makes the spec has asked it
   std::string teacher;             // the head of options.distillation
@@ -135,6 +136,8 @@ struct BackwardSpec {
   std::string run;                     // as in StreamSpec
   uint64_t microbatch_id = 0;
   RowRange rows;
+  uint64_t hidden_size = 0;                    // as in StreamSpec
+  std::optional<kernels::DType> hidden_dtype;  // that in which the rows were retained; nullopt: that, too
   bool want_grad_hidden = false;
   bool accumulate_gradients = false;
   std::vector<float> grad_loss;     // [rows.size()]: dL/d(row loss)

@@ -133,6 +133,12 @@ absl::Status StreamAdmission::CheckStep(absl::string_view field, std::optional<u
   return parts_.step->CheckNumber(field, {.step = *named, .run = run}, parts_.context->runtime->WallNow());
 }
 
+absl::Status StreamAdmission::CheckHiddenSize(absl::string_view field, uint64_t size) const {
+  const auto own = static_cast<uint64_t>(parts_.config->hidden_size);
+  if (size == 0 || size == own) return absl::OkStatus();
+  return InvalidField(field, absl::StrCat("must be the head's, ", own), absl::StrCat(size));
+}
+
 absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::MakeStream(
     StreamSpec spec, std::shared_ptr<StreamObserver> observer, TeacherOf teacher) {
   const SliceLimits limits = parts_.schedule->For(spec.accumulate_gradients).limits();
@@ -145,6 +151,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Open(StreamSpec sp
                                                                    TeacherOf teacher) {
   LOSSD_RETURN_IF_ERROR(CheckPlaces(spec.peer));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckGeneration("open.generation", spec.generation));
+  LOSSD_RETURN_IF_ERROR(CheckHiddenSize("open.hidden_size", spec.hidden_size));
   auto stream = MakeStream(std::move(spec), std::move(observer), std::move(teacher));
   if (!stream.ok()) return stream.status();
   LOSSD_RETURN_IF_ERROR(CheckStep("open.step", (*stream)->spec().step, (*stream)->spec().run));
@@ -159,6 +166,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::OpenBackward(
     BackwardSpec spec, std::shared_ptr<StreamObserver> observer) {
   LOSSD_RETURN_IF_ERROR(CheckPlaces(spec.peer));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckGeneration("backward.generation", spec.generation));
+  LOSSD_RETURN_IF_ERROR(CheckHiddenSize("backward.hidden_size", spec.hidden_size));
   LOSSD_RETURN_IF_ERROR(CheckStep("backward.step", spec.step, spec.run));
   LOSSD_RETURN_IF_ERROR(parts_.step->CheckWeights());
   if (spec.accumulate_gradients && !parts_.config->trainable) {
@@ -168,6 +176,12 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::OpenBackward(
   auto kept = parts_.deferred->Find(spec.microbatch_id, spec.rows, parts_.context->runtime->Now());
   if (!kept.ok()) return kept.status();
   BackwardRows rows = RowsOf(spec, **kept);
+  if (spec.hidden_dtype.value_or(rows.stream.hidden_dtype) != rows.stream.hidden_dtype) {
+    return InvalidField(
+        "backward.hidden_dtype",
+        absl::StrCat("must be ", kernels::Name(rows.stream.hidden_dtype), ", as the rows were retained"),
+        kernels::Name(*spec.hidden_dtype));
+  }
   auto stream = MakeStream(std::move(rows.stream), std::move(observer));
   if (!stream.ok()) return stream.status();
   (*stream)->SetRetained(std::move(rows.retained), {.loss = std::move(spec.grad_loss),

@@ -117,6 +117,8 @@ class StreamAdmission {
                                                           TeacherOf teacher = {});
   // Finds a place for the hidden states of a stream that retains them.
   absl::Status ReserveRetained(StreamState& stream);
+  // `size`: what a caller takes for the head's D.
+  absl::Status CheckHiddenSize(absl::string_view field, uint64_t size) const;
   // Enters a checked stream into the ledger and the set.
   absl::StatusOr<std::shared_ptr<StreamState>> Admit(std::shared_ptr<StreamState> stream);
   // The account that pays for what is known of the stream's rows.

@@ -432,6 +432,9 @@ absl::StatusOr<engine::StepRequest> ToStepRequest(const v1::ApplyStepRequest& re
   step.optimizer = *optimizer;
   step.expected_microbatches.assign(request.expected_microbatches().begin(),
                                     request.expected_microbatches().end());
+  if (request.expected_rows() > uint64_t{std::numeric_limits<int64_t>::max()}) {
+    return FieldError("expected_rows", "be below 2^63", request.expected_rows());
+  }
   if (request.has_expected_rows()) step.expected_rows = static_cast<int64_t>(request.expected_rows());
   step.skip_non_finite = request.skip_non_finite();
   if (request.has_incarnation()) step.incarnation = request.incarnation();
@@ -455,6 +458,7 @@ absl::StatusOr<engine::StreamSpec> ToStreamSpec(const v1::OpenMicrobatch& open) 
   const auto rows = ToRowRange(open.rows(), "open.rows", spec.microbatch_rows);
   if (!rows.ok()) return rows.status();
   spec.rows = *rows;
+  spec.hidden_size = open.hidden_size();
   const auto dtype = ToDType(open.hidden_dtype(), "open.hidden_dtype");
   if (!dtype.ok()) return dtype.status();
   spec.hidden_dtype = *dtype;
@@ -515,6 +519,12 @@ absl::StatusOr<engine::BackwardSpec> ToBackwardSpec(const v1::OpenBackward& back
   const auto rows = ToRowRange(backward.rows(), "backward.rows", kMaxMicrobatchRows);
   if (!rows.ok()) return rows.status();
   spec.rows = *rows;
+  spec.hidden_size = backward.hidden_size();
+  if (backward.hidden_dtype() != v1::DTYPE_UNSPECIFIED) {
+    const auto dtype = ToDType(backward.hidden_dtype(), "backward.hidden_dtype");
+    if (!dtype.ok()) return dtype.status();
+    spec.hidden_dtype = *dtype;
+  }
   spec.want_grad_hidden = backward.want_grad_hidden();
   spec.accumulate_gradients = backward.accumulate_gradients();
   spec.grad_loss.assign(backward.grad_loss().begin(), backward.grad_loss().end());

@@ -25,6 +25,7 @@ ProblemSpec DistillationConformance::Distilled(std::vector<int64_t> slice_rows, 
   ProblemSpec spec = Plain(std::move(slice_rows), hidden_size, vocab_size);
   ProblemSpec teacher = Plain({}, teacher_hidden_size, vocab_size);
   teacher.config.trainable = false;
+  teacher.config.workspace_bytes = int64_t{256} << 20;  // its chunks have the student's rows (CheckTeacher)
   spec.options.distillation = distillation;
   // Hidden states that the head rounds once more would leave too much to rounding (IsDecided).
   const bool jumps = distillation.divergence == Divergence::kTotalVariation;

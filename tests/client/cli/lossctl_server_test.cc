@@ -504,6 +504,27 @@ TEST_F(LossctlServerTest, SoftTargetsComeFromFiles) {
   EXPECT_THAT(Run(rows + "--rest one-class " + files, 4), HasSubstr("open.target_weights"));
   EXPECT_THAT(Run(rows + "--rest none --target-classes rows.safetensors:row_argmax " + weights, 4),
               HasSubstr("both must have [N, K]"));
+  // Classes of 50 rows by 2, weights of the first 25 rows by 4: as many numbers.
+  Run("loss head --random 25 --seed 3 --top-k 4 --rows-out few.safetensors");
+  Run(rows + "--top-k 2 --rows-out many.safetensors");
+  EXPECT_THAT(
+      Run(rows + "--rest none --target-classes many.safetensors:top_classes " +
+              "--target-weights few.safetensors:top_logprobs",
+          4),
+      HasSubstr("many.safetensors:top_classes has shape [50, 2] and few.safetensors:top_logprobs [25, 4]"));
+}
+
+TEST_F(LossctlServerTest, ABenchmarkKeepsGradientsOfOthers) {
+  Run("create head --hidden 4 --vocab 12");
+  Run("read head weight --out weight.npy");
+  Run("add-grad head weight weight.npy --step 0 --id 5");
+  EXPECT_THAT(Run("bench head --rows 8 --microbatches 1", 4),
+              HasSubstr("holds gradients of 1 contributions (AddGradient)"));
+  EXPECT_THAT(Run("grad-norm head"), Not(HasSubstr(" 0\n")));
+  Run("bench head --rows 8 --microbatches 1 --what dx");
+  Run("bench head --rows 8 --microbatches 1 --force");
+  Run("loss head --random 5 --accumulate --step 0");
+  EXPECT_THAT(Run("bench head --rows 8 --microbatches 1", 4), HasSubstr("holds gradients of 5 rows"));
 }
 
 TEST_F(LossctlServerTest, AHeadWithReplicasSaysHowItLies) {

@@ -410,3 +410,36 @@ def test_the_gpu_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(lossd.Unavailable):
             lossd.embedded(**options)  # type: ignore[arg-type]
     assert [each.get("device") for each in given] == ["GPU-1", 0, None, None]
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_backward_in_another_dtype_or_width_changes_nothing(transport: str) -> None:
+    with lossd.embedded(backend="cpu", threads=1, client={"transport": transport}) as client:
+        client.create_head("lm", hidden_size=4, vocab_size=7, compute_dtype="fp32")
+        hidden = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float16)
+        client.compute_loss("lm", hidden, [0, 1, 2, 3], step=0, id=1, reduction="none", retain=True)
+        upstream = np.ones(4, np.float32)
+        for dtype in ("fp32", "bf16"):
+            with pytest.raises(lossd.InvalidArgument, match="backward.hidden_dtype must be fp16, as the rows were retained"):
+                client.backward("lm", 1, upstream, hidden_size=4, step=0, accumulate=True, grad_hidden=True, dtype=dtype)
+        fresh = lossd.Client(client.target, transport=transport)
+        for width in (2, 8):
+            with fresh, pytest.raises(lossd.InvalidArgument, match=f"hidden_size.* {width}|{width}.*hidden_size"):
+                fresh.backward("lm", 1, upstream, hidden_size=width, grad_hidden=True, dtype="fp16")
+            fresh = lossd.Client(client.target, transport=transport)
+        fresh.close()
+        assert client.describe_head("lm").step_rows == 0 and client.grad_norm("lm") == 0
+        assert client.backward("lm", 1, upstream, hidden_size=4, step=0, accumulate=True, dtype="fp16").accumulated_rows == 4
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shared_memory"])
+def test_rows_of_a_head_that_was_made_again_with_another_width(transport: str) -> None:
+    with lossd.embedded(backend="cpu", threads=1, client={"transport": transport}) as other, \
+            lossd.Client(other.target, transport=transport) as client:
+        other.create_head("e", hidden_size=8, vocab_size=7, compute_dtype="fp32")
+        assert client.embed("e", [1], dtype="fp32").rows.shape == (1, 8)
+        other.delete_head("e")
+        other.create_head("e", hidden_size=4, vocab_size=7, compute_dtype="fp32")
+        with pytest.raises(lossd.InvalidArgument, match="open.hidden_size must be the head's, 4; got 8|hidden_size is 8"):
+            client.embed("e", [1], dtype="fp32")
+        assert client.embed("e", [1], dtype="fp32").rows.shape == (1, 4)

@@ -595,6 +595,7 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
        {[](Open& o) { o.set_microbatch_rows(uint64_t{1} << 31); }, "open.microbatch_rows", "2147483648"},
        {[](Open& o) { o.mutable_rows()->set_end(13); }, "open.rows.end", "13"},
        {[](Open& o) { o.set_hidden_dtype(static_cast<v1::DType>(7)); }, "open.hidden_dtype", "7"},
+       {[](Open& o) { o.set_hidden_size(9999); }, "open.hidden_size", "9999"},
        {[](Open& o) { o.mutable_options()->set_softcap(-1.0f); }, "open.options.softcap", "-1"},
        {[](Open& o) { o.set_reduction(static_cast<v1::Reduction>(7)); }, "open.reduction", "7"},
        {[](Open& o) { o.set_reduction(v1::REDUCTION_NONE); }, "open.reduction", "none"},
@@ -755,6 +756,9 @@ TEST_F(ErrorFieldsTest, OpenBackward) {
           b.set_accumulate_gradients(true);
         },
         "backward.accumulate_gradients", "true", kFailedPrecondition},
+       {[](Backward& b) { b.set_hidden_size(9999); }, "backward.hidden_size", "9999"},
+       {[](Backward& b) { b.set_hidden_dtype(static_cast<v1::DType>(7)); }, "backward.hidden_dtype", "7"},
+       {[](Backward& b) { b.set_hidden_dtype(v1::DTYPE_BF16); }, "backward.hidden_dtype", "bf16"},
        {[](Backward& b) { b.add_grad_loss(1.0f); }, "backward.grad_loss", "13"},
        {[](Backward& b) { b.set_grad_loss(4, NAN); }, "backward.grad_loss[4]", "nan"},
        {[](Backward& b) { b.add_grad_lse(1.0f); }, "backward.grad_lse", "1"},

@@ -136,11 +136,13 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, ...], hidden: Arra
     `hidden`: the rows whose gradients they are, on the same device; None: the server has them. `name`: of the argument.
     """
     element = types.NUMPY_DTYPES[kind]
-    if isinstance(wanted, bool):
+    if isinstance(wanted, (bool, np.bool_)):
         if wanted and hidden is not None and is_cuda_array(hidden.owner):  # an empty one has no device
             raise errors.InvalidArgument("grad_hidden is True; for a CUDA array it must be one, to be written into, or False")
         array = np.empty(shape, element) if wanted else None
         return array, None if array is None else array_of(name, array)
+    if not isinstance(wanted, np.ndarray) and not is_cuda_array(wanted):
+        raise TypeError(f"{name} is {wanted!r}; it must be an array{' or a bool' if name == 'grad_hidden' else ''}")
     found = array_of(name, wanted)
     bits = is_cuda_array(wanted) and found.dtype.itemsize == element.itemsize == 2  # other 16-bit dtypes will do, as for bf16
     if found.shape != shape or not (bits or found.dtype == element):

@@ -82,6 +82,12 @@ def check_numbers(**numbers: int | None) -> None:
             whole_number(name, value, *_LIMITS[name])
 
 
+def _positive(timeout: float) -> float:
+    if not timeout > 0:
+        raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
+    return timeout
+
+
 # ---- Clients ----
 
 C = TypeVar("C")
@@ -221,8 +227,8 @@ class NativeClient:
         """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
         self.check_usable()
         message = request.SerializeToString()
-        asked = lossd_request(method=method.encode(), message=message, message_size=len(message), timeout=timeout or 0.0,
-                              if_exists=if_exists)
+        asked = lossd_request(method=method.encode(), message=message, message_size=len(message),
+                              timeout=0.0 if timeout is None else _positive(timeout), if_exists=if_exists)
         if payload is not None:
             asked.payload, asked.payload_size = payload.ctypes.data, payload.nbytes
             asked.shape, asked.dimensions = (ctypes.c_uint64 * payload.ndim)(*payload.shape), payload.ndim
@@ -242,9 +248,7 @@ class NativeClient:
 
     def _launch(self, pending: P, timeout: float | None, ready: Callable[[], None] | None) -> P:
         """Begins a computation, once there are fewer than max_pending."""
-        seconds = self._loss_timeout if timeout is None else timeout
-        if not seconds > 0:
-            raise errors.InvalidArgument(f"timeout is {timeout}; it must be positive")
+        seconds = self._loss_timeout if timeout is None else _positive(timeout)
         end = time.monotonic() + seconds
         self._sweep()
         enter = functools.partial(self._library.lossd_client_enter, self._pointer, pending._call.pointer, self._max_pending)

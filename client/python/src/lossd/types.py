@@ -77,6 +77,20 @@ def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
     return int(value)
 
 
+def number(field_name: str, value: Any) -> float:
+    """The value. TypeError, naming the field, unless it is a number; ranges are the server's to check."""
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{field_name} is {value!r}; it must be a number")
+    return float(value)
+
+
+def flag(field_name: str, value: Any) -> bool:
+    """The value. TypeError, naming the field, unless it is a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{field_name} is {value!r}; it must be a bool")
+    return bool(value)
+
+
 _KINDS: Mapping[str, tuple[Any, str]] = {"float": ((int, float, np.integer, np.floating), "a number"), "str": (str, "a str"),
                                          "int": ((int, np.integer), "an int"), "bool": ((bool, np.bool_), "a bool")}
 _WORDS = {"Gradients": GRADIENTS, "Rest": RESTS, "ObjectiveKind": OBJECTIVES, "Kl": KLS, "Divergence": DIVERGENCES}
@@ -279,9 +293,12 @@ class AdamW:
     lazy_rows: bool = False
 
     def to_proto(self) -> head_pb2.Optimizer:
+        if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
+            raise TypeError(f"betas is {self.betas!r}; it must be two numbers")
+        beta1, beta2 = (number("betas", each) for each in self.betas)
         return head_pb2.Optimizer(adamw=head_pb2.AdamW(
-            learning_rate=self.lr, beta1=self.betas[0], beta2=self.betas[1], epsilon=self.eps,
-            weight_decay=self.weight_decay), lazy_rows=self.lazy_rows)
+            learning_rate=number("lr", self.lr), beta1=beta1, beta2=beta2, epsilon=number("eps", self.eps),
+            weight_decay=number("weight_decay", self.weight_decay)), lazy_rows=flag("lazy_rows", self.lazy_rows))
 
 
 @dataclass(frozen=True)
@@ -299,9 +316,10 @@ class SGD:
     lazy_rows: bool = False
 
     def to_proto(self) -> head_pb2.Optimizer:
-        return head_pb2.Optimizer(sgd=head_pb2.Sgd(
-            learning_rate=self.lr, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov,
-            weight_decay=self.weight_decay), lazy_rows=self.lazy_rows)
+        values = {name: number(name, getattr(self, name)) for name in ("momentum", "dampening", "weight_decay")}
+        return head_pb2.Optimizer(
+            sgd=head_pb2.Sgd(learning_rate=number("lr", self.lr), nesterov=flag("nesterov", self.nesterov), **values),
+            lazy_rows=flag("lazy_rows", self.lazy_rows))
 
 
 @dataclass(frozen=True)
