@@ -180,6 +180,8 @@ def test_distill_without_targets_takes_all_rows(client: lossd.Client) -> None:
                       logits(heads.taught, heads.weights[heads.teacher])).mean()
     assert result.loss == pytest.approx(want.item(), rel=2e-5)
     assert result.valid_rows == 37
+    rows = client.distill(heads.student, heads.hidden.numpy(), heads.taught.numpy(), d, reduction="none", rows=["loss"])
+    assert rows.rows["loss"].mean() == pytest.approx(want.item(), rel=2e-5)
     nothing = client.distill(heads.student, heads.hidden.numpy(), heads.taught.numpy(), d, np.full(37, -100))
     assert nothing.loss == 0 and nothing.valid_rows == 0
 
@@ -270,9 +272,15 @@ def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
         client.distill(heads.student, hidden, taught, lossd.Distillation("nobody"))
     with pytest.raises(lossd.InvalidArgument, match="must be a frozen head"):
         client.distill(heads.teacher, taught, hidden, lossd.Distillation(heads.student))
-    head = LossHead(client, heads.student, reduction="none")
-    with pytest.raises(RuntimeError, match="computes gradients at once"):
-        head.distill(heads.hidden, heads.taught, d)
+    for later in ({"reduction": "none"}, {"deferred": True}):
+        with pytest.raises(RuntimeError, match="computes gradients at once"):
+            LossHead(client, heads.student, **later).distill(heads.hidden, heads.taught, d)
+    for name, given in (("grad_hidden", {"grad_hidden": True}), ("accumulate", {"accumulate": True, "step": 0, "id": 1})):
+        with pytest.raises(lossd.InvalidArgument, match=f"{name} is .*; with reduction 'none' gradients come by backward"):
+            client.distill(heads.student, hidden, taught, d, reduction="none", rows=["loss"], **given)
+    with pytest.raises(lossd.InvalidArgument, match="retain is true; hidden states of a teacher are not retained"):
+        client.compute_loss(heads.student, hidden, heads.targets.numpy(), teacher_hidden=taught, reduction="none", retain=True,
+                            step=0, id=1, rows=["loss"], options=lossd.LossOptions(distillation=d))
     with pytest.raises(ValueError, match="teacher_hidden has shape"):
         LossHead(client, heads.student).distill(heads.hidden, heads.taught[:3], d)
 
