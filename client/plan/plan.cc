@@ -105,19 +105,41 @@ std::vector<int64_t> DivideUpTo(absl::Span<const double> times, absl::Span<const
   return Best(times, besides, std::max(slowest, bound) * (1 + 1e-12), Least::kSquares, least_on_last);
 }
 
-// The part of the head's time that each stage takes, so that those that take some end together.
-std::vector<double> Fill(const std::vector<double>& loads, double head) {
-  std::vector<double> order = loads;
+// The part of the head's time that each stage takes, `least` or more, so that those that take more end
+// together.
+std::vector<double> Fill(const std::vector<double>& loads, double head, double least) {
+  // Beside the lowest load, a short time of the head would be rounded away.
+  const double lowest = *std::min_element(loads.begin(), loads.end());
+  std::vector<double> above;
+  above.reserve(loads.size());
+  for (const double load : loads) above.push_back(load - lowest);
+  std::vector<double> order = above;
   std::sort(order.begin(), order.end());
-  double level = order.front();
+  const double rest = std::max(0.0, head - least * static_cast<double>(loads.size()));
+  double level = 0.0;
   for (size_t number = 1; number <= order.size(); ++number) {
-    level = (ExactSum(absl::MakeConstSpan(order).first(number)) + head) / static_cast<double>(number);
+    level = (ExactSum(absl::MakeConstSpan(order).first(number)) + rest) / static_cast<double>(number);
     if (number == order.size() || level <= order[number]) break;
   }
   std::vector<double> parts;
   parts.reserve(loads.size());
-  for (const double load : loads) parts.push_back(std::max(0.0, level - load));
+  for (const double more : above) parts.push_back(least + std::max(0.0, level - more));
   return parts;
+}
+
+// In thousandths of the head.
+std::vector<int64_t> SharesOf(const std::vector<double>& parts, double head, int64_t least) {
+  if (*std::max_element(parts.begin(), parts.end()) == 0.0) {  // there is no head to speak of
+    return std::vector<int64_t>(parts.size(), std::max(least, int64_t{1}));
+  }
+  std::vector<int64_t> shares;
+  shares.reserve(parts.size());
+  for (const double part : parts) {
+    // nearbyint rounds halves to even, as Python's round does.
+    const double share = std::nearbyint(static_cast<double>(kWholeShare) * (part / head));
+    shares.push_back(std::max(least, static_cast<int64_t>(share)));
+  }
+  return shares;
 }
 
 }  // namespace
@@ -129,14 +151,8 @@ Balanced Balance(absl::Span<const double> layer_seconds, double head_seconds,
   Balanced balanced;
   balanced.layers = DivideUpTo(layer_seconds, stage_seconds, bound, 1);
   const std::vector<double> loads = StageSeconds(layer_seconds, stage_seconds, balanced.layers);
-  for (const double part : Fill(loads, head_seconds)) {
-    // nearbyint rounds halves to even, as Python's round does.
-    const auto share =
-        head_seconds > 0.0
-            ? static_cast<int64_t>(std::nearbyint(static_cast<double>(kWholeShare) * part / head_seconds))
-            : int64_t{1};
-    balanced.shares.push_back(std::max(least_share, share));
-  }
+  const double least = head_seconds * (static_cast<double>(least_share) / static_cast<double>(kWholeShare));
+  balanced.shares = SharesOf(Fill(loads, head_seconds, least), head_seconds, least_share);
   return balanced;
 }
 
@@ -521,8 +537,8 @@ class Planner {
     leave_out(measured_.factors.colocated.empty(), "No colocated head was measured on this card.");
   }
 
-  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is a little
-  // above kWholeShare where some are raised to the least.
+  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is above
+  // kWholeShare by their rounding.
   int64_t LeastShare() const {
     const int64_t grain = kernels::GrainOfShares(r_.model.vocab, static_cast<size_t>(shape_.stages));
     const int64_t least = CeilDiv((kWholeShare + kWholeShare / 8) * grain, r_.model.vocab);

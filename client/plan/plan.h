@@ -44,7 +44,7 @@ namespace lossd::plan {
 // that are slower when all work, and, colocated, exchanges between the GPUs and two programs on one GPU.
 // Layers that do not divide are in the largest T, filling and emptying the pipeline in the sum.
 
-// The sum of the shares, but for rounding and for the least share.
+// The sum of the shares, but for rounding.
 inline constexpr int64_t kWholeShare = 1000;
 
 // Layers and shares that make all stages about as fast as each other.

@@ -350,6 +350,23 @@ TEST(Pipeline, AColocatedHeadFillsStagesWithFewerLayers) {
   EXPECT_NEAR(even.step_seconds, 130e-3 + 15e-3 + 23 * 55e-3, 1e-12);
 }
 
+TEST(Pipeline, TheLeastShareIsOneOfTheHead) {
+  // Not of what the shares would add up to if a late stage had its least share on top.
+  const std::vector<double> five(5, 1.0), late = {10.0, 1.0, 1.0};
+  EXPECT_THAT(Balance(five, 0.1, {0.0, 0.0}, 500).shares, ElementsAre(500, 500));
+  EXPECT_THAT(Balance(late, 4.0, {0.0, 0.0, 0.0}, 200).shares, ElementsAre(200, 400, 400));
+  EXPECT_THAT(Balance(late, 4.0, {0.0, 0.0, 0.0}, 0).shares, ElementsAre(0, 500, 500));
+}
+
+TEST(Pipeline, AHeadThatTakesHardlyAnyTimeHasShares) {
+  const std::vector<double> four(4, 1.0);
+  for (const double seconds : {1e-17, 1e-300, 1e-3}) {
+    EXPECT_THAT(Balance(four, seconds, {0.0, 0.0, 0.0, 0.0}, 0).shares, ElementsAre(250, 250, 250, 250))
+        << seconds;
+  }
+  EXPECT_THAT(Balance(four, 0.0, {0.0, 0.0, 0.0, 0.0}, 0).shares, ElementsAre(1, 1, 1, 1));
+}
+
 TEST(Pipeline, AnEmbeddingMakesTheFirstStageShorter) {
   PipelineShape shape = Of(4, 24, 1, 16);
   shape.embedding_seconds = 10e-3;

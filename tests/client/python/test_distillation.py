@@ -180,8 +180,70 @@ def test_distill_without_targets_takes_all_rows(client: lossd.Client) -> None:
                       logits(heads.taught, heads.weights[heads.teacher])).mean()
     assert result.loss == pytest.approx(want.item(), rel=2e-5)
     assert result.valid_rows == 37
+    rows = client.distill(heads.student, heads.hidden.numpy(), heads.taught.numpy(), d, reduction="none", rows=["loss"])
+    assert rows.rows["loss"].mean() == pytest.approx(want.item(), rel=2e-5)
     nothing = client.distill(heads.student, heads.hidden.numpy(), heads.taught.numpy(), d, np.full(37, -100))
     assert nothing.loss == 0 and nothing.valid_rows == 0
+
+
+@pytest.mark.parametrize("targets", ["none", "given"])
+@pytest.mark.parametrize("first_weight", [0.25, 0.0])
+def test_class_weights_do_not_enter_a_mean_of_divergences(client: lossd.Client, targets: str, first_weight: float) -> None:
+    """They weigh the cross-entropy with targets; without it a mean is that of the rows."""
+    heads = Heads(client)
+    weighted = f"student-{next(_NAMES)}"
+    client.create_head(weighted, hidden_size=24, vocab_size=61, class_weights=True)
+    client.write_tensor(weighted, "weight", heads.weights[heads.student].float().numpy())
+    u = torch.linspace(0.5, 1.5, 61)
+    u[0] = first_weight
+    client.write_tensor(weighted, "class_weights", u.numpy())
+    head = LossHead(client, weighted, class_weights=True)
+    given = None if targets == "none" else heads.targets.clone()
+    counted = torch.ones(37, dtype=torch.bool)
+    if given is not None:
+        given[3:6], counted[3:6] = -100, False
+    hidden = heads.hidden.clone().requires_grad_()
+    loss = head.distill(hidden, heads.taught, lossd.Distillation(heads.teacher), given)
+    loss.backward()
+    own = heads.hidden.double().requires_grad_()
+    z, taught = logits(own, heads.weights[heads.student]), logits(heads.taught, heads.weights[heads.teacher])
+    want = divergence(lossd.Distillation(heads.teacher), z, taught)[counted].mean()
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=2e-5)
+    assert float((hidden.grad - own.grad).norm()) < 2e-5 * float(own.grad.norm())
+
+    if given is not None:  # with a cross-entropy the mean is torch's: it divides by the targets' weights
+        mixed = lossd.Distillation(heads.teacher, target_weight=0.5)
+        with torch.no_grad():
+            got = head.eval().distill(heads.hidden, heads.taught, mixed, given)
+            total = u.double()[given[counted]].sum()
+            want = divergence(mixed, z, taught)[counted].sum() / total
+            want = want + 0.5 * torch.nn.functional.cross_entropy(z, given, weight=u.double())
+        assert got.item() == pytest.approx(want.item(), rel=2e-5)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+def test_without_targets_a_head_that_shifts_takes_all_rows(client: lossd.Client, ignore_index: int) -> None:
+    heads = Heads(client)
+    d = lossd.Distillation(heads.teacher)
+    hidden, taught = heads.hidden[:36].reshape(4, 9, -1).requires_grad_(), heads.taught[:36].reshape(4, 9, -1)
+    head = LossHead(client, heads.student, shift=True, ignore_index=ignore_index, extras=("entropy",))
+    loss, extras = head.distill(hidden, taught, d)
+    loss.backward()
+    own = hidden.detach().double().requires_grad_()
+    z = logits(own, heads.weights[heads.student])
+    want = divergence(d, z, logits(taught, heads.weights[heads.teacher])).mean()
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=2e-5)
+    assert float((hidden.grad - own.grad).norm()) < 2e-5 * float(own.grad.norm())
+    entropy = torch.distributions.Categorical(logits=z).entropy().detach()
+    torch.testing.assert_close(extras.entropy.double(), entropy, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        targets = torch.ones(4, 9, dtype=torch.int64)
+        given, extras = head.eval().distill(hidden, taught, d, targets)  # the last positions predict no target
+        want = divergence(d, z, logits(taught, heads.weights[heads.teacher]))[:, :-1].mean()
+    assert given.item() == pytest.approx(want.item(), rel=2e-5)
+    assert extras.entropy.shape == (4, 8)
 
 
 def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
@@ -210,9 +272,15 @@ def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
         client.distill(heads.student, hidden, taught, lossd.Distillation("nobody"))
     with pytest.raises(lossd.InvalidArgument, match="must be a frozen head"):
         client.distill(heads.teacher, taught, hidden, lossd.Distillation(heads.student))
-    head = LossHead(client, heads.student, reduction="none")
-    with pytest.raises(RuntimeError, match="computes gradients at once"):
-        head.distill(heads.hidden, heads.taught, d)
+    for later in ({"reduction": "none"}, {"deferred": True}):
+        with pytest.raises(RuntimeError, match="computes gradients at once"):
+            LossHead(client, heads.student, **later).distill(heads.hidden, heads.taught, d)
+    for name, given in (("grad_hidden", {"grad_hidden": True}), ("accumulate", {"accumulate": True, "step": 0, "id": 1})):
+        with pytest.raises(lossd.InvalidArgument, match=f"{name} is .*; with reduction 'none' gradients come by backward"):
+            client.distill(heads.student, hidden, taught, d, reduction="none", rows=["loss"], **given)
+    with pytest.raises(lossd.InvalidArgument, match="retain is true; hidden states of a teacher are not retained"):
+        client.compute_loss(heads.student, hidden, heads.targets.numpy(), teacher_hidden=taught, reduction="none", retain=True,
+                            step=0, id=1, rows=["loss"], options=lossd.LossOptions(distillation=d))
     with pytest.raises(ValueError, match="teacher_hidden has shape"):
         LossHead(client, heads.student).distill(heads.hidden, heads.taught[:3], d)
 

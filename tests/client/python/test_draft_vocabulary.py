@@ -129,3 +129,38 @@ def test_distillation_looks_at_no_targets(client, draft, make_head):
     assert loss.item() == pytest.approx(result.loss, abs=1e-6)
     with pytest.raises(lossd.InvalidArgument, match="class_list"):
         client.distill(name, hidden, hidden, lossd.Distillation(other))
+
+
+@pytest.mark.parametrize("target_weight", [0.0, 0.5])
+@pytest.mark.parametrize("rows, normalizer", [("all", None), ("none listed", 40), ("none listed", None)])
+def test_distilled_rows_count_where_their_targets_are_not_looked_at(client, draft, make_head, rng, rows, normalizer, target_weight):
+    """An unlisted target leaves its row out only if the loss has a cross-entropy with it."""
+    name, classes, hidden, targets = draft
+    teacher = make_head(hidden_size=7, vocab_size=V, class_list=classes, full_vocab_size=FULL, frozen=True)
+    client.write_tensor(teacher, "weight", rng.standard_normal((V, 7)).astype(np.float32))
+    taught = rng.standard_normal((N, 7)).astype(np.float32)
+    if rows != "all":
+        unlisted = np.setdiff1d(np.arange(FULL), classes)
+        targets = np.where(targets == -100, -100, rng.choice(unlisted, N))
+    counted = of_head(classes, targets) != -100 if target_weight else torch.tensor(targets) != -100
+    divided = normalizer or max(int(counted.sum()), 1)
+
+    x = torch.tensor(hidden, requires_grad=True)
+    head = LossHead(client, name, refuse_unlisted=target_weight == 0)
+    loss = head.distill(x, torch.tensor(taught), lossd.Distillation(teacher, target_weight=target_weight), torch.tensor(targets),
+                        normalizer=normalizer)
+    (0.5 * loss).backward()
+
+    y = torch.tensor(hidden, dtype=torch.float64, requires_grad=True)
+    w = torch.tensor(client.read_tensor(name), dtype=torch.float64, requires_grad=True)
+    q = torch.log_softmax(y @ w.T, -1)
+    p = torch.log_softmax(torch.tensor(taught).double() @ torch.tensor(client.read_tensor(teacher)).double().T, -1)
+    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    if target_weight:
+        expected = expected + target_weight * torch.nn.functional.nll_loss(q, of_head(classes, targets), reduction="none")
+    expected = (expected * counted).sum() / divided
+    (0.5 * expected).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(x.grad.double(), y.grad, atol=1e-8, rtol=1e-4)
+    norm = HeadOptimizer(head, lr=0.1).load_grad_norm()
+    assert norm == pytest.approx(w.grad.norm().item(), rel=1e-4)

@@ -97,6 +97,35 @@ def test_targets_that_are_not_given_are_the_heaviest_classes(client, rows):
     assert (result[1].logprob.reshape(-1)[1:] < 0).all()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("rest", ["none", "one_class"])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 3])
+def test_without_targets_only_rows_that_name_no_class_are_left_out(client, make_head, seed, ignore_index, rest, reduction):
+    torch.manual_seed(seed % 2**31)
+    head = make_head(hidden_size=D, vocab_size=V)
+    weight = torch.from_numpy(client.read_tensor(head, "weight")).double()
+    classes = torch.tensor([[0, 1, -1], [2, 0, 3], [-1, 3, -1], [3, -1, -1], [-1, -1, -1], [-1, 0, 5], [0, -1, -1]])
+    weights = torch.tensor([[0.6, 0.3, 0], [0.7, 0.3, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0.2, 0.3], [1.0, 0, 0]])
+    counted = (classes >= 0).any(-1)
+    hidden = torch.randn(7, D)
+    theirs = hidden.double().requires_grad_()
+    z = theirs @ weight.T
+    losses = torch.where(counted, row_losses(z, classes, weights, rest), 0.0)
+    want = losses if reduction == "none" else losses.sum() / 6
+    want.sum().backward()
+    module = LossHead(client, head, ignore_index=ignore_index, reduction=reduction, extras=("logprob",))
+    optimizer = HeadOptimizer(module, lr=0.0)
+    ours = hidden.clone().requires_grad_()
+    got, extras = module.soft_target_loss(ours, classes, weights, rest=rest)
+    got.sum().backward()
+    torch.testing.assert_close(got.detach().double(), want.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
+    heaviest = torch.tensor([0, 2, 3, 3, 0, 5, 0])
+    logprobs = torch.log_softmax(z.detach(), -1).gather(1, heaviest[:, None])[:, 0]
+    torch.testing.assert_close(extras.logprob.double(), torch.where(counted, logprobs, 0.0), rtol=1e-4, atol=1e-5)
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("gradients", ["filtered", "sampled", "auto"])
 def test_gradients_of_other_kinds(client, rows, gradients):
     """With thresholds that keep every class they are the exact ones."""

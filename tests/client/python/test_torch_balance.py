@@ -62,6 +62,27 @@ def test_a_stage_that_has_no_time_left() -> None:
     assert lossd.torch.balance([1.0, 1.0], 0.0, 2).shares == (1, 1)
 
 
+@pytest.mark.parametrize("head", [1e-17, 1e-300, 1e-3])
+def test_a_head_that_takes_hardly_any_time_has_shares(head: float) -> None:
+    assert lossd.torch.balance([1.0] * 4, head, 4).shares == (250, 250, 250, 250)
+    uneven = lossd.torch.balance([1.0] * 5, head, 4)
+    assert sorted(zip(uneven.layers, uneven.shares)) == [(1, 333), (1, 333), (1, 333), (2, 0)]
+    assert max(uneven.seconds) == pytest.approx(2.0)
+
+
+def test_the_least_share_is_one_of_the_head(rng: np.random.Generator) -> None:
+    """Not of what the shares add up to, which would be above 1000 if late stages had theirs on top."""
+    assert lossd.torch.balance([1.0] * 5, 0.1, 2, least_share=500).shares == (500, 500)
+    assert lossd.torch.balance([10.0, 1.0, 1.0], 4.0, 3, least_share=200).shares == (200, 400, 400)
+    for _ in range(60):
+        stages = int(rng.integers(1, 9))
+        least = int(rng.integers(0, 1000 // stages + 1))
+        times = rng.uniform(0.001, 0.03, int(rng.integers(stages, 20))).tolist()
+        got = lossd.torch.balance(times, float(rng.choice([1e-9, 0.01, 0.2])), stages, least_share=least)
+        assert min(got.shares) >= least
+        assert abs(sum(got.shares) - 1000) <= stages
+
+
 @pytest.mark.parametrize("arguments, named", [
     (dict(layer_seconds=[1.0], head_seconds=1.0, stages=2), "stages is 2"),
     (dict(layer_seconds=[1.0, -1.0], head_seconds=1.0, stages=2), r"layer_seconds\[1\] is -1.0"),

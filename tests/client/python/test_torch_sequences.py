@@ -113,3 +113,29 @@ def test_shapes_that_differ_are_refused():
 def test_a_sequence_without_tokens_is_0():
     mask = torch.tensor([[True, True], [False, False]])
     assert sequences.means(torch.tensor([[-1.0, -3.0], [-5.0, -7.0]]), mask).tolist() == [-2.0, 0.0]
+
+
+@pytest.mark.parametrize("chosen", [0.0, 1e-9, -1e-9, -1e-8, -1e-6, -1e-3])
+def test_orpo_of_sequences_that_are_certain(chosen):
+    """The mean of log-probabilities may round to 0 in float32, or above it; the gradients are those of the formula there."""
+    c, r = torch.tensor([chosen], requires_grad=True), torch.tensor([-1.5], requires_grad=True)
+    loss = sequences.orpo(c, r, beta=0.4)
+    loss.backward()
+    # log sigmoid(log(odds_c / odds_r)) is -log(1 + odds_r (1 - p_c) / p_c), which has a limit where p_c is 1.
+    x, y = (torch.tensor([min(value, 0.0)], dtype=torch.float64, requires_grad=True) for value in (chosen, -1.5))
+    odds = y.exp() / (1 - y.exp())
+    expected = (-x + 0.4 * torch.log1p(odds * -torch.expm1(x) / x.exp())).mean()
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(c.grad.double(), x.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(r.grad.double(), y.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chosen, rejected", [(0.0, 0.0), (-1.0, 0.0), (0.0, -1.0), (0.0, -200.0), (-200.0, 0.0)])
+def test_orpo_is_finite_at_the_ends(dtype, chosen, rejected):
+    c, r = (torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected))
+    loss = sequences.orpo(c, r)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(c.grad).all() and torch.isfinite(r.grad).all()
+    assert c.grad < 0 <= r.grad

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_WHOLE = 1000  # the sum of the shares, but for rounding and for the least share
+_WHOLE = 1000  # the sum of the shares, but for rounding
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ def balance(layer_seconds: Sequence[float], head_seconds: float, stages: int, *,
         divided = lossd.torch.balance([0.0021] * 26, 0.0114, stages=4)
         client.create_head("lm", ..., split="vocabulary", shares=divided.shares)
 
-    A stage that takes L seconds without the head gets the part (T - L) / head_seconds of it, or none if L is above T; the
-    parts add up to 1, which says what T is. `lossctl shares HEAD --balance` corrects shares by the same formula from what the
+    A stage that takes L seconds without the head gets the part (T - L) / head_seconds of it, or its least share if that is
+    more; the parts add up to 1, which says what T is. `lossctl shares HEAD --balance` corrects shares by the same formula from what the
     devices of a server were measured to take for their classes.
 
     Args:
@@ -56,8 +56,7 @@ def balance(layer_seconds: Sequence[float], head_seconds: float, stages: int, *,
     bound = (math.fsum(times) + math.fsum(besides) + head) / stages
     layers = _divide(times, besides, bound)
     loads = _loads(times, besides, layers)
-    filled = _fill(loads, head)
-    shares = tuple(max(least_share, round(_WHOLE * part / head) if head else 1) for part in filled)
+    shares = _shares(_fill(loads, head, head * (least_share / _WHOLE)), head, least_share)
     whole = sum(shares)
     return Balance(layers, shares, tuple(load + head * share / whole for load, share in zip(loads, shares)), bound)
 
@@ -112,12 +111,21 @@ def _best(times: list[float], besides: list[float], limit: float, *, squares: bo
     return tuple(reversed(layers))
 
 
-def _fill(loads: list[float], head: float) -> list[float]:
-    """The part of the head's time that each stage takes, so that those that take some end together."""
-    order = sorted(loads)
-    level = order[0]
+def _fill(loads: list[float], head: float, least: float) -> list[float]:
+    """The part of the head's time that each stage takes, `least` or more, so that those that take more end together."""
+    lowest = min(loads)
+    above = [load - lowest for load in loads]  # beside the lowest load, a short time of the head would be rounded away
+    order = sorted(above)
+    rest = max(0.0, head - least * len(loads))
+    level = 0.0
     for number in range(1, len(order) + 1):
-        level = (math.fsum(order[:number]) + head) / number
+        level = (math.fsum(order[:number]) + rest) / number
         if number == len(order) or level <= order[number]:
             break
-    return [max(0.0, level - load) for load in loads]
+    return [least + max(0.0, level - more) for more in above]
+
+
+def _shares(parts: list[float], head: float, least: int) -> tuple[int, ...]:
+    if max(parts) == 0:  # there is no head to speak of
+        return (max(least, 1),) * len(parts)
+    return tuple(max(least, round(_WHOLE * (part / head))) for part in parts)

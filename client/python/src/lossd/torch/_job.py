@@ -119,7 +119,6 @@ class Module(Protocol):
     hidden_size: int
     reduction: Reduction
     options: lossd.LossOptions
-    shift: bool
     deferred: bool
     extras: tuple[Extra, ...]
     steps: StepTracker
@@ -130,7 +129,7 @@ class Module(Protocol):
     continuation: Continuation
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
-    def has_target(self, labels: NDArray[np.int32]) -> NDArray[np.bool_]:
+    def has_target(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> NDArray[np.bool_]:
         """Which rows are not ignored."""
 
 
@@ -139,11 +138,14 @@ class Job:
 
     def __init__(self, module: Module, parts: tuple[torch.Tensor, ...], labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
-                 numbers: Mapping[str, Any], taught: torch.Tensor | None = None, depths: Sequence[lossd.Depth] = ()) -> None:
+                 numbers: Mapping[str, Any], taught: torch.Tensor | None = None, depths: Sequence[lossd.Depth] = (),
+                 shift: bool = False) -> None:
         """`parts`: the hidden states, as they travel; one tensor, or one of the same shape for each of `depths`. `numbers`: of options.objective or options.rest, arrays that Client.compute_loss takes under these names. `taught`: hidden states of
-        options.distillation's teacher, (..., its D), as they travel."""
+        options.distillation's teacher, (..., its D), as they travel. `shift`: `labels` were shifted, so the last position predicts
+        nothing."""
         self.module = module
         self.options = options
+        self.shift = shift
         self.numbers = numbers
         self.taught = taught
         self.parts = parts  # part of the graph
@@ -179,7 +181,7 @@ class Job:
 
     @property
     def _valid(self) -> NDArray[np.bool_]:
-        return self.module.has_target(self.labels)
+        return self.module.has_target(self.labels, self.options)
 
     @property
     def dtype(self) -> DType:
@@ -191,7 +193,9 @@ class Job:
 
     def _pass_key(self) -> bytes:
         """Of the computation among the first passes under checkpoints."""
-        return FirstPasses.key(self.labels, self.hidden, f"{self.options.objective} {self.options.distillation} {self.options.rest} {self.depths}")
+        options = self.options
+        text = f"{options.objective} {options.distillation} {options.rest} {options.ignore_index} {self.depths}"
+        return FirstPasses.key(self.labels, self.hidden, text)
 
     def start(self) -> None:
         if self.plan.repeats:
@@ -442,7 +446,7 @@ class Job:
     def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
         """As the targets; with shift the last position, which predicts nothing, is cut off."""
         shaped = rows.reshape(self.shape)
-        return shaped[..., :-1] if self.module.shift else shaped
+        return shaped[..., :-1] if self.shift else shaped
 
 
 def _per_valid_row(result: LossResult, total: float) -> float:

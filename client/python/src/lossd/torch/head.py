@@ -23,6 +23,7 @@ from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction, Rest
 
 _PPO = lossd.Objective("ppo")
+_NO_CLASS = -1  # an ignore_index for calls without targets, in which every class may be a row's: the caller's may be one
 
 
 class LossHead(torch.nn.Module):
@@ -257,7 +258,7 @@ class LossHead(torch.nn.Module):
           normalizer: overrides the module's. With process_group, that of all ranks.
           microbatch: the number, within the step, of a microbatch that failed and is sent again.
         """
-        return self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, self.options)
+        return self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, self.options, shift=self.shift)
 
     @outside_of_compile
     def policy_loss(
@@ -316,21 +317,21 @@ class LossHead(torch.nn.Module):
 
         Args:
           teacher_hidden: (..., D of the teacher), on the device of `hidden`; travels in the dtype of `hidden`.
-          targets: (...); those that are ignore_index mark rows that are left out. None: no row is. Needed for
-            distillation.target_weight.
+          targets: (...); those that are ignore_index mark rows that are left out. None: no row is, the last position of a
+            module with shift=True included. Needed for distillation.target_weight. If that is 0, nothing else depends on
+            them: class weights are not used, and of a head with a draft vocabulary rows with any target count.
           row_weights, normalizer, microbatch: as in start().
         """
         if self.deferred:
             raise RuntimeError("distill() computes gradients at once: make the head without deferred=True, and with "
                                "reduction 'mean' or 'sum'")
         _input.check_teacher(teacher_hidden, hidden, distillation, targets)
+        options, shift = replace(self.options, distillation=distillation), self.shift
         if targets is None:
-            names = range(2) if self._classes is None else self._classes.tolist()
-            any_class = next(each for each in names if each != self.options.ignore_index)
-            targets = torch.full(hidden.shape[:-1], any_class, dtype=torch.int64)
-        options = replace(self.options, distillation=distillation)
+            targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
+            options, shift = replace(options, ignore_index=_NO_CLASS), False
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
-                                           teacher_hidden))
+                                           teacher_hidden, shift=shift))
 
     @outside_of_compile
     def soft_target_loss(
@@ -351,7 +352,7 @@ class LossHead(torch.nn.Module):
             at most 256.
           target_weights: (..., K), finite and not negative, 0 where target_classes is -1. They get no gradient.
           targets: (...); those that are ignore_index mark rows that are left out, and extras such as "logprob" are the
-            others'. None: the class of the largest weight; rows that name no class are left out.
+            others'. None: the class of the largest weight; rows that name no class are left out, and no others.
           rest: what becomes of the probability that a row's weights leave over (lossd.LossOptions): "none", "renormalized"
             or "one_class".
           row_weights, normalizer, microbatch: as in start().
@@ -359,11 +360,12 @@ class LossHead(torch.nn.Module):
         if self.shift:
             raise ValueError("shift=True does not go with soft_target_loss: make a LossHead without it")
         classes, weights = _input.soft_targets(target_classes, target_weights, hidden)
-        if targets is None:
-            largest = np.take_along_axis(classes, weights.argmax(-1)[:, None], -1)[:, 0]
-            labels = np.where(largest < 0, self.options.ignore_index, largest)
-            targets = torch.from_numpy(labels).reshape(hidden.shape[:-1])
         options = replace(self.options, rest=rest)
+        if targets is None:
+            named = np.where(classes < 0, -np.inf, weights)  # an entry that names no class is not the largest one
+            largest = np.take_along_axis(classes, named.argmax(-1)[:, None], -1)[:, 0]
+            targets = torch.from_numpy(np.where(largest < 0, _NO_CLASS, largest)).reshape(hidden.shape[:-1])
+            options = replace(options, ignore_index=_NO_CLASS)
         soft: dict[str, NDArray[Any]] = {"target_classes": classes, "target_weights": weights}
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
                                            soft=soft))
@@ -405,7 +407,7 @@ class LossHead(torch.nn.Module):
                 self.join_step()
         depths = rows.depths(self._normalizers(rows.labels, normalizers, together))
         job = Job(self, tuple(_input.autocast(part) for part in rows.parts), np.concatenate(rows.labels), rows.row_weights, plan,
-                  self._number(plan, microbatch), self.options, {}, depths=depths)
+                  self._number(plan, microbatch), self.options, {}, depths=depths, shift=self.shift)
         try:
             job.start()
             return _depths.losses_of(job)
@@ -430,24 +432,26 @@ class LossHead(torch.nn.Module):
         if given is not None:
             return [_input.number("normalizers", value) / ranks for value in given]
         with self.parallel.before_total(training, len(labels)):
-            counts = [self._count(of_depth) for of_depth in labels]
+            counts = [self._count(of_depth, self.options) for of_depth in labels]
         return [total / ranks for total in self.parallel.totals(*counts)] if training else counts
 
     def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
-               teacher_hidden: torch.Tensor | None = None, soft: dict[str, NDArray[Any]] | None = None) -> PendingHeadLoss:
-        """`rows`: the row weights and what the objective takes, by name. `soft`: soft targets, likewise."""
+               teacher_hidden: torch.Tensor | None = None, soft: dict[str, NDArray[Any]] | None = None,
+               shift: bool = False) -> PendingHeadLoss:
+        """`rows`: the row weights and what the objective takes, by name. `soft`: soft targets, likewise. `targets` are those of
+        the options' ignore_index, and are shifted if `shift` says so."""
         _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
         together = plan.counts_with_ranks
         with self.parallel.before_total(together and self._counted_together(normalizer)):
             self.client.check_usable()
-            _input.check_shapes(self.head_name, self.hidden_size, self.shift, hidden, targets, rows)
-            labels = _input.labels(targets, self.shift, self.options.ignore_index)
-            _input.check_labels(labels, self._most_label, self.options.ignore_index)
+            _input.check_shapes(self.head_name, self.hidden_size, shift, hidden, targets, rows)
+            labels = _input.labels(targets, shift, options.ignore_index)
+            _input.check_labels(labels, self._most_label, options.ignore_index)
             if plan.joins_step:
                 self.join_step()
-        total = self._normalizer(labels, normalizer, together)
+        total = self._normalizer(labels, options, normalizer, together)
         wire = _input.autocast(hidden)
         number = self._number(plan, microbatch)
         floats = {name: _input.weights(tensor) for name, tensor in rows.items()}
@@ -455,12 +459,12 @@ class LossHead(torch.nn.Module):
         numbers: dict[str, NDArray[Any]] = {name: values for name, values in floats.items() if values is not None}
         numbers.update(soft or {})
         taught = None if teacher_hidden is None else teacher_hidden.to(wire.dtype)
-        job = Job(self, (wire,), labels, weights, plan, number, options, numbers, taught)
+        job = Job(self, (wire,), labels, weights, plan, number, options, numbers, taught, shift=shift)
         job.normalizer = total
         job.start()
         return PendingHeadLoss(job)
 
-    def _normalizer(self, labels: NDArray[np.int32], given: float | None, training: bool) -> float:
+    def _normalizer(self, labels: NDArray[np.int32], options: lossd.LossOptions, given: float | None, training: bool) -> float:
         """What this rank's sum is divided by. In training the ranks' losses average to the loss of all rows."""
         ranks = self.parallel.averaged_over if training else 1
         if self.reduction != "mean":
@@ -469,17 +473,17 @@ class LossHead(torch.nn.Module):
         if given is not None:
             return _input.number("normalizer", given) / ranks
         with self.parallel.before_total(training):
-            count = self._count(labels)
+            count = self._count(labels, options)
         return self.parallel.total(count) / ranks if training else count
 
     def _counted_together(self, given: float | None) -> bool:
         """Whether _normalizer() asks the other ranks, in training."""
         return self.reduction == "mean" and given is None and self.normalizer is None
 
-    def _count(self, labels: NDArray[np.int32]) -> float:
-        """The number of valid labels; with class weights their sum."""
-        found = labels[self.has_target(labels)]
-        if not self.options.use_class_weights:
+    def _count(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> float:
+        """The number of rows that are not ignored; with class weights the sum of the weights of their targets."""
+        found = labels[self.has_target(labels, options)]
+        if not options.use_class_weights or not _uses_targets(options):
             return float(len(found))
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
@@ -487,10 +491,12 @@ class LossHead(torch.nn.Module):
             found = np.searchsorted(self._classes, found)
         return float(self._class_weights[found].sum(dtype=np.float64))
 
-    def has_target(self, labels: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of the labels are classes of the head, so that their rows are not ignored."""
-        valid: NDArray[np.bool_] = labels != self.options.ignore_index
-        return valid if self._classes is None else valid & listed(labels, self._classes)
+    def has_target(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> NDArray[np.bool_]:
+        """Which rows the server does not ignore: their label is a class of the head, or any where no loss is taken of it."""
+        valid: NDArray[np.bool_] = labels != options.ignore_index
+        if self._classes is None or not _uses_targets(options):
+            return valid
+        return valid & listed(labels, self._classes)
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
         earlier = _step_tracker.succeed(_step_tracker.Feeder(
@@ -521,6 +527,11 @@ class LossHead(torch.nn.Module):
         self.client.zero_gradients(self.head_name, self.step)
         self.left_over, self.earlier = 0, None
         self.continuation.begin()
+
+
+def _uses_targets(options: lossd.LossOptions) -> bool:
+    """False if a target that is not ignore_index only says that its row counts (LossOptions.refuse_unlisted in loss.proto)."""
+    return options.distillation is None or options.distillation.target_weight != 0
 
 
 class PendingHeadLoss:

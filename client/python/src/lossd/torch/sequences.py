@@ -66,7 +66,8 @@ def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, ga
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 0.1) -> torch.Tensor:
     """Odds ratio preference optimization (Hong et al., arXiv:2403.07691) of means() of tokens [B]; there is no reference.
 
-    The likelihood of the chosen sequences and, times `beta`, the ratio of the odds of both.
+    The likelihood of the chosen sequences and, times `beta`, the ratio of the odds of both. The odds p / (1 - p) have no bound as
+    p nears 1: 1 - p counts as the epsilon of the dtype (1.2e-7 for float32) where it is less, so that loss and gradients are finite.
     """
     log_odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
     return (-chosen - beta * logsigmoid(log_odds)).mean()
@@ -90,8 +91,10 @@ def kto(logprobs: torch.Tensor, reference: torch.Tensor, desirable: torch.Tensor
 
 
 def _log_of_rest(logprob: torch.Tensor) -> torch.Tensor:
-    """log(1 - p)."""
-    return torch.log1p(-torch.exp(logprob))
+    """log(1 - p), and its gradient, where 1 - p is at least the epsilon of the dtype; else their values there."""
+    most = -torch.finfo(logprob.dtype).eps
+    bounded = logprob + (logprob.clamp(max=most) - logprob).detach()  # unlike a clamped value it has a gradient
+    return torch.log(-torch.expm1(bounded))
 
 
 def _check(per_sequence_or_token: torch.Tensor, other: torch.Tensor) -> None:
