@@ -229,20 +229,23 @@ absl::StatusOr<SoftTargets> LoadSoftTargets(const LossFlags& flags, uint64_t row
   if (flags.target_classes.empty()) return soft;
   LOSSD_TRY(const TensorData classes, LoadTensor(flags.target_classes));
   LOSSD_TRY(const TensorData weights, LoadTensor(flags.target_weights));
-  if (weights.shape != classes.shape || classes.shape.size() != 2 ||
-      classes.shape.front() != static_cast<int64_t>(rows)) {
-    const auto shape = [](const TensorData& tensor) {
-      return absl::StrCat("[", absl::StrJoin(tensor.shape, ", "), "]");
-    };
-    return absl::InvalidArgumentError(absl::StrCat(flags.target_classes, " has shape ", shape(classes),
-                                                   " and ", flags.target_weights, " ", shape(weights),
-                                                   "; both must have [N, K], with N ", rows));
+  const auto shape = [](const TensorData& tensor) {  // a vector is one column
+    std::vector<int64_t> found = tensor.shape;
+    if (found.size() == 1) found.push_back(1);
+    return found;
+  };
+  if (shape(weights) != shape(classes) || classes.shape.size() != 2 ||
+      shape(classes).front() != static_cast<int64_t>(rows)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.target_classes, " has shape [", absl::StrJoin(classes.shape, ", "), "] and ",
+                     flags.target_weights, " [", absl::StrJoin(weights.shape, ", "),
+                     "]; both must have [N, K], with N ", rows));
   }
   LOSSD_TRY(soft.weights, LoadNumbers(flags.target_weights));
   absl::StatusOr<std::vector<int32_t>> places = ToInt32(classes);
   if (!places.ok()) return InFile(flags.target_classes, places.status());
   soft.classes = *std::move(places);
-  soft.count = static_cast<uint32_t>(classes.shape.back());
+  soft.count = static_cast<uint32_t>(shape(classes).back());
   return soft;
 }
 

@@ -841,12 +841,13 @@ def test_shares_are_kept_in_checkpoints_and_a_restart_has_those(several_devices:
 
 
 @pytest.mark.parametrize(("optimizer", "field"), [
-    (lossd.AdamW(lr=None), "lr is None"), (lossd.AdamW(0.1, betas=(0.9, None)), "betas is None"), (lossd.AdamW(0.1, betas=0.9), "betas is 0.9"),
+    (lossd.AdamW(lr=None), "lr is None"), (lossd.AdamW(0.1, betas=(0.9, None)), "betas is None"),
+    (lossd.AdamW(0.1, betas=0.9), "betas is 0.9"),
     (lossd.AdamW(0.1, eps="1"), "eps is '1'"), (lossd.AdamW(0.1, lazy_rows=2), "lazy_rows is 2"), (lossd.AdamW(True), "lr is True"),
     (lossd.SGD(0.1, momentum=None), "momentum is None"), (lossd.SGD(0.1, nesterov="no"), "nesterov is 'no'"),
     (lossd.SGD(0.1, weight_decay=[1]), "weight_decay is")])  # type: ignore[arg-type]
 def test_a_step_whose_options_are_no_numbers_is_not_taken(client, make_head, optimizer, field):
-    name = make_head(D, V)
+    name = make_head(hidden_size=D, vocab_size=V)
     client.compute_loss(name, *rows(1), step=0, id=1, accumulate=True)
     with pytest.raises(TypeError, match=field):
         client.apply_step(name, 0, optimizer)
@@ -855,10 +856,11 @@ def test_a_step_whose_options_are_no_numbers_is_not_taken(client, make_head, opt
 
 
 @pytest.mark.parametrize(("given", "field"), [
-    ({"normalizer": "4"}, "normalizer is '4'"), ({"grad_output": None}, "grad_output is None"), ({"accumulate": "yes"}, "accumulate is 'yes'"),
+    ({"normalizer": "4"}, "normalizer is '4'"), ({"grad_output": None}, "grad_output is None"),
+    ({"accumulate": "yes"}, "accumulate is 'yes'"),
     ({"grad_hidden": "x"}, "grad_hidden is 'x'"), ({"grad_hidden": 1}, "grad_hidden is 1")])
 def test_arguments_of_another_type_are_named(client, make_head, given, field):
-    name = make_head(D, V)
+    name = make_head(hidden_size=D, vocab_size=V)
     with pytest.raises(TypeError, match=field):
         client.compute_loss(name, *rows(1), step=0, id=1, **given)
     assert client.compute_loss(name, *rows(1), grad_hidden=np.True_).grad_hidden is not None
@@ -866,16 +868,20 @@ def test_arguments_of_another_type_are_named(client, make_head, given, field):
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_a_timeout_is_positive(client, make_head, timeout):
-    name = make_head(D, V)
-    for call in (client.grad_norm, client.describe_head, client.read_tensor, lambda *of, **options: client.apply_step(*of, 0, ADAMW, **options)):
+    name = make_head(hidden_size=D, vocab_size=V)
+
+    def step(head: str, **options: Any) -> None:
+        client.apply_step(head, 0, ADAMW, **options)
+
+    for call in (client.grad_norm, client.describe_head, client.read_tensor, step):
         with pytest.raises(lossd.InvalidArgument, match="timeout is"):
             call(name, timeout=timeout)
-    with pytest.raises(lossd.InvalidArgument, match="expected_rows must be below 2\\^63; got 18446744073709551615"):
+    with pytest.raises(lossd.InvalidArgument, match="expected_rows must be below 2\\^63, got 18446744073709551615"):
         client.apply_step(name, 0, ADAMW, expected_rows=2**64 - 1)
 
 
 def test_gradients_of_rows_have_a_scale_that_float32_has(client, make_head):
-    name = make_head(D, V)
+    name = make_head(hidden_size=D, vocab_size=V)
     for scale, error in ((1e39, lossd.InvalidArgument), (float("nan"), lossd.InvalidArgument), (None, TypeError), ("1", TypeError)):
         with pytest.raises(error, match="scale is"):
             client.add_row_gradients(name, [1], np.ones((1, D), np.float32), step=0, id=1, scale=scale)

@@ -93,7 +93,7 @@ class HeadCalls(NativeClient):
 
         Args:
           logits: "stored": logits stay in memory until the gradients are computed. "recomputed": they are computed
-            again, a few at a time, in little memory; for heads that fill a GPU.
+            again, a few at a time, in little memory; for heads that fill a GPU. "none": an embedding alone, without memory for a loss.
           gradients: what LossOptions.gradients is where it is None.
           workspace_bytes: the most that the head may take on the device. 0: as the server was started.
           split: what several devices of a server divide: "rows", or "vocabulary", the classes of the head, of which

@@ -189,9 +189,9 @@ class Client(HeadCalls):
         of_rows, of_classes = _arrays.row_arrays(rows, count), _arrays.class_arrays(named, top_k, count)
         open_ = loss_pb2.OpenMicrobatch(
             head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], options=options.to_proto(),
-            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), grad_output=types.number("grad_output", grad_output),
-            normalizer=None if normalizer is None else types.number("normalizer", normalizer),
-            accumulate_gradients=types.flag("accumulate", accumulate), retain=types.flag("retain", retain), top_k=top_k,
+            reduction=types.enum_value("reduction", types.REDUCTIONS, reduction), grad_output=types.checked("grad_output", grad_output),
+            normalizer=None if normalizer is None else types.checked("normalizer", normalizer),
+            accumulate_gradients=types.checked("accumulate", accumulate, "bool"), retain=retain, top_k=top_k,
             class_count=0 if named is None else named.shape[-1], target_count=soft["target_classes"].shape[1] if soft else 0)
         asked = Asked(lossd_loss(
             rows=count, hidden_size=width, teacher_hidden_size=0 if teacher is None else teacher.shape[1],
@@ -268,7 +268,8 @@ class Client(HeadCalls):
         _loss_call.check_numbers(step=step, id=id, streams=streams)
         asked = Asked(
             lossd_loss(backward=1, rows=len(upstream), hidden_size=hidden_size, hidden_dtype=types.DTYPES[dtype], streams=streams or 0),
-            loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id, accumulate_gradients=types.flag("accumulate", accumulate)))
+            loss_pb2.OpenBackward(head=head, step=step, microbatch_id=id,
+                                  accumulate_gradients=types.checked("accumulate", accumulate, "bool")))
         asked.put(grad_loss=upstream, grad_hidden=place, **others)
 
         def finish(result: LossResult) -> LossResult:
@@ -361,7 +362,7 @@ class Client(HeadCalls):
         kind, data = _arrays.as_rows("gradients", gradients, dtype)
         if len(numbers) != data.shape[0]:
             raise errors.InvalidArgument(f"ids has {len(numbers)} entries for {data.shape[0]} rows of gradients")
-        if not abs(types.number("scale", scale)) <= np.finfo(np.float32).max:
+        if not abs(types.checked("scale", scale)) <= np.finfo(np.float32).max:
             raise errors.InvalidArgument(f"scale is {scale}; it must be finite in float32")
         _loss_call.check_numbers(step=step, id=id, streams=streams, padding_idx=padding_idx)
         asked = Asked(

@@ -18,7 +18,7 @@ from lossd.v1 import head_pb2, loss_pb2, types_pb2
 
 DType = Literal["fp32", "fp16", "bf16"]
 Reduction = Literal["sum", "mean", "none"]
-Logits = Literal["stored", "recomputed"]
+Logits = Literal["stored", "recomputed", "none"]
 Split = Literal["any", "rows", "vocabulary"]
 Residency = Literal["device", "host"]
 Gradients = Literal["exact", "filtered", "sampled", "auto"]
@@ -77,18 +77,11 @@ def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
     return int(value)
 
 
-def number(field_name: str, value: Any) -> float:
-    """The value. TypeError, naming the field, unless it is a number; ranges are the server's to check."""
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{field_name} is {value!r}; it must be a number")
-    return float(value)
-
-
-def flag(field_name: str, value: Any) -> bool:
-    """The value. TypeError, naming the field, unless it is a bool."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{field_name} is {value!r}; it must be a bool")
-    return bool(value)
+def checked(field_name: str, value: Any, kind: Literal["number", "bool"] = "number") -> Any:
+    """The value. TypeError, naming the field, unless it is a number or a bool; ranges are the server's to check."""
+    if isinstance(value, (bool, np.bool_)) != (kind == "bool") or isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{field_name} is {value!r}; it must be a {kind}")
+    return bool(value) if kind == "bool" else float(value)
 
 
 _KINDS: Mapping[str, tuple[Any, str]] = {"float": ((int, float, np.integer, np.floating), "a number"), "str": (str, "a str"),
@@ -295,10 +288,10 @@ class AdamW:
     def to_proto(self) -> head_pb2.Optimizer:
         if not isinstance(self.betas, (tuple, list)) or len(self.betas) != 2:
             raise TypeError(f"betas is {self.betas!r}; it must be two numbers")
-        beta1, beta2 = (number("betas", each) for each in self.betas)
+        beta1, beta2 = (checked("betas", each) for each in self.betas)
         return head_pb2.Optimizer(adamw=head_pb2.AdamW(
-            learning_rate=number("lr", self.lr), beta1=beta1, beta2=beta2, epsilon=number("eps", self.eps),
-            weight_decay=number("weight_decay", self.weight_decay)), lazy_rows=flag("lazy_rows", self.lazy_rows))
+            learning_rate=checked("lr", self.lr), beta1=beta1, beta2=beta2, epsilon=checked("eps", self.eps),
+            weight_decay=checked("weight_decay", self.weight_decay)), lazy_rows=checked("lazy_rows", self.lazy_rows, "bool"))
 
 
 @dataclass(frozen=True)
@@ -316,10 +309,10 @@ class SGD:
     lazy_rows: bool = False
 
     def to_proto(self) -> head_pb2.Optimizer:
-        values = {name: number(name, getattr(self, name)) for name in ("momentum", "dampening", "weight_decay")}
+        values = {name: checked(name, getattr(self, name)) for name in ("momentum", "dampening", "weight_decay")}
         return head_pb2.Optimizer(
-            sgd=head_pb2.Sgd(learning_rate=number("lr", self.lr), nesterov=flag("nesterov", self.nesterov), **values),
-            lazy_rows=flag("lazy_rows", self.lazy_rows))
+            sgd=head_pb2.Sgd(learning_rate=checked("lr", self.lr), nesterov=checked("nesterov", self.nesterov, "bool"), **values),
+            lazy_rows=checked("lazy_rows", self.lazy_rows, "bool"))
 
 
 @dataclass(frozen=True)
