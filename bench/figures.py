@@ -78,7 +78,7 @@ def draw_sweeps(path):
 
 
 def name_of(result):
-    """What a result of cuda_loss_bench is called in a figure: how gradients were computed, and from which threshold."""
+    """What a result of `cuda_bench loss` is called in a figure: how gradients were computed, and from which threshold."""
     name = result["gradients"]
     if result["sample_threshold"] > 0:
         name += f" 2^{math.log2(result['sample_threshold']):.0f}"

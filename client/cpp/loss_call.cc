@@ -348,7 +348,7 @@ class BackwardWork : public LossWork {
     open->mutable_rows()->set_begin(rows.begin);
     open->mutable_rows()->set_end(rows.end);
     open->set_want_grad_hidden(outputs_.grad_hidden != nullptr);
-    open->set_hidden_dtype(gradients_.hidden_dtype);
+    if (outputs_.grad_hidden != nullptr) open->set_hidden_dtype(gradients_.hidden_dtype);
     open->set_hidden_size(hidden_size());
     open->set_accumulate_gradients(accumulates());
     SetMeant(meant, open);
