@@ -131,7 +131,7 @@ def test_orpo_of_sequences_that_are_certain(chosen):
     torch.testing.assert_close(r.grad.double(), y.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])  # old torches lack float16 on a CPU
 @pytest.mark.parametrize("chosen, rejected", [(0.0, 0.0), (-1.0, 0.0), (0.0, -1.0), (0.0, -200.0), (-200.0, 0.0)])
 def test_orpo_is_finite_at_the_ends(dtype, chosen, rejected):
     c, r = (torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected))

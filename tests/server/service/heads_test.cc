@@ -295,7 +295,8 @@ TEST_F(HeadsTest, RefusesLogitsAndGradientsThatItDoesNotKnow) {
     return std::string(status.message());
   };
   const std::string logits = message_of([](auto& spec) { spec.set_logits(static_cast<v1::Logits>(17)); });
-  EXPECT_THAT(logits, HasSubstr("spec.logits must be LOGITS_STORED, LOGITS_RECOMPUTED or unspecified"));
+  EXPECT_THAT(logits,
+              HasSubstr("spec.logits must be LOGITS_STORED, LOGITS_RECOMPUTED, LOGITS_NONE or unspecified"));
   EXPECT_THAT(logits, HasSubstr("17"));
   const std::string gradients =
       message_of([](auto& spec) { spec.set_gradients(static_cast<v1::Gradients>(5)); });
