@@ -207,14 +207,19 @@ absl::StatusOr<HiddenRows> LoadRows(const LossFlags& flags) {
   return rows;
 }
 
-// Of a file with one number per row; none without a file.
-absl::StatusOr<std::vector<float>> LoadNumbers(const std::string& file) {
-  if (file.empty()) return std::vector<float>();
-  LOSSD_TRY(const TensorData tensor, LoadTensor(file));
+// Of the tensor of a file.
+absl::StatusOr<std::vector<float>> ToNumbers(const std::string& file, const TensorData& tensor) {
   const absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(v1::DTYPE_FP32, tensor);
   if (!bytes.ok()) return InFile(file, bytes.status());
   const auto* values = reinterpret_cast<const float*>(bytes->data());
   return std::vector<float>(values, values + bytes->size() / sizeof(float));
+}
+
+// Of a file with one number per row; none without a file.
+absl::StatusOr<std::vector<float>> LoadNumbers(const std::string& file) {
+  if (file.empty()) return std::vector<float>();
+  LOSSD_TRY(const TensorData tensor, LoadTensor(file));
+  return ToNumbers(file, tensor);
 }
 
 // Soft targets of two files.
@@ -229,23 +234,20 @@ absl::StatusOr<SoftTargets> LoadSoftTargets(const LossFlags& flags, uint64_t row
   if (flags.target_classes.empty()) return soft;
   LOSSD_TRY(const TensorData classes, LoadTensor(flags.target_classes));
   LOSSD_TRY(const TensorData weights, LoadTensor(flags.target_weights));
-  const auto shape = [](const TensorData& tensor) {  // a vector is one column
-    std::vector<int64_t> found = tensor.shape;
-    if (found.size() == 1) found.push_back(1);
-    return found;
-  };
-  if (shape(weights) != shape(classes) || classes.shape.size() != 2 ||
-      shape(classes).front() != static_cast<int64_t>(rows)) {
+  std::vector<int64_t> of_weights = weights.shape;
+  if (of_weights.size() == 1) of_weights.push_back(1);  // a vector is one column
+  if (of_weights != classes.shape || classes.shape.size() != 2 ||
+      classes.shape.front() != static_cast<int64_t>(rows)) {
     return absl::InvalidArgumentError(
         absl::StrCat(flags.target_classes, " has shape [", absl::StrJoin(classes.shape, ", "), "] and ",
                      flags.target_weights, " [", absl::StrJoin(weights.shape, ", "),
                      "]; both must have [N, K], with N ", rows));
   }
-  LOSSD_TRY(soft.weights, LoadNumbers(flags.target_weights));
+  LOSSD_TRY(soft.weights, ToNumbers(flags.target_weights, weights));
   absl::StatusOr<std::vector<int32_t>> places = ToInt32(classes);
   if (!places.ok()) return InFile(flags.target_classes, places.status());
   soft.classes = *std::move(places);
-  soft.count = static_cast<uint32_t>(shape(classes).back());
+  soft.count = static_cast<uint32_t>(classes.shape.back());
   return soft;
 }
 

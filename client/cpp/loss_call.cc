@@ -1277,8 +1277,6 @@ void LossCall::AddSummary(const v1::MicrobatchSummary& summary) {
 }
 
 void LossCall::Fail(const absl::Status& status) {
-  // Perhaps what is known of the head is of one that is gone: the next call asks.
-  if (absl::IsInvalidArgument(status)) core_->head_cache().ForgetFacts(work_->head());
   if (error_.ok()) error_ = status;
   finishing_ = true;
   if (describe_ != nullptr) describe_->context.TryCancel();
