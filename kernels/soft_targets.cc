@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
@@ -62,17 +63,15 @@ void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const 
 
 namespace {
 
-absl::Status CheckSum(absl::string_view prefix, Rest rest, size_t row, double sum) {
-  if (rest == Rest::kOneClass && sum > 1.0 + kMostOverOne) {
-    return errors::FieldError(
-        absl::StrCat(prefix, "target_weights"),
-        absl::StrCat("add up to at most 1.001 in each row with rest one_class (row ", row, ")"), sum);
-  }
-  if (rest == Rest::kRenormalized && !(sum > 0.0)) {
-    return errors::FieldError(
-        absl::StrCat(prefix, "target_weights"),
-        absl::StrCat("add up to more than 0 in each row with rest renormalized (row ", row, ")"), sum);
-  }
+// `first`: the place of the row's first weight.
+absl::Status CheckSum(absl::string_view prefix, Rest rest, size_t first, double sum) {
+  const auto refuse = [&](absl::string_view rule) {
+    return errors::FieldProblem(absl::StrCat(prefix, "target_weights[", first, "]"),
+                                absl::StrCat("begins a row whose weights must add up to ", rule), sum);
+  };
+  if (sum > double{std::numeric_limits<float>::max()}) return refuse("a finite fp32 number");
+  if (rest == Rest::kOneClass && sum > 1.0 + kMostOverOne) return refuse("at most 1.001 with rest one_class");
+  if (rest == Rest::kRenormalized && !(sum > 0.0)) return refuse("more than 0 with rest renormalized");
   return absl::OkStatus();
 }
 
@@ -105,7 +104,7 @@ absl::Status CheckSoftTargets(absl::string_view prefix, Rest rest, int64_t vocab
       sum += double{weights[i]};
     }
     if (targets[row] == ignored) continue;
-    LOSSD_RETURN_IF_ERROR(CheckSum(prefix, rest, row, sum));
+    LOSSD_RETURN_IF_ERROR(CheckSum(prefix, rest, row * each, sum));
   }
   return absl::OkStatus();
 }

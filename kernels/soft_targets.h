@@ -62,8 +62,8 @@ void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const 
 // INVALID_ARGUMENT unless each of `classes` [rows, count] is in [0, vocab_size) or kNoClass, each of
 // `weights` [rows, count] is finite, >= 0, and 0 at kNoClass, and unless `count` is in [1, min(V,
 // kMostSoftTargets)]. Of rows whose `targets` [rows] entry is not `ignored`, the sum has to be at most 1 +
-// kMostOverOne (kOneClass) or above 0 (kRenormalized). The error names "<prefix>target_classes[i]",
-// "<prefix>target_weights[i]", or "<prefix>target_weights" and the row, and the value.
+// kMostOverOne (kOneClass) or above 0 (kRenormalized), and always a finite float. The error names
+// "<prefix>target_classes[i]" or "<prefix>target_weights[i]", and the value; of a sum the row's first weight.
 absl::Status CheckSoftTargets(absl::string_view prefix, Rest rest, int64_t vocab_size, int64_t count,
                               absl::Span<const int32_t> classes, absl::Span<const float> weights,
                               absl::Span<const int32_t> targets, int32_t ignored);

@@ -56,6 +56,9 @@ std::vector<uint32_t> BalancedShares(absl::Span<const DeviceLoad> devices) {
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return devices[a].stage_seconds < devices[b].stage_seconds; });
   const double classes = ClassesOf(devices);
+  // Beside the least stage, the seconds of a small head would be rounded away.
+  const double least = devices[order.front()].stage_seconds;
+  const auto above = [&](const DeviceLoad& device) { return device.stage_seconds - least; };
   // Devices take part in the order of their stage's seconds, until those that take part end no later than the
   // stage of the next device.
   double level = 0, rates = 0, done = 0;
@@ -63,13 +66,13 @@ std::vector<uint32_t> BalancedShares(absl::Span<const DeviceLoad> devices) {
     const DeviceLoad& device = devices[order[n]];
     const double rate = 1.0 / CostOf(device, devices);
     rates += rate;
-    done += device.stage_seconds * rate;
+    done += above(device) * rate;
     level = (classes + done) / rates;
-    if (n + 1 == order.size() || level <= devices[order[n + 1]].stage_seconds) break;
+    if (n + 1 == order.size() || level <= above(devices[order[n + 1]])) break;
   }
   std::vector<uint32_t> shares;
   for (const DeviceLoad& device : devices) {
-    const double part = std::max(0.0, level - device.stage_seconds) / CostOf(device, devices) / classes;
+    const double part = std::max(0.0, level - above(device)) / CostOf(device, devices) / classes;
     shares.push_back(static_cast<uint32_t>(std::lround(kWhole * part)));
   }
   return shares;
@@ -393,7 +396,7 @@ absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& 
                                                    " devices, got ", flags.stage_seconds.size()));
   }
   std::vector<DeviceLoad> loads;
-  bool exchanged = false;
+  bool exchanged = false, computed = false;
   for (int i = 0; i < count; ++i) {
     const v1::HeadDevice &from = before.devices(i), &to = after.devices(i);
     if (to.rows() <= from.rows()) {
@@ -413,11 +416,16 @@ absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& 
         {.classes = static_cast<int64_t>(to.classes()),
          .head_seconds = to.classes() == 0 ? 0.0 : std::max(0.0, busy - exchanging) * scale,
          .stage_seconds = flags.stage_seconds.empty() ? 0.0 : flags.stage_seconds[static_cast<size_t>(i)]});
+    computed = computed || loads.back().head_seconds > 0;
   }
   if (!exchanged) {
     return absl::FailedPreconditionError(
         "the server does not say how long its devices wait for each other (lossd_rank_exchange_seconds_total "
         "may)");
+  }
+  if (!computed) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the devices were not busy with the head within ", flags.interval, " s; give a longer --interval"));
   }
   return loads;
 }

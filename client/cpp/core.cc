@@ -23,7 +23,10 @@ std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
 
 HeadInfo HeadInfo::Of(const v1::HeadDescription& description) {
   const v1::HeadSpec& spec = description.spec();
-  HeadInfo facts{spec.hidden_size(), description.slice_limits(), description.has_history()};
+  HeadInfo facts{.hidden_size = spec.hidden_size(),
+                 .vocab_size = spec.full_vocab_size() > 0 ? spec.full_vocab_size() : spec.vocab_size(),
+                 .limits = description.slice_limits(),
+                 .histories = description.has_history()};
   if (!spec.class_list().empty()) {
     facts.classes =
         std::make_shared<const std::vector<int32_t>>(spec.class_list().begin(), spec.class_list().end());

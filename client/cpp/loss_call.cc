@@ -128,14 +128,18 @@ class ForwardWork : public LossWork {
     return status;
   }
 
-  void KnowClasses(const std::vector<int32_t>& classes) override {
-    // Then a target only says whether the row counts.
-    if (options_.loss.has_distillation() && options_.loss.distillation().target_weight() == 0) return;
-    planned_ = targets_;
-    for (int32_t& target : planned_) {
-      if (!std::binary_search(classes.begin(), classes.end(), target)) target = ignore_index_;
+  absl::Status KnowHead(const HeadInfo& head) override {
+    LOSSD_RETURN_IF_ERROR(CheckRowValues(microbatch_, options_, head.vocab_size, head.classes.get()));
+    planned_.clear();
+    // Where they only say whether a row counts, targets may be any.
+    if (head.classes != nullptr && TargetsCount(options_)) {
+      planned_ = targets_;
+      for (int32_t& target : planned_) {
+        if (!std::binary_search(head.classes->begin(), head.classes->end(), target)) target = ignore_index_;
+      }
     }
-    valid_rows_ = CountValid(planned_, ignore_index_);
+    valid_rows_ = CountValid(planned(), ignore_index_);
+    return absl::OkStatus();
   }
 
   uint64_t MovedRows() const override { return valid_rows_; }
@@ -329,6 +333,8 @@ class BackwardWork : public LossWork {
     status.Update(located());
     return status;
   }
+
+  absl::Status KnowHead(const HeadInfo& head) override { return CheckRowValues(gradients_); }
 
   uint64_t MovedRows() const override { return outputs_.grad_hidden == nullptr ? 0 : grad_loss_.size(); }
 
@@ -999,7 +1005,7 @@ void LossCall::Begin() {
   if (absl::Status status = work_->Validate(); !status.ok()) return Fail(status);
   std::optional<HeadInfo> facts = core_->head_cache().Facts(work_->head());
   if (facts.has_value() && facts->hidden_size == work_->hidden_size()) {
-    Launch(*facts);
+    Launch(*facts, /*fresh=*/false);
   } else {
     StartDescribe();
   }
@@ -1046,15 +1052,16 @@ void LossCall::FinishDescribe(const absl::Status& status) {
   describing_ = false;
   facts_are_fresh_ = !parts_.empty();
   if (parts_.empty()) {
-    Launch(facts);
+    Launch(facts, /*fresh=*/true);
   } else {
     Relaunch(facts);
   }
 }
 
-void LossCall::Launch(const HeadInfo& facts) {
+void LossCall::Launch(const HeadInfo& facts, bool fresh) {
   facts_ = facts;
-  if (facts.classes != nullptr) work_->KnowClasses(*facts.classes);
+  if (absl::Status status = work_->KnowHead(facts); !status.ok())
+    return fresh ? Fail(status) : StartDescribe();
   const int wanted = options_.streams > 0 ? options_.streams : StreamsWanted();
   lent_streams_ = core_->LendStreams(wanted - 1);
   const std::vector<Rows> ranges = work_->Split(1 + lent_streams_, core_->options().max_message_bytes);

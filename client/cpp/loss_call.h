@@ -93,9 +93,11 @@ class LossWork {
   // The GPU whose memory the caller's rows are; nullopt: they are the host's. Known once Validate is OK.
   std::optional<int> gpu() const { return place_.ok() ? place_->gpu : std::nullopt; }
 
-  // The head has these classes of a larger vocabulary, ascending: rows with another target count as ignored.
-  // Comes before Split, or not at all.
-  virtual void KnowClasses(const std::vector<int32_t>& classes) {}
+  // Comes before Split, again if the head has become another one. Rows whose target a head with a draft
+  // vocabulary does not have count as ignored. INVALID_ARGUMENT, as the server would say it, if it would refuse a
+  // value of a single row. Of several streams it would refuse one, after rows of the others have been
+  // accumulated.
+  virtual absl::Status KnowHead(const HeadInfo& head) = 0;
   // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
   // no driver.
   virtual absl::Status Validate() const = 0;
@@ -431,7 +433,8 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void Begin();
   void StartDescribe();
   void FinishDescribe(const absl::Status& status);
-  void Launch(const HeadInfo& facts);
+  // `fresh`: the server has said so during this call.
+  void Launch(const HeadInfo& facts, bool fresh);
   // Unless the caller has said so.
   int StreamsWanted() const;
   // Of rows that travel in either direction.

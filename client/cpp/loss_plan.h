@@ -75,6 +75,15 @@ absl::Status ValidateCall(const Microbatch& microbatch, const LossOutputs& outpu
 
 absl::Status ValidateBackward(const RetainedGradients& gradients, const BackwardOptions& options);
 
+// Whether the loss depends on the targets; else they only say which rows count.
+bool TargetsCount(const ComputeOptions& options);
+
+// INVALID_ARGUMENT, in the words of the server, if the server would refuse a value of a single row: one that is
+// not finite, or a class that the head does not have. `vocab_size`: of targets; `classes`: HeadInfo::classes.
+absl::Status CheckRowValues(const Microbatch& microbatch, const ComputeOptions& options, uint64_t vocab_size,
+                            const std::vector<int32_t>* classes);
+absl::Status CheckRowValues(const RetainedGradients& gradients);
+
 uint64_t CountValid(absl::Span<const int32_t> targets, int32_t ignore_index);
 
 // Splits [0, targets.size()) into at least one contiguous range: `streams` of them with about the same number

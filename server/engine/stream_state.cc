@@ -402,8 +402,11 @@ absl::StatusOr<int32_t> ClassOf(const StreamSpec& spec, const kernels::ClassList
   const auto refuse = [&](const std::string& rule) {
     return InvalidField(absl::StrCat("open.targets[", index, "]"), rule, absl::StrCat(target));
   };
-  if (target < 0 || target >= most)
-    return refuse(absl::StrCat("must be in [0, ", most, ") or ignore_index (", spec.ignore_index, ")"));
+  if (target < 0 || target >= most) {
+    const std::string range = absl::StrCat("must be in [0, ", most, ")");
+    return refuse(spec.options.is_embedding() ? range
+                                              : absl::StrCat(range, " or ignore_index (", spec.ignore_index, ")"));
+  }
   if (!listed) return target;
   const int32_t found = class_list.Find(target);
   if (found >= 0) return found;

@@ -38,6 +38,8 @@ plant $overlays/leaderworkerset/lossd.yaml 's/lossd\/ranks/lossd\/rank/' $overla
 plant kubernetes/README.md 's/ --from-file=roles / /' $overlays/mtls
 plant $overlays/colocated/job.yaml '/--insecure/d' $overlays/colocated
 plant $base/lossd.yaml '/kind: NetworkPolicy/,/^---/s/^    matchLabels: {app: lossd}/    matchLabels: {app: other}/' $overlays/one-gpu
+plant kubernetes/several-pods/network.yaml '/podSelector/,/policyTypes/s/app: lossd/app: other/' $overlays/jobset
+plant $overlays/ranks/lossd.yaml 's/type: OnDelete/kind: OnDelete/' $overlays/ranks
 plant $base/lossd.yaml 's/maxUnavailable/maxUnvailable/' $overlays/one-gpu
 plant $base/lossd.yaml 's/interval: 15s/interval: 15 s/' $overlays/one-gpu
 plant $overlays/cpu-trial/kustomization.yaml 's/volumes\/1/volumes\/7/' $overlays/cpu-trial

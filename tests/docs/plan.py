@@ -222,7 +222,7 @@ PLAN: list[tuple[str, str, Run | Serve | RunBy | Step | Known]] = [
     (r"docs/training/colocated\.md", r"lossd --devices=.*", GPU),
     (r"docs/training/colocated\.md", r"lossd --backend=cpu --cpu_devices=2 .*", Serve()),
     (r"docs/training/colocated\.md", r"sbatch deploy/slurm-colocated\.sbatch .*", RunBy("slurm_colocated_test")),
-    (r"docs/training/colocated\.md", r"sbatch deploy/slurm-trainer\.sbatch .*", RunBy("slurm_trainer_test")),
+    (r"docs/training/colocated\.md", r"CUDA_MPS_CLIENT_PRIORITY=1 torchrun .*", GPU),
     (r"docs/training/colocated\.md", r"kubectl apply .*", Known("needs a cluster; manifests_test compares what it applies with the schemas of Kubernetes")),
     (r"docs/python\.md|client/python/README\.md", r"pip install \./client/python", RunBy("packages_test")),
     (r"docs/python\.md|client/python/README\.md", r"pip install --no-build-isolation .*", RunBy("python_package_test")),

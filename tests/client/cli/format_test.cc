@@ -335,6 +335,10 @@ TEST(ShareBalanceTest, TheHeadFillsWhatStagesLeave) {
   EXPECT_THAT(BalancedShares({{100, 2.0, 3}, {100, 2.0, 1}}), ElementsAre(250, 750));
 }
 
+TEST(ShareBalanceTest, AHeadThatIsTinyBesideTheStagesIsSharedToo) {
+  EXPECT_THAT(BalancedShares({{100, 2e-16, 10}, {100, 2e-16, 3}, {100, 2e-16, 3}}), ElementsAre(0, 500, 500));
+}
+
 TEST(ShareBalanceTest, DevicesThatHaveClassesEndTogether) {
   const std::vector<DeviceLoad> loads = {{1000, 2.0, 5.0}, {3000, 9.0, 4.0}, {500, 0.5, 6.0}, {0, 0, 20.0}};
   const std::vector<uint32_t> shares = BalancedShares(loads);

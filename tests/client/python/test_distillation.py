@@ -179,7 +179,7 @@ def test_distill_without_targets_takes_all_rows(client: lossd.Client) -> None:
     want = divergence(d, logits(heads.hidden, heads.weights[heads.student]),
                       logits(heads.taught, heads.weights[heads.teacher])).mean()
     assert result.loss == pytest.approx(want.item(), rel=2e-5)
-    assert result.valid_rows == 37
+    assert result.valid_rows == 37 and result.correct_rows == 0
     rows = client.distill(heads.student, heads.hidden.numpy(), heads.taught.numpy(), d, reduction="none", rows=["loss"])
     assert rows.rows["loss"].mean() == pytest.approx(want.item(), rel=2e-5)
     nothing = client.distill(heads.student, heads.hidden.numpy(), heads.taught.numpy(), d, np.full(37, -100))
@@ -266,6 +266,10 @@ def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
         client.compute_loss(heads.student, hidden, heads.targets.numpy(), teacher_hidden=taught)
     with pytest.raises(lossd.InvalidArgument, match="target_weight is 0.5, and needs them"):
         client.distill(heads.student, hidden, taught, lossd.Distillation(heads.teacher, target_weight=0.5))
+    with pytest.raises(lossd.InvalidArgument, match="targets is None; rows is logprob, and needs them"):
+        client.distill(heads.student, hidden, taught, d, rows=iter(["loss", "logprob"]))
+    with pytest.raises(ValueError, match="targets is None; extras has 'accuracy', and needs them"):
+        LossHead(client, heads.student, extras=("entropy", "accuracy")).distill(heads.hidden, heads.taught, d)
     with pytest.raises(lossd.InvalidArgument, match="40 of the teacher"):
         client.distill(heads.student, hidden, taught[:, :39], d)
     with pytest.raises(lossd.NotFound, match="open.options.distillation.teacher"):

@@ -124,9 +124,12 @@ def test_what_is_refused(client, make_head, head, ids, rng):
     refused(r"ids\[17\] is -4", client.add_row_gradients, head, wrong, gradients, step=0, id=0)
     wrong[17] = -100  # what an ignored target would be
     refused(r"ids\[17\] is -100", client.embed, head, wrong)
-    wrong[17] = V
-    refused(rf"targets\[17\].*{V}", client.embed, head, wrong, streams=1)
-    refused(rf"targets\[17\].*{V}", client.add_row_gradients, head, wrong, gradients, step=0, id=0, streams=1)
+    wrong[17] = ids[17]
+    wrong[600] = V  # of the last stream's rows
+    for streams in (1, 4):
+        refused(rf"^ids\[600\] must be in \[0, {V}\), got {V}$", client.embed, head, wrong, streams=streams)
+        refused(rf"^ids\[600\] must be in \[0, {V}\), got {V}$", client.add_row_gradients, head, wrong, gradients, step=0, id=0,
+                streams=streams)
     refused(r"ids has shape \(7, 100\)", client.embed, head, ids.reshape(7, 100))
     refused("ids has .*float64", client.embed, head, ids.astype(np.float64))
     refused("dtype", client.embed, head, ids, dtype="fp64")

@@ -247,5 +247,5 @@ def test_what_is_refused(client, rows):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat[:, 0], target_weights=values[:, 0])
     with pytest.raises(lossd.InvalidArgument, match="open.top_k must be 0 with open.options.rest"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat, target_weights=values, top_k=3)
-    with pytest.raises(lossd.InvalidArgument, match=r"open.target_weights.* \(row \d+\)"):
+    with pytest.raises(lossd.InvalidArgument, match=r"open.target_weights\[\d+\] begins a row .* at most 1.001 with rest one_class"):
         client.compute_loss(head, **arrays, options=one_class, target_classes=flat, target_weights=values * 3)

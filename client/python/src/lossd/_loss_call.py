@@ -367,6 +367,8 @@ class Pending(Generic[R]):
             summary = loss_pb2.MicrobatchSummary.FromString(self._call.answer())
             self._value = self._finish(_result_of(summary, self._call.result()))
         except errors.LossdError as error:
+            if error.field.startswith("open.targets") and self._of_rows != "hidden":  # rows of an embedding
+                error.replace("open.targets", "ids")
             if error.field == "hidden_size":
                 error.replace(f"hidden_size is {error.value}", f"{self._of_rows}: a row has {error.value} elements")
             self._error = self._client._meant(error)

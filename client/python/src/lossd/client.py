@@ -213,7 +213,6 @@ class Client(HeadCalls):
         return self._launch(PendingLoss(self, asked, finish), timeout, ready)
 
     compute_loss = waiting(compute_loss_async, LossResult)
-    """As compute_loss_async(), and waits for the result."""
 
     def distill(
             self, head: str, hidden: NDArray[Any], teacher_hidden: NDArray[Any], distillation: Distillation,
@@ -230,20 +229,22 @@ class Client(HeadCalls):
 
         Args:
           teacher_hidden: [N, D of the teacher], as compute_loss() has it.
-          targets: [N]; those that are options.ignore_index mark rows that are left out. None: no row is. Needed for
-            distillation.target_weight.
+          targets: [N]; those that are options.ignore_index mark rows that are left out. None: no row is, and correct_rows
+            is 0. Needed for distillation.target_weight and for rows "logprob".
           options: distillation takes the place of what it says of that; the other arguments are those of compute_loss().
         """
-        if targets is None:
-            if distillation.target_weight != 0:
-                raise errors.InvalidArgument(
-                    f"targets is None; distillation.target_weight is {distillation.target_weight}, and needs them")
-            options = replace(options, ignore_index=-100)
-            targets = np.zeros(len(hidden), np.int32)
-        return self.compute_loss(
+        options, rows = replace(options, distillation=distillation), list(rows)
+        none = targets is None
+        if none:
+            for name, needs in (("distillation.target_weight", distillation.target_weight), ("rows", "logprob" in rows and "logprob")):
+                if needs:
+                    raise errors.InvalidArgument(f"targets is None; {name} is {needs}, and needs them")
+            options, targets = replace(options, ignore_index=-100), np.zeros(len(hidden), np.int32)
+        result = self.compute_loss(
             head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, teacher_hidden=teacher_hidden,
-            options=replace(options, distillation=distillation), reduction=reduction, normalizer=normalizer, grad_output=grad_output,
-            accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout)
+            options=options, reduction=reduction, normalizer=normalizer, grad_output=grad_output, accumulate=accumulate,
+            grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout)
+        return replace(result, correct_rows=0) if none else result
 
     def backward_async(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
@@ -279,7 +280,6 @@ class Client(HeadCalls):
         return self._launch(PendingLoss(self, asked, finish), timeout, None)
 
     backward = waiting(backward_async, LossResult)
-    """As backward_async(), and waits for the result."""
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
         """Lets go of retained rows. False if there were none."""
@@ -331,7 +331,6 @@ class Client(HeadCalls):
         return self._launch(PendingRows(self, asked, finish), timeout, ready)
 
     embed = waiting(embed_async, EmbedResult)
-    """As embed_async(), and waits for the rows."""
 
     def add_row_gradients_async(
             self, head: str, ids: ArrayLike, gradients: Any, *, step: int, id: int, scale: float = 1.0,
@@ -375,7 +374,6 @@ class Client(HeadCalls):
         return self._launch(PendingLoss(self, asked, lambda result: result), timeout, ready)
 
     add_row_gradients = waiting(add_row_gradients_async, LossResult)
-    """As add_row_gradients_async(), and waits for the result."""
 
     # ---- Server ----
 
@@ -391,8 +389,6 @@ class Client(HeadCalls):
 
 def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:
     """The gradients of all rows, None if those of each depth lie apart; and those of each depth."""
-    if isinstance(gradient, list):
-        return None, gradient
-    if gradient is None or _arrays.is_cuda_array(gradient):  # of which only its maker can make parts
-        return gradient, []
+    if not isinstance(gradient, np.ndarray):  # of an array on a GPU only its maker can make parts
+        return (None, gradient) if isinstance(gradient, list) else (gradient, [])
     return gradient, np.split(gradient, np.cumsum([depth.rows for depth in depths], dtype=np.int64)[:-1])

@@ -102,13 +102,9 @@ def text_of_bytes(count: int) -> str:
     """In binary units with three digits: "512 bytes", "12.3 MiB"."""
     if count < 1024:
         return f"{count} bytes"
-    size = float(count)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        size /= 1024
-        if size < 1024:
-            break
-    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2
-    return f"{size:.{digits}f} {unit}"
+    power = min((count.bit_length() - 1) // 10, 6)
+    size = count / 1024**power
+    return f"{size:.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f} {'KMGTPE'[power - 1]}iB"
 
 
 def read(kind: type[T], message: Message) -> T:

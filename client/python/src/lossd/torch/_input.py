@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -303,8 +303,8 @@ def both(*waits: Callable[[], None] | None) -> Callable[[], None] | None:
     return wait_for_all if present else None
 
 
-def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, targets: Any) -> None:
-    """TypeError or ValueError if rows of `hidden` cannot be distilled so."""
+def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, targets: Any, extras: Sequence[str]) -> None:
+    """TypeError or ValueError if rows of `hidden` cannot be distilled so, or have no such extras."""
     if not isinstance(distillation, lossd.Distillation):
         raise TypeError(f"distillation is {_a(distillation)}; it must be a lossd.Distillation")
     if not isinstance(teacher_hidden, torch.Tensor):
@@ -318,6 +318,8 @@ def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, 
         raise ValueError("teacher_hidden requires a gradient, but lossd computes none for it: use teacher_hidden.detach()")
     if targets is None and distillation.target_weight != 0:
         raise ValueError(f"targets is None; distillation.target_weight is {distillation.target_weight}, and needs them")
+    if targets is None and (needs := [extra for extra in extras if extra in ("accuracy", "logprob")]):
+        raise ValueError(f"targets is None; extras has {needs[0]!r}, and needs them")
 
 
 def soft_targets(classes: Any, weights: Any, hidden: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

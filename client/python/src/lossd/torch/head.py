@@ -318,14 +318,15 @@ class LossHead(torch.nn.Module):
         Args:
           teacher_hidden: (..., D of the teacher), on the device of `hidden`; travels in the dtype of `hidden`.
           targets: (...); those that are ignore_index mark rows that are left out. None: no row is, the last position of a
-            module with shift=True included. Needed for distillation.target_weight. If that is 0, nothing else depends on
-            them: class weights are not used, and of a head with a draft vocabulary rows with any target count.
+            module with shift=True included. Needed for distillation.target_weight and for the extras "accuracy" and
+            "logprob". If the weight is 0, the loss does not depend on them: class weights are not used, and of a head with
+            a draft vocabulary rows with any target count.
           row_weights, normalizer, microbatch: as in start().
         """
         if self.deferred:
             raise RuntimeError("distill() computes gradients at once: make the head without deferred=True, and with "
                                "reduction 'mean' or 'sum'")
-        _input.check_teacher(teacher_hidden, hidden, distillation, targets)
+        _input.check_teacher(teacher_hidden, hidden, distillation, targets, self.extras)
         options, shift = replace(self.options, distillation=distillation), self.shift
         if targets is None:
             targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
