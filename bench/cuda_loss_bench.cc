@@ -192,6 +192,8 @@ Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, c
       if (teacher == nullptr) {
         kernels::HeadConfig config = student;
         config.trainable = false;
+        config.logits = kernels::Logits::kStored;
+        config.workspace_bytes = int64_t{2220} << 20;  // a student that recomputes logits has them there
         config.optimizer_state = kernels::OptimizerState::kNone;
         teacher = Take(backend.CreateHead(config), "CreateHead");
         WriteWeight(*teacher, shape, data);

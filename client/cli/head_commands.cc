@@ -424,8 +424,8 @@ absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& 
         "may)");
   }
   if (!computed) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the devices were not busy with the head within ", flags.interval, " s; give a longer --interval"));
+    return absl::FailedPreconditionError(absl::StrCat("the devices were not busy with the head within ",
+                                                      flags.interval, " s; give a longer --interval"));
   }
   return loads;
 }

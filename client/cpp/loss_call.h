@@ -94,9 +94,9 @@ class LossWork {
   std::optional<int> gpu() const { return place_.ok() ? place_->gpu : std::nullopt; }
 
   // Comes before Split, again if the head has become another one. Rows whose target a head with a draft
-  // vocabulary does not have count as ignored. INVALID_ARGUMENT, as the server would say it, if it would refuse a
-  // value of a single row. Of several streams it would refuse one, after rows of the others have been
-  // accumulated.
+  // vocabulary does not have count as ignored. INVALID_ARGUMENT, as the server would say it, if it would
+  // refuse a value of a single row. Of several streams it would refuse one, after rows of the others have
+  // been accumulated.
   virtual absl::Status KnowHead(const HeadInfo& head) = 0;
   // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
   // no driver.

@@ -78,8 +78,9 @@ absl::Status ValidateBackward(const RetainedGradients& gradients, const Backward
 // Whether the loss depends on the targets; else they only say which rows count.
 bool TargetsCount(const ComputeOptions& options);
 
-// INVALID_ARGUMENT, in the words of the server, if the server would refuse a value of a single row: one that is
-// not finite, or a class that the head does not have. `vocab_size`: of targets; `classes`: HeadInfo::classes.
+// INVALID_ARGUMENT, in the words of the server, if the server would refuse a value of a single row: one that
+// is not finite, or a class that the head does not have. `vocab_size`: of targets; `classes`:
+// HeadInfo::classes.
 absl::Status CheckRowValues(const Microbatch& microbatch, const ComputeOptions& options, uint64_t vocab_size,
                             const std::vector<int32_t>* classes);
 absl::Status CheckRowValues(const RetainedGradients& gradients);

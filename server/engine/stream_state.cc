@@ -404,8 +404,9 @@ absl::StatusOr<int32_t> ClassOf(const StreamSpec& spec, const kernels::ClassList
   };
   if (target < 0 || target >= most) {
     const std::string range = absl::StrCat("must be in [0, ", most, ")");
-    return refuse(spec.options.is_embedding() ? range
-                                              : absl::StrCat(range, " or ignore_index (", spec.ignore_index, ")"));
+    return refuse(spec.options.is_embedding()
+                      ? range
+                      : absl::StrCat(range, " or ignore_index (", spec.ignore_index, ")"));
   }
   if (!listed) return target;
   const int32_t found = class_list.Find(target);

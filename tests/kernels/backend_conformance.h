@@ -38,6 +38,8 @@ struct ConformanceCase {
   std::vector<int32_t> shares;  // HeadConfig::shares of heads that are split by vocabulary
   int replicas = 1;             // likewise HeadConfig::replicas
   bool distils = false;         // heads take teachers (HeadKernels::CheckTeacher)
+  // Chunks with a teacher have exact gradients where sampled ones are asked for.
+  bool exact_distilled = false;
 
   // That divide the classes of a head that is split by vocabulary.
   int places() const { return devices / replicas; }

@@ -228,6 +228,30 @@ TEST_P(DistillationConformance, RowsThatAreNotFinite) {
   }
 }
 
+// Whatever the student does. A teacher with a small workspace has its logits a few rows at a time.
+TEST_P(DistillationConformance, TeachersThatStoreOrRecompute) {
+  if (!Distils()) return;
+  for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
+    // Where logits are recomputed, chunks have fewer rows.
+    if (logits == Logits::kRecomputed && GetParam().logits == Logits::kStored) continue;
+    for (const int64_t workspace : {int64_t{0}, int64_t{32} << 20}) {
+      ProblemSpec spec =
+          Distilled({150, 61}, 40, 1030, 56,
+                    {.divergence = Divergence::kReverseKl, .weight = 0.7f, .target_weight = 0.3f});
+      spec.config.has_bias = true;
+      spec.teacher.front().config.logits = logits;
+      spec.config.workspace_bytes = workspace;
+      if (workspace > 0) spec.teacher.front().config.workspace_bytes = 2 * workspace;
+      spec.accumulate_mask = true;
+      Run(spec);
+      spec.options.distillation.target_weight = 0.0f;
+      Problem problem = MakeProblem(spec, rng());
+      for (SliceData& slice : problem.slices) slice.want_grad_hidden = false;
+      RunAndCompare(backend(), {problem, problem});
+    }
+  }
+}
+
 // The teacher is a head like any other before and after.
 TEST_P(DistillationConformance, TheTeacherStaysAsItIs) {
   if (!Distils()) return;

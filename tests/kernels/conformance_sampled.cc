@@ -535,13 +535,13 @@ TEST_P(DistillationConformance, SampledWhereThePredictedErrorIsSmall) {
       const auto head = MakeHead(backend(), problem);
       const auto teacher = MakeHead(backend(), problem.teacher.front());
       ExpectGradients(RunChunk(*head, problem, {.teacher = teacher.get()}),
-                      limit == 0.0f ? Gradients::kExact : Gradients::kSampled);
+                      limit == 0.0f || GetParam().exact_distilled ? Gradients::kExact : Gradients::kSampled);
     }
   }
 }
 
 TEST_P(DistillationConformance, SampledGradientsAreExactOnAverage) {
-  if (!Distils()) return;
+  if (!Distils() || GetParam().exact_distilled) return;
   for (const Divergence divergence : kDivergences) {
     ProblemSpec spec = Distilled({60, 40}, 24, 700, 32, {.divergence = divergence, .temperature = 1.5f});
     spec.config.has_bias = true;

@@ -291,10 +291,10 @@ TEST_P(BackendConformance, RefusesBadSoftTargets) {
   expect_refused(Rest::kNone, place(7, 90), "slices[0].target_classes[7]", "[0, 90)");
   expect_refused(Rest::kNone, place(7, -2), "slices[0].target_classes[7]", "-2");
   expect_refused(Rest::kNone, place(7, kNoClass), "slices[0].target_weights[7]", "be 0");
-  expect_refused(Rest::kOneClass, weight(10, 0.75f), "slices[0].target_weights", "(row 3)");
+  expect_refused(Rest::kOneClass, weight(10, 0.75f), "slices[0].target_weights[9]", "at most 1.001");
   expect_refused(
       Rest::kRenormalized, [](Problem& problem) { problem.slices[0].target_weights.assign(12, 0.0f); },
-      "slices[0].target_weights", "more than 0");
+      "slices[0].target_weights[0]", "more than 0");
   expect_refused(
       Rest::kNone, [](Problem& problem) { problem.slices[0].target_count = kMostSoftTargets + 1; },
       "slices[0].target_count", "[1, 90]");

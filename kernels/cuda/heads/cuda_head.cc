@@ -14,6 +14,7 @@
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
+#include "kernels/cuda/paths/distilled_recomputed_path.h"
 #include "kernels/cuda/paths/path_steps.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
@@ -504,7 +505,8 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
 // Parts of a head have the same rows.
 int64_t CudaHead::Lesson::MostRows(const CudaHead& head) {
   const HeadSizes& sizes = head.sizes_;
-  const int64_t bytes = sizes.chunk_rows * sizes.planned_vocab() * sizes.element;  // ClaimGradients
+  const int64_t matrix = sizes.chunk_rows * sizes.planned_vocab() * sizes.element;  // ClaimGradients
+  const int64_t bytes = head.config_.logits == Logits::kStored ? matrix : sizes.arena_bytes;
   return bytes / (sizes.planned_vocab() * static_cast<int64_t>(sizeof(float))) / 8 * 8;
 }
 
@@ -515,16 +517,17 @@ absl::Status CudaHead::CheckTeacher(const HeadKernels& teacher) const {
   LOSSD_RETURN_IF_ERROR(ValidateTeacherPart({config_, classes(sizes_)},
                                             {teacher.config(), classes(same_device ? other->sizes_ : sizes_)},
                                             same_device));
-  const auto not_yet = [&](absl::string_view rule, const absl::AlphaNum& value) {
-    return errors::FieldError("distillation.teacher", rule, value, absl::StatusCode::kUnimplemented);
-  };
-  if (config_.logits != Logits::kStored || other->config_.logits != Logits::kStored) {
-    return not_yet("be absent where the student or the teacher recomputes its logits", "a head");
-  }
-  if (other->sizes_.chunk_rows < sizes_.chunk_rows || Lesson::MostRows(*other) == 0) {
-    return not_yet(absl::StrCat("be a head whose chunks have at least 16 rows and those of the student's, ",
-                                sizes_.chunk_rows, " (HeadSpec.workspace_bytes)"),
-                   absl::StrCat("one with ", other->sizes_.chunk_rows));
+  const int64_t room = Lesson::MostRows(*other);
+  const bool fits =
+      config_.logits == Logits::kRecomputed ? DistilledRecomputedPath::BlockRows(sizes_, room) > 0 : room > 0;
+  if (other->sizes_.chunk_rows < sizes_.chunk_rows || !fits) {
+    return errors::FieldError(
+        "distillation.teacher",
+        absl::StrCat("be a head whose chunks have at least the rows of the student's, ", sizes_.chunk_rows,
+                     ", and room for logits of at least ", config_.logits == Logits::kRecomputed ? 32 : 8,
+                     " rows (HeadSpec.workspace_bytes)"),
+        absl::StrCat("one with ", other->sizes_.chunk_rows, " rows, and room for ", room),
+        absl::StatusCode::kUnimplemented);
   }
   return absl::OkStatus();
 }
@@ -626,7 +629,10 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.weight_branch = &slot.weight_branch;
 
   const float t = chunk->options.logit_scale;
-  job.wants_hidden_gradient = job.layout.want_hidden_gradient || (job.layout.accumulate && norm_->exists());
+  // DistilledRecomputedPath adds to dW where it computes dx.
+  const bool together = chunk->teacher != nullptr && config_.logits == Logits::kRecomputed;
+  job.wants_hidden_gradient =
+      job.layout.want_hidden_gradient || (job.layout.accumulate && (norm_->exists() || together));
   job.direct = chunk->hidden_dtype == config_.compute_dtype && !norm_->exists() && !sizes_.is_split();
   job.hidden_gradient_dtype =
       job.direct ? config_.compute_dtype : HiddenGradientDType(sizes_, config_.compute_dtype);

@@ -99,7 +99,7 @@ class CudaHead : public PooledKernels {
   MemoryBytes memory() const override { return plan_; }
   std::vector<Choice> Describe() const override { return choices_; }
 
-  // Both store their logits and have all classes. The workspace of the teacher is used for its logits.
+  // Both have the same classes. The workspace of the teacher is used for the logits of both.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,

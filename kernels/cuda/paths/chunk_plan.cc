@@ -21,6 +21,8 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
   const absl::string_view reason = WhyExact(options, chunk.terms.any_coef_entropy);
   if (!reason.empty()) return reason;
   if (!chunk.wants_gradient) return "no gradient is wanted";
+  if (chunk.distilled && limits.logits == Logits::kRecomputed)
+    return "logits are recomputed, and compared with a teacher's";
   if (chunk.terms.vocab + chunk.terms.elsewhere == 1 && options.label_smoothing > 0.0f)
     return "one class has no gradient";
   // Of a head that is split, what is kept is listed as samples are.
@@ -75,6 +77,7 @@ absl::string_view WhatDecides(const ChunkPlan& plan) {
 
 ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const PlanLimits& limits) {
   ChunkPlan plan;
+  plan.distilled = chunk.distilled;
   plan.why_exact = WhyChunkIsExact(options, chunk, limits);
   plan.gradients = GradientsOf(options, plan.why_exact);
   plan.filters_elements = (limits.split || options.has_soft_targets()) && plan.filtered();

@@ -32,6 +32,7 @@ struct ChunkPlan {
   bool uniform_apart = false;
   // Filtered gradients are selected from the matrix of ds, not from the logits.
   bool filters_elements = false;
+  bool distilled = false;           // the rows have a teacher
   absl::string_view why_exact;      // "" unless gradients are kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
   // "": the gradients are products of our own (hopper/gradient_gemm.h) instead of cuBLASLt's.

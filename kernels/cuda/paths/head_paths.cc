@@ -6,6 +6,7 @@
 
 #include "absl/types/span.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/paths/distilled_recomputed_path.h"
 #include "kernels/cuda/paths/filtered_path.h"
 #include "kernels/cuda/paths/recomputed_path.h"
 #include "kernels/cuda/paths/sampled_path.h"
@@ -30,8 +31,8 @@ constexpr Way WayOf() {
 // In the order in which they are asked: the first that takes a chunk computes it.
 constexpr Way kStored[] = {WayOf<SampledStoredPath>(), WayOf<FilteredStoredPath>(), WayOf<FusedStoredPath>(),
                            WayOf<StoredPath>()};
-constexpr Way kRecomputed[] = {WayOf<SampledRecomputedPath>(), WayOf<FilteredRecomputedPath>(),
-                               WayOf<RecomputedPath>()};
+constexpr Way kRecomputed[] = {WayOf<DistilledRecomputedPath>(), WayOf<SampledRecomputedPath>(),
+                               WayOf<FilteredRecomputedPath>(), WayOf<RecomputedPath>()};
 
 absl::Span<const Way> WaysOf(const HeadConfig& config) {
   switch (config.logits) {

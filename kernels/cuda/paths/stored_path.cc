@@ -290,13 +290,14 @@ absl::Status StoredPath::DistilledRowLoss(const ChunkJob& job, const RowBlock& r
   for (const RowSpan& span : PartsOf(rows.in.padded_rows, job.teacher->block_rows)) {
     const RowBlock part = {rows.begin + span.begin, rows.in.Block(span.begin, span.rows),
                            rows.out.From(span.begin)};
-    LOSSD_RETURN_IF_ERROR(DistilPart(job, part, From(logits, span.begin), From(gradient, span.begin)));
+    LOSSD_RETURN_IF_ERROR(
+        Distil(job, part, From(logits, span.begin), From(gradient, span.begin), job.divergence + part.begin));
   }
   return absl::OkStatus();
 }
 
-absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
-                                    const LogitMatrix& gradient) const {
+absl::Status StoredPath::Distil(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                                const LogitMatrix& gradient, float* divergence) const {
   Device& device = *context_.device;
   const cudaStream_t stream = device.compute();
   const TeacherRows& teacher = *job.teacher;
@@ -311,7 +312,7 @@ absl::Status StoredPath::DistilPart(const ChunkJob& job, const RowBlock& rows, c
       .in = rows.in,
       .out = rows.out,
       .rows = teacher.rows.From(rows.begin),
-      .divergence = job.divergence + rows.begin,
+      .divergence = divergence,
       .gradient = gradient,
       .wants_logprob = teacher.wants_logprob};
   if (rows.in.rows > 0) {

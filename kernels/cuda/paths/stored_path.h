@@ -154,6 +154,11 @@ class StoredPath final : public ChunkPath {
   // dx and dW from that gradient; the rows of job.hidden that may not be added are 0.
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
   absl::Status WeightGemm(const ChunkJob& job) const { return gradients_.WeightGradient(job, Gradient()); }
+  // Of rows whose logits are there, and whose teacher's have room: the teacher's logits, the results of the
+  // rows, `divergence` [rows], and the gradient unless its data is null. Memory of a path of its own is not
+  // used.
+  absl::Status Distil(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
+                      const LogitMatrix& gradient, float* divergence) const;
 
  private:
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
@@ -164,8 +169,6 @@ class StoredPath final : public ChunkPath {
   // Of a block of rows that have a teacher, part by part as its logits have room.
   absl::Status DistilledRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                 const LogitMatrix& gradient) const;
-  absl::Status DistilPart(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
-                          const LogitMatrix& gradient) const;
   // Their records, over all classes.
   absl::Status SumDivergences(const DivergenceParams& p) const;
   // The loss with targets of a block of rows.

@@ -240,7 +240,7 @@ std::vector<ConformanceCase> Cases() {
     for (const auto& [compute, hidden] : way.dtypes) {
       cases.push_back({way.name, way.backend, compute, hidden, way.logits, /*auto_samples_uniform=*/true,
                        way.gpus, way.split, way.shares, way.replicas,
-                       /*distils=*/way.logits == Logits::kStored});
+                       /*distils=*/true, /*exact_distilled=*/way.logits == Logits::kRecomputed});
     }
   }
   return cases;

@@ -77,7 +77,8 @@ std::vector<ConformanceCase> Cases() {
                      .auto_samples_uniform = OnGpus(),
                      .devices = ranks,
                      .split = split,
-                     .distils = !OnGpus() || logits == Logits::kStored});
+                     .distils = true,
+                     .exact_distilled = OnGpus() && logits == Logits::kRecomputed});
   };
   constexpr DType kF32 = DType::kFloat32, kF16 = DType::kFloat16, kBf16 = DType::kBFloat16;
   if (OnGpus()) {
