@@ -35,15 +35,14 @@ def initial_values(seed: int, zeros: bool, tensor_file: TensorFile | None) -> di
 
 def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
     """What to do with a head that exists. InvalidArgument if both are given, or for another word."""
-    if exist_ok is None:
-        types.enum_value("if_exists", _IF_EXISTS, "error" if if_exists is None else if_exists)
-        return if_exists or "error"
-    if if_exists is not None:
+    if exist_ok is not None and if_exists is not None:
         raise errors.InvalidArgument(
             f"if_exists is {if_exists!r} and exist_ok is {exist_ok}; give if_exists alone (exist_ok=True is its \"keep\")")
     if exist_ok:
         warnings.warn('exist_ok=True is the earlier name of if_exists="keep", and goes away', DeprecationWarning, stacklevel=3)
-    return "keep" if exist_ok else "error"
+        return "keep"
+    types.enum_value("if_exists", _IF_EXISTS, "error" if if_exists is None else if_exists)
+    return if_exists or "error"
 
 
 def whole_numbers(field: str, numbers: Any) -> list[int]:

@@ -111,7 +111,7 @@ class NativeClient:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         self._library = _native.library()
         self._pid = os.getpid()
-        self._closed = False
+        self.closed = False  # whether close() was called
         self._ended = ""  # why the server has ended, if something other than a call has told
         self._loss_timeout, self._transfer_timeout = options["loss_timeout"], options["transfer_timeout"]
         self._max_pending = max_pending
@@ -130,11 +130,6 @@ class NativeClient:
                     error.add("; if it is being started, wait_for_server=True waits for it")
             raise
         self._target, self._run = self._described()[:2]
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called."""
-        return self._closed
 
     @property
     def target(self) -> str:
@@ -182,7 +177,7 @@ class NativeClient:
         if self._pid != os.getpid():
             raise errors.ForkedClient(f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
                                       "or start processes with multiprocessing's spawn")
-        if self._closed:
+        if self.closed:
             raise errors.ClientClosed("this client is closed; make a new lossd.Client")
         if self._ended:
             raise errors.Unavailable(self._ended)
@@ -197,7 +192,7 @@ class NativeClient:
 
     def close(self) -> None:
         """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
-        self._closed = True
+        self.closed = True
         if self._pid != os.getpid():  # a fork has no client
             return
         with self._lock:
@@ -215,7 +210,7 @@ class NativeClient:
     def _meant(self, error: errors.LossdError) -> errors.LossdError:
         """The error of a call as the caller should see it."""
         if isinstance(error, errors.Cancelled):
-            if self._closed:
+            if self.closed:
                 return errors.ClientClosed("this client was closed during the call")
             if self._ended:
                 return errors.Unavailable(self._ended)
@@ -368,9 +363,9 @@ class Pending(Generic[R]):
             self._value = self._finish(_result_of(summary, self._call.result()))
         except errors.LossdError as error:
             if error.field.startswith("open.targets") and self._of_rows != "hidden":  # rows of an embedding
-                error.replace("open.targets", "ids")
+                error.add("", "open.targets", "ids")
             if error.field == "hidden_size":
-                error.replace(f"hidden_size is {error.value}", f"{self._of_rows}: a row has {error.value} elements")
+                error.add("", f"hidden_size is {error.value}", f"{self._of_rows}: a row has {error.value} elements")
             self._error = self._client._meant(error)
 
 

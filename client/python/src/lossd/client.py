@@ -234,17 +234,17 @@ class Client(HeadCalls):
           options: distillation takes the place of what it says of that; the other arguments are those of compute_loss().
         """
         options, rows = replace(options, distillation=distillation), list(rows)
-        none = targets is None
-        if none:
+        if targets is None:
             for name, needs in (("distillation.target_weight", distillation.target_weight), ("rows", "logprob" in rows and "logprob")):
                 if needs:
                     raise errors.InvalidArgument(f"targets is None; {name} is {needs}, and needs them")
-            options, targets = replace(options, ignore_index=-100), np.zeros(len(hidden), np.int32)
+            options = replace(options, ignore_index=-100)
         result = self.compute_loss(
-            head, hidden, targets, step=step, id=id, dtype=dtype, row_weights=row_weights, teacher_hidden=teacher_hidden,
-            options=options, reduction=reduction, normalizer=normalizer, grad_output=grad_output, accumulate=accumulate,
-            grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes, timeout=timeout)
-        return replace(result, correct_rows=0) if none else result
+            head, hidden, np.zeros(len(hidden), np.int32) if targets is None else targets, step=step, id=id, dtype=dtype,
+            row_weights=row_weights, teacher_hidden=teacher_hidden, options=options, reduction=reduction, normalizer=normalizer,
+            grad_output=grad_output, accumulate=accumulate, grad_hidden=grad_hidden, rows=rows, streams=streams, slice_bytes=slice_bytes,
+            timeout=timeout)
+        return result if targets is not None else replace(result, correct_rows=0)
 
     def backward_async(
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",

@@ -32,14 +32,9 @@ class LossdError(Exception):
         self.current_step: int | None = detail.current_step if detail.HasField("current_step") else None
         self.missing: tuple[str, ...] = tuple(detail.missing)
 
-    def add(self, more: str) -> None:
-        """Continues the message."""
-        self.message += more
-        self.args = (self.message,)
-
-    def replace(self, words: str, by: str) -> None:
-        """Says something otherwise."""
-        self.message = self.message.replace(words, by, 1)
+    def add(self, more: str, of: str = "", by: str = "") -> None:
+        """Continues the message, in which the words `of` become others."""
+        self.message = self.message.replace(of, by, 1) + more
         self.args = (self.message,)
 
     def __str__(self) -> str:
