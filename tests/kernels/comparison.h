@@ -88,7 +88,7 @@ struct Tolerance {
 constexpr Tolerance ToleranceFor(DType compute, bool rounded = true) {
   switch (compute) {
     case DType::kFloat32:
-      return {.logit = 3e-6, .gradient = 5e-6, .magnitude = 3e-7, .growth = 0x1p-4};
+      return {.logit = 3e-6, .gradient = 5e-6, .magnitude = 4e-7, .growth = 0x1p-4};
     case DType::kFloat16:
       return rounded ? Tolerance{.logit = 3e-3, .gradient = 4e-3, .magnitude = 1e-3, .growth = 0x1p-4}
                      : Tolerance{.logit = 3e-6, .gradient = 2e-3, .magnitude = 1e-3, .growth = 0.0};
