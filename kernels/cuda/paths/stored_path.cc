@@ -13,6 +13,12 @@
 
 namespace lossd::kernels::cuda {
 
+// The product of the weight gradient keeps its multiprocessors until it ends, and copies of rows within a GPU
+// are kernels: those of the hidden gradient that is waited for, on its way to the trainer, find a place on
+// these. On an H200 the gradient of 8,192 rows (gemma2-2b) was with an embedded trainer after 38.9 ms instead
+// of 45.6, and the weight gradient took no longer.
+constexpr int kClustersBesideWeightGradient = 1;
+
 static_assert(hopper::kGradientGemmScratchBytes <= kGemmWorkspaceBytes);
 
 LibraryGemms::LibraryGemms(const PathContext& context)
@@ -99,8 +105,10 @@ absl::Status OwnGemms::Run(hopper::GradientGemmParams product) const {
   product.columns = context_.sizes.padded_hidden;
   product.scratch = device.gemm_workspace();
   product.order = &device.limits().cluster_order;
-  const hopper::GradientGemmPlan plan =
-      hopper::PlanGradientGemm(product.rows, product.columns, product.inner, device.limits().fused_clusters);
+  const int clusters = device.limits().fused_clusters;
+  const hopper::GradientGemmPlan plan = hopper::PlanGradientGemm(
+      product.rows, product.columns, product.inner,
+      product.transpose_a ? std::max(1, clusters - kClustersBesideWeightGradient) : clusters);
   return ToStatus(hopper::LaunchGradientGemm(product, plan, device.compute()), "product kernel");
 }
 

@@ -680,8 +680,10 @@ TEST_F(ErrorFieldsTest, OpenMicrobatch) {
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, 0.5f, -1, &o); }, "open.target_weights[0]", "0.5"},
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, NAN, 3, &o); }, "open.target_weights[0]", "nan"},
        {[](Open& o) { SetSoftTargets(v1::REST_NONE, 2, 3e38f, 3, &o); }, "open.target_weights[0]", "6e+38"},
-       {[](Open& o) { SetSoftTargets(v1::REST_ONE_CLASS, 2, 0.75f, 3, &o); }, "open.target_weights[0]", "1.5"},
-       {[](Open& o) { SetSoftTargets(v1::REST_RENORMALIZED, 2, 0.0f, 3, &o); }, "open.target_weights[0]", "0"},
+       {[](Open& o) { SetSoftTargets(v1::REST_ONE_CLASS, 2, 0.75f, 3, &o); }, "open.target_weights[0]",
+        "1.5"},
+       {[](Open& o) { SetSoftTargets(v1::REST_RENORMALIZED, 2, 0.0f, 3, &o); }, "open.target_weights[0]",
+        "0"},
        {[](Open& o) {
           SetSoftTargets(v1::REST_NONE, 2, 0.5f, 3, &o);
           o.set_top_k(3);
