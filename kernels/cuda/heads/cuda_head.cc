@@ -14,8 +14,8 @@
 #include "kernels/cuda/kernels/row_loss.h"
 #include "kernels/cuda/kernels/rows.h"
 #include "kernels/cuda/kernels/tensor_ops.h"
-#include "kernels/cuda/paths/distilled_recomputed_path.h"
 #include "kernels/cuda/paths/path_steps.h"
+#include "kernels/cuda/paths/recomputed_path.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/validation.h"
 

@@ -6,7 +6,6 @@
 
 #include "absl/types/span.h"
 #include "kernels/cuda/device/cuda_status.h"
-#include "kernels/cuda/paths/distilled_recomputed_path.h"
 #include "kernels/cuda/paths/filtered_path.h"
 #include "kernels/cuda/paths/recomputed_path.h"
 #include "kernels/cuda/paths/sampled_path.h"
