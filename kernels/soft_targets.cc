@@ -2,13 +2,10 @@
 #include "kernels/soft_targets.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
-#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
-#include "kernels/errors/status_macros.h"
 
 namespace lossd::kernels {
 
@@ -63,16 +60,10 @@ void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const 
 
 namespace {
 
-// `first`: the place of the row's first weight.
-absl::Status CheckSum(absl::string_view prefix, Rest rest, size_t first, double sum) {
-  const auto refuse = [&](absl::string_view rule) {
-    return errors::FieldProblem(absl::StrCat(prefix, "target_weights[", first, "]"),
-                                absl::StrCat("begins a row whose weights must add up to ", rule), sum);
-  };
-  if (sum > double{std::numeric_limits<float>::max()}) return refuse("a finite fp32 number");
-  if (rest == Rest::kOneClass && sum > 1.0 + kMostOverOne) return refuse("at most 1.001 with rest one_class");
-  if (rest == Rest::kRenormalized && !(sum > 0.0)) return refuse("more than 0 with rest renormalized");
-  return absl::OkStatus();
+errors::WeightSum SumOf(Rest rest) {
+  return rest == Rest::kOneClass       ? errors::WeightSum::kAtMostOne
+         : rest == Rest::kRenormalized ? errors::WeightSum::kAboveZero
+                                       : errors::WeightSum::kAny;
 }
 
 }  // namespace
@@ -85,28 +76,9 @@ absl::Status CheckSoftTargets(absl::string_view prefix, Rest rest, int64_t vocab
     return errors::FieldError(absl::StrCat(prefix, "target_count"), absl::StrCat("be in [1, ", most, "]"),
                               count);
   }
-  const size_t each = static_cast<size_t>(count);
-  for (size_t row = 0; row < targets.size(); ++row) {
-    double sum = 0.0;
-    for (size_t i = row * each; i < (row + 1) * each; ++i) {
-      if (classes[i] != kNoClass && (classes[i] < 0 || classes[i] >= vocab_size)) {
-        return errors::FieldError(absl::StrCat(prefix, "target_classes[", i, "]"),
-                                  absl::StrCat("be in [0, ", vocab_size, ") or ", kNoClass), classes[i]);
-      }
-      if (!(std::isfinite(weights[i]) && weights[i] >= 0.0f)) {
-        return errors::FieldError(absl::StrCat(prefix, "target_weights[", i, "]"), "be finite and >= 0",
-                                  weights[i]);
-      }
-      if (classes[i] == kNoClass && weights[i] != 0.0f) {
-        return errors::FieldError(absl::StrCat(prefix, "target_weights[", i, "]"),
-                                  absl::StrCat("be 0 where target_classes is ", kNoClass), weights[i]);
-      }
-      sum += double{weights[i]};
-    }
-    if (targets[row] == ignored) continue;
-    LOSSD_RETURN_IF_ERROR(CheckSum(prefix, rest, row * each, sum));
-  }
-  return absl::OkStatus();
+  static_assert(kNoClass == errors::kNoClass);
+  return errors::CheckSoftTargets(prefix, SumOf(rest), vocab_size, static_cast<size_t>(count), classes,
+                                  weights, targets, ignored);
 }
 
 }  // namespace lossd::kernels

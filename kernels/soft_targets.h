@@ -38,9 +38,7 @@ absl::string_view Name(Rest rest);  // "no_targets", "none", "renormalized", "on
 inline constexpr int32_t kMostSoftTargets = 256;
 // Entries of a row that name no class; their weight is 0.
 inline constexpr int32_t kNoClass = -1;
-// kOneClass: the sum of a row's weights exceeds 1 by so much at most. A rest below kLeastRest counts as 0: it
-// is what rounding leaves of weights whose sum is 1.
-inline constexpr double kMostOverOne = 1e-3;
+// kOneClass: a rest below it counts as 0: it is what rounding leaves of weights whose sum is 1.
 inline constexpr double kLeastRest = 0x1p-20;
 
 // The soft targets of one row.
@@ -59,11 +57,8 @@ struct SoftRow {
 // whose memory it uses again.
 void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const float> weights, SoftRow& row);
 
-// INVALID_ARGUMENT unless each of `classes` [rows, count] is in [0, vocab_size) or kNoClass, each of
-// `weights` [rows, count] is finite, >= 0, and 0 at kNoClass, and unless `count` is in [1, min(V,
-// kMostSoftTargets)]. Of rows whose `targets` [rows] entry is not `ignored`, the sum has to be at most 1 +
-// kMostOverOne (kOneClass) or above 0 (kRenormalized), and always a finite float. The error names
-// "<prefix>target_classes[i]" or "<prefix>target_weights[i]", and the value; of a sum the row's first weight.
+// errors::CheckSoftTargets with the sum that `rest` takes, and INVALID_ARGUMENT, naming
+// "<prefix>target_count", unless `count` is in [1, min(V, kMostSoftTargets)].
 absl::Status CheckSoftTargets(absl::string_view prefix, Rest rest, int64_t vocab_size, int64_t count,
                               absl::Span<const int32_t> classes, absl::Span<const float> weights,
                               absl::Span<const int32_t> targets, int32_t ignored);

@@ -24,7 +24,8 @@ std::optional<HeadInfo> HeadCache::Facts(absl::string_view head) const {
 HeadInfo HeadInfo::Of(const v1::HeadDescription& description) {
   const v1::HeadSpec& spec = description.spec();
   HeadInfo facts{.hidden_size = spec.hidden_size(),
-                 .vocab_size = spec.full_vocab_size() > 0 ? spec.full_vocab_size() : spec.vocab_size(),
+                 .vocab_size = static_cast<int64_t>(spec.full_vocab_size() > 0 ? spec.full_vocab_size()
+                                                                               : spec.vocab_size()),
                  .limits = description.slice_limits(),
                  .histories = description.has_history()};
   if (!spec.class_list().empty()) {

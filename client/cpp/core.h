@@ -47,7 +47,7 @@ namespace lossd::client::internal {
 // What the server has said of a head.
 struct HeadInfo {
   uint64_t hidden_size = 0;  // D
-  uint64_t vocab_size = 0;   // of targets: V, of a head with a draft vocabulary that of the full one
+  int64_t vocab_size = 0;    // of targets: V, of a head with a draft vocabulary that of the full one
   v1::SliceLimits limits;
   bool histories = false;  // the server knows of histories, and so of optimizers that begin with a step
   // HeadSpec.class_list of a head with a draft vocabulary, ascending; null: it has none.

@@ -443,99 +443,60 @@ bool TargetsCount(const ComputeOptions& options) {
 
 namespace {
 
-constexpr int32_t kNoClass = -1;  // of an entry of target_classes that names none
-
-absl::Status CheckFinite(absl::string_view field, absl::Span<const float> values) {
-  const auto found = std::find_if(values.begin(), values.end(), [](float v) { return !std::isfinite(v); });
-  if (found == values.end()) return absl::OkStatus();
-  return errors::FieldError(absl::StrCat(field, "[", found - values.begin(), "]"), "be finite", *found);
-}
-
-absl::Status CheckTargets(const Microbatch& microbatch, const ComputeOptions& options, uint64_t vocab_size,
+absl::Status CheckTargets(const Microbatch& microbatch, const ComputeOptions& options, int64_t vocab_size,
                           const std::vector<int32_t>* classes) {
   const int32_t ignored = IgnoreIndex(options.loss);
   const bool listed = classes != nullptr && options.loss.refuse_unlisted() && TargetsCount(options);
+  const std::string also = microbatch.embedding != v1::EMBEDDING_UNSPECIFIED
+                               ? ""
+                               : absl::StrCat(" or ignore_index (", ignored, ")");
   for (size_t i = 0; i < microbatch.targets.size(); ++i) {
     const int32_t target = microbatch.targets[i];
     if (target == ignored) continue;
-    const auto refuse = [&](absl::string_view rule) {
-      return errors::FieldError(absl::StrCat("open.targets[", i, "]"), rule, target);
-    };
-    if (target < 0 || static_cast<uint64_t>(target) >= vocab_size) {
-      const std::string range = absl::StrCat("be in [0, ", vocab_size, ")");
-      return refuse(microbatch.embedding != v1::EMBEDDING_UNSPECIFIED
-                        ? range
-                        : absl::StrCat(range, " or ignore_index (", ignored, ")"));
+    LOSSD_RETURN_IF_ERROR(errors::CheckClass("open.targets", i, target, vocab_size, also));
+    if (listed && !std::binary_search(classes->begin(), classes->end(), target)) {
+      return errors::FieldError(absl::StrCat("open.targets[", i, "]"),
+                                "be in the head's class_list with open.options.refuse_unlisted", target);
     }
-    if (listed && !std::binary_search(classes->begin(), classes->end(), target))
-      return refuse("be in the head's class_list with open.options.refuse_unlisted");
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckNamedClasses(absl::Span<const int32_t> named, uint64_t vocab_size,
+absl::Status CheckNamedClasses(absl::Span<const int32_t> named, int64_t vocab_size,
                                const std::vector<int32_t>* classes) {
   for (size_t i = 0; i < named.size(); ++i) {
-    const bool in_range = named[i] >= 0 && static_cast<uint64_t>(named[i]) < vocab_size;
-    if (in_range && (classes == nullptr || std::binary_search(classes->begin(), classes->end(), named[i])))
-      continue;
-    return errors::FieldError(
-        absl::StrCat("open.classes[", i, "]"),
-        in_range ? "be in the head's class_list" : absl::StrCat("be in [0, ", vocab_size, ")"), named[i]);
+    LOSSD_RETURN_IF_ERROR(errors::CheckClass("open.classes", i, named[i], vocab_size));
+    if (classes == nullptr || std::binary_search(classes->begin(), classes->end(), named[i])) continue;
+    return errors::FieldError(absl::StrCat("open.classes[", i, "]"), "be in the head's class_list", named[i]);
   }
   return absl::OkStatus();
 }
 
-// The rules of kernels/soft_targets.h.
-absl::Status CheckSoftTargets(const Microbatch& microbatch, const ComputeOptions& options,
-                              uint64_t vocab_size) {
-  const size_t count = microbatch.target_count;
-  const v1::Rest rest = options.loss.rest();
-  double sum = 0.0;
-  for (size_t i = 0; i < count * microbatch.targets.size(); ++i) {
-    const int32_t named = microbatch.target_classes[i];
-    const float weight = microbatch.target_weights[i];
-    const auto refuse = [&](absl::string_view rule) {
-      return errors::FieldError(absl::StrCat("open.target_weights[", i, "]"), rule, weight);
-    };
-    if (named != kNoClass && (named < 0 || static_cast<uint64_t>(named) >= vocab_size)) {
-      return errors::FieldError(absl::StrCat("open.target_classes[", i, "]"),
-                                absl::StrCat("be in [0, ", vocab_size, ") or ", kNoClass), named);
-    }
-    if (!(std::isfinite(weight) && weight >= 0.0f)) return refuse("be finite and >= 0");
-    if (named == kNoClass && weight != 0.0f)
-      return refuse(absl::StrCat("be 0 where target_classes is ", kNoClass));
-    sum = (i % count == 0 ? 0.0 : sum) + double{weight};
-    if ((i + 1) % count != 0 || microbatch.targets[i / count] == IgnoreIndex(options.loss)) continue;
-    const auto refuse_sum = [&](absl::string_view rule) {
-      return errors::FieldProblem(absl::StrCat("open.target_weights[", i + 1 - count, "]"),
-                                  absl::StrCat("begins a row whose weights must add up to ", rule), sum);
-    };
-    if (sum > double{std::numeric_limits<float>::max()}) return refuse_sum("a finite fp32 number");
-    if (rest == v1::REST_ONE_CLASS && sum > 1.001) return refuse_sum("at most 1.001 with rest one_class");
-    if (rest == v1::REST_RENORMALIZED && !(sum > 0.0))
-      return refuse_sum("more than 0 with rest renormalized");
-  }
-  return absl::OkStatus();
+errors::WeightSum SumOf(v1::Rest rest) {
+  return rest == v1::REST_ONE_CLASS      ? errors::WeightSum::kAtMostOne
+         : rest == v1::REST_RENORMALIZED ? errors::WeightSum::kAboveZero
+                                         : errors::WeightSum::kAny;
 }
 
 }  // namespace
 
-absl::Status CheckRowValues(const Microbatch& microbatch, const ComputeOptions& options, uint64_t vocab_size,
+absl::Status CheckRowValues(const Microbatch& microbatch, const ComputeOptions& options, int64_t vocab_size,
                             const std::vector<int32_t>* classes) {
-  LOSSD_RETURN_IF_ERROR(CheckFinite("open.row_weights", microbatch.row_weights));
-  LOSSD_RETURN_IF_ERROR(CheckFinite("open.advantages", microbatch.advantages));
-  LOSSD_RETURN_IF_ERROR(CheckFinite("open.old_logprobs", microbatch.old_logprobs));
-  LOSSD_RETURN_IF_ERROR(CheckFinite("open.ref_logprobs", microbatch.ref_logprobs));
+  LOSSD_RETURN_IF_ERROR(errors::CheckFinite("open.row_weights", microbatch.row_weights));
+  LOSSD_RETURN_IF_ERROR(errors::CheckFinite("open.advantages", microbatch.advantages));
+  LOSSD_RETURN_IF_ERROR(errors::CheckFinite("open.old_logprobs", microbatch.old_logprobs));
+  LOSSD_RETURN_IF_ERROR(errors::CheckFinite("open.ref_logprobs", microbatch.ref_logprobs));
   LOSSD_RETURN_IF_ERROR(CheckNamedClasses(microbatch.classes, vocab_size, classes));
-  LOSSD_RETURN_IF_ERROR(CheckSoftTargets(microbatch, options, vocab_size));
+  LOSSD_RETURN_IF_ERROR(errors::CheckSoftTargets(
+      "open.", SumOf(options.loss.rest()), vocab_size, microbatch.target_count, microbatch.target_classes,
+      microbatch.target_weights, microbatch.targets, IgnoreIndex(options.loss)));
   return CheckTargets(microbatch, options, vocab_size, classes);
 }
 
 absl::Status CheckRowValues(const RetainedGradients& gradients) {
-  LOSSD_RETURN_IF_ERROR(CheckFinite("backward.grad_loss", gradients.grad_loss));
-  LOSSD_RETURN_IF_ERROR(CheckFinite("backward.grad_lse", gradients.grad_lse));
-  return CheckFinite("backward.grad_entropy", gradients.grad_entropy);
+  LOSSD_RETURN_IF_ERROR(errors::CheckFinite("backward.grad_loss", gradients.grad_loss));
+  LOSSD_RETURN_IF_ERROR(errors::CheckFinite("backward.grad_lse", gradients.grad_lse));
+  return errors::CheckFinite("backward.grad_entropy", gradients.grad_entropy);
 }
 
 // ---- Streams and slices ----

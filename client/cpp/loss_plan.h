@@ -81,7 +81,7 @@ bool TargetsCount(const ComputeOptions& options);
 // INVALID_ARGUMENT, in the words of the server, if the server would refuse a value of a single row: one that
 // is not finite, or a class that the head does not have. `vocab_size`: of targets; `classes`:
 // HeadInfo::classes.
-absl::Status CheckRowValues(const Microbatch& microbatch, const ComputeOptions& options, uint64_t vocab_size,
+absl::Status CheckRowValues(const Microbatch& microbatch, const ComputeOptions& options, int64_t vocab_size,
                             const std::vector<int32_t>* classes);
 absl::Status CheckRowValues(const RetainedGradients& gradients);
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/errors/status_macros.h"
 
 namespace lossd::errors {
 namespace {
@@ -58,6 +60,64 @@ std::optional<FieldViolation> GetFieldViolation(const absl::Status& status) {
   std::optional<std::vector<std::string>> texts = GetTexts(kPayloadType, status);
   if (!texts.has_value() || texts->size() != 3) return std::nullopt;
   return FieldViolation{std::move((*texts)[0]), std::move((*texts)[1]), std::move((*texts)[2])};
+}
+
+absl::Status CheckFinite(absl::string_view field, absl::Span<const float> values) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (!std::isfinite(values[i])) {
+      return FieldError(absl::StrCat(field, "[", i, "]"), "be finite", values[i]);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckClass(absl::string_view field, size_t index, int64_t value, int64_t count,
+                        absl::string_view also) {
+  if (value >= 0 && value < count) return absl::OkStatus();
+  return FieldError(absl::StrCat(field, "[", index, "]"), absl::StrCat("be in [0, ", count, ")", also),
+                    value);
+}
+
+namespace {
+
+// `first`: the place of the row's first weight.
+absl::Status CheckSum(absl::string_view prefix, WeightSum rule, size_t first, double sum) {
+  const auto refuse = [&](absl::string_view must) {
+    return FieldProblem(absl::StrCat(prefix, "target_weights[", first, "]"),
+                        absl::StrCat("begins a row whose weights must add up to ", must), sum);
+  };
+  if (sum > double{std::numeric_limits<float>::max()}) return refuse("a finite fp32 number");
+  if (rule == WeightSum::kAtMostOne && sum > 1.0 + kMostOverOne)
+    return refuse("at most 1.001 with rest one_class");
+  if (rule == WeightSum::kAboveZero && !(sum > 0.0)) return refuse("more than 0 with rest renormalized");
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckSoftTargets(absl::string_view prefix, WeightSum rule, int64_t vocab_size, size_t each,
+                              absl::Span<const int32_t> classes, absl::Span<const float> weights,
+                              absl::Span<const int32_t> targets, int32_t ignored) {
+  for (size_t row = 0; row < targets.size(); ++row) {
+    double sum = 0.0;
+    for (size_t i = row * each; i < (row + 1) * each; ++i) {
+      const auto refuse = [&](absl::string_view must) {
+        return FieldError(absl::StrCat(prefix, "target_weights[", i, "]"), must, weights[i]);
+      };
+      if (classes[i] != kNoClass && (classes[i] < 0 || classes[i] >= vocab_size)) {
+        return CheckClass(absl::StrCat(prefix, "target_classes"), i, classes[i], vocab_size,
+                          absl::StrCat(" or ", kNoClass));
+      }
+      if (!(std::isfinite(weights[i]) && weights[i] >= 0.0f)) return refuse("be finite and >= 0");
+      if (classes[i] == kNoClass && weights[i] != 0.0f) {
+        return refuse(absl::StrCat("be 0 where target_classes is ", kNoClass));
+      }
+      sum += double{weights[i]};
+    }
+    if (targets[row] == ignored) continue;
+    LOSSD_RETURN_IF_ERROR(CheckSum(prefix, rule, row * each, sum));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Within(absl::string_view prefix, absl::Status status) {

@@ -15,6 +15,8 @@
 // Fields and values may hold any bytes. They are shortened to kMaxFieldBytes and kMaxValueBytes, in the
 // payload and in the message, and never within a UTF-8 character.
 //
+// Checks of the values of rows are here, too: client and server say the same of them.
+//
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_ERRORS_FIELD_ERROR_H_
 #define LOSSD_KERNELS_ERRORS_FIELD_ERROR_H_
@@ -56,6 +58,30 @@ absl::Status WithViolation(absl::Status status, const FieldViolation& violation)
 
 // The field at fault; nullopt if the status names none.
 std::optional<FieldViolation> GetFieldViolation(const absl::Status& status);
+
+// ---- values of rows, which the client checks before it sends them, and the server when they come ----
+
+// "<field>[i] must be finite" of the first value that is not.
+absl::Status CheckFinite(absl::string_view field, absl::Span<const float> values);
+
+// "<field>[index] must be in [0, count)", and `also` behind it, unless `value` is.
+absl::Status CheckClass(absl::string_view field, size_t index, int64_t value, int64_t count,
+                        absl::string_view also = "");
+
+// What the weights of a row with soft targets add up to; always a finite float.
+enum class WeightSum { kAny, kAboveZero, kAtMostOne };
+// kAtMostOne: by how much the sum may be above 1.
+inline constexpr double kMostOverOne = 1e-3;
+// Of an entry that names no class; its weight is 0.
+inline constexpr int32_t kNoClass = -1;
+
+// Unless each of `classes` [rows, each] is in [0, vocab_size) or kNoClass, each of `weights` [rows, each] is
+// finite, >= 0, and 0 at kNoClass, and the weights of rows whose `targets` [rows] entry is not `ignored` add
+// up to such a sum. The error names "<prefix>target_classes[i]" or "<prefix>target_weights[i]"; of a sum the
+// row's first weight.
+absl::Status CheckSoftTargets(absl::string_view prefix, WeightSum rule, int64_t vocab_size, size_t each,
+                              absl::Span<const int32_t> classes, absl::Span<const float> weights,
+                              absl::Span<const int32_t> targets, int32_t ignored);
 
 // Puts `prefix`, e.g. "open.options.", before the field, in the payload and where the message begins with the
 // field. Code and other payloads stay. A status without a violation stays as it is.

@@ -334,16 +334,15 @@ absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const Slic
 // Named classes become the head's.
 absl::Status MapClasses(const kernels::HeadConfig& config, std::vector<int32_t>& classes) {
   const kernels::ClassList& list = config.class_list;
+  const int64_t most = list.empty() ? config.vocab_size : list.full_size();
   for (size_t i = 0; i < classes.size(); ++i) {
     const int32_t named = classes[i];
-    const bool in_range = named >= 0 && named < (list.empty() ? config.vocab_size : list.full_size());
-    if (in_range && !list.empty()) classes[i] = list.Find(named);
-    if (in_range && classes[i] >= 0) continue;
-    return InvalidField(
-        absl::StrCat("open.classes[", i, "]"),
-        in_range ? "must be in the head's class_list"
-                 : absl::StrCat("must be in [0, ", list.empty() ? config.vocab_size : list.full_size(), ")"),
-        absl::StrCat(named));
+    LOSSD_RETURN_IF_ERROR(errors::CheckClass("open.classes", i, named, most));
+    if (list.empty()) continue;
+    classes[i] = list.Find(named);
+    if (classes[i] >= 0) continue;
+    return InvalidField(absl::StrCat("open.classes[", i, "]"), "must be in the head's class_list",
+                        absl::StrCat(named));
   }
   return absl::OkStatus();
 }
@@ -399,14 +398,10 @@ absl::StatusOr<int32_t> ClassOf(const StreamSpec& spec, const kernels::ClassList
   const int32_t target = spec.targets[index];
   const bool listed = !class_list.empty() && !spec.classes_of_head;
   const int64_t most = listed ? class_list.full_size() : vocab_size;
-  const auto refuse = [&](const std::string& rule) {
-    return InvalidField(absl::StrCat("open.targets[", index, "]"), rule, absl::StrCat(target));
-  };
   if (target < 0 || target >= most) {
-    const std::string range = absl::StrCat("must be in [0, ", most, ")");
-    return refuse(spec.options.is_embedding()
-                      ? range
-                      : absl::StrCat(range, " or ignore_index (", spec.ignore_index, ")"));
+    return errors::CheckClass(
+        "open.targets", index, target, most,
+        spec.options.is_embedding() ? "" : absl::StrCat(" or ignore_index (", spec.ignore_index, ")"));
   }
   if (!listed) return target;
   const int32_t found = class_list.Find(target);
@@ -414,8 +409,11 @@ absl::StatusOr<int32_t> ClassOf(const StreamSpec& spec, const kernels::ClassList
   // Then a target only says whether the row counts.
   const kernels::Distillation& distillation = spec.options.distillation;
   if (distillation.used() && distillation.target_weight == 0.0f) return 0;
-  if (spec.refuse_unlisted)
-    return refuse("must be in the head's class_list with open.options.refuse_unlisted");
+  if (spec.refuse_unlisted) {
+    return InvalidField(absl::StrCat("open.targets[", index, "]"),
+                        "must be in the head's class_list with open.options.refuse_unlisted",
+                        absl::StrCat(target));
+  }
   return kernels::kIgnoredTarget;
 }
 
@@ -457,12 +455,7 @@ absl::Status CheckRowValues(absl::string_view field, absl::Span<const float> val
                                      " one entry for each of the ", rows, " rows"),
                         absl::StrCat(values.size()));
   }
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (!std::isfinite(values[i])) {
-      return InvalidField(absl::StrCat(field, "[", i, "]"), "must be finite", absl::StrCat(values[i]));
-    }
-  }
-  return absl::OkStatus();
+  return errors::CheckFinite(field, values);
 }
 
 StreamRows::StreamRows(StreamSpec spec, HeadState state, SliceLimits limits, TeacherOf teacher)

@@ -68,6 +68,7 @@ ProblemSpec BackendConformance::Plain(std::vector<int64_t> slice_rows, int64_t h
   spec.config.logits = GetParam().logits;
   SplitHead(spec.config);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
+  spec.exact_distilled = GetParam().exact_distilled;
   spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().places() : 1;
   spec.slice_rows = std::move(slice_rows);
   return spec;
@@ -78,6 +79,7 @@ ProblemSpec BackendConformance::Random(int64_t rows, int64_t hidden_size, int64_
   spec.config.logits = GetParam().logits;
   SplitHead(spec.config);
   spec.auto_samples_uniform = GetParam().auto_samples_uniform;
+  spec.exact_distilled = GetParam().exact_distilled;
   spec.class_parts = spec.config.split == Split::kVocabulary ? GetParam().places() : 1;
   return spec;
 }

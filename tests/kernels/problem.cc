@@ -193,6 +193,7 @@ Problem MakeProblem(const ProblemSpec& spec, Rng& rng) {
   problem.options = spec.options;
   problem.hidden_dtype = spec.hidden_dtype;
   problem.auto_samples_uniform = spec.auto_samples_uniform;
+  problem.exact_distilled = spec.exact_distilled;
   problem.class_parts = spec.class_parts;
   const int64_t d = spec.config.hidden_size;
   const int64_t v = spec.config.vocab_size;

@@ -65,6 +65,7 @@ struct Problem {
   DType hidden_dtype = DType::kFloat32;
   bool accumulate_gradients = true;
   bool auto_samples_uniform = false;  // as in ConformanceCase
+  bool exact_distilled = false;       // likewise
   int class_parts = 1;                // likewise devices, of a head that is split by vocabulary
   bool samples_uniform = false;  // AsComputed() sets it: whatever the options say now, that is what was done
   std::vector<float> weight, bias, norm_gain, norm_shift, class_weights;  // empty: not in the head
@@ -97,6 +98,7 @@ struct ProblemSpec {
   // fillers, some weights 0.
   int32_t target_count = 0;
   bool auto_samples_uniform = false;
+  bool exact_distilled = false;
   int class_parts = 1;
   std::vector<ProblemSpec> teacher;  // one, with options.distillation; its slices do not matter
 };

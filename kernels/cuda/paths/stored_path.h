@@ -68,7 +68,7 @@ class OwnGemms final : public GradientGemms {
   absl::Status Describe(std::vector<Choice>& choices) const override { return absl::OkStatus(); }
 
  private:
-  absl::Status Run(hopper::GradientGemmParams product) const;
+  absl::Status Run(hopper::GradientGemmParams product, int clusters) const;
 
   const PathContext& context_;
 };

@@ -74,11 +74,7 @@ def forget_loaded(head: str, state: Any = None) -> None:
 
 
 class HeadCalls(NativeClient):
-    """The part of lossd.Client that is about heads; threads, units and errors as there.
-
-    Calls that only read, apply_step, add_gradient, reset_head, set_shares and delete_checkpoint (the server does each once)
-    are repeated when the connection breaks, within the timeout. The others never are.
-    """
+    """The part of lossd.Client that is about heads; threads, units, errors and repeats as there."""
 
     def create_head(
             self, name: str, *, hidden_size: int, vocab_size: int, bias: bool = False, class_weights: bool = False, norm: Norm = "none",

@@ -363,9 +363,10 @@ class Pending(Generic[R]):
             self._value = self._finish(_result_of(summary, self._call.result()))
         except errors.LossdError as error:
             if error.field.startswith("open.targets") and self._of_rows != "hidden":  # rows of an embedding
-                error.add("", "open.targets", "ids")
+                error.reword(error.message.replace("open.targets", "ids", 1))
             if error.field == "hidden_size":
-                error.add("", f"hidden_size is {error.value}", f"{self._of_rows}: a row has {error.value} elements")
+                said = f"{self._of_rows}: a row has {error.value} elements"
+                error.reword(error.message.replace(f"hidden_size is {error.value}", said, 1))
             self._error = self._client._meant(error)
 
 

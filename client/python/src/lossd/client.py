@@ -35,8 +35,8 @@ class Client(HeadCalls):
     lossd.torch has a module and an optimizer for PyTorch on top.
 
     Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors.
-    Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, delete_checkpoint, loss
-    computations), are repeated when the connection breaks.
+    Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, set_shares,
+    delete_checkpoint, loss computations), are repeated when the connection breaks, within the timeout; the others never are.
 
     Bad input raises before anything is sent where that can be known. Times are seconds, sizes are bytes. Symbols: N rows of
     a microbatch, D hidden size, V vocabulary size.

@@ -32,10 +32,13 @@ class LossdError(Exception):
         self.current_step: int | None = detail.current_step if detail.HasField("current_step") else None
         self.missing: tuple[str, ...] = tuple(detail.missing)
 
-    def add(self, more: str, of: str = "", by: str = "") -> None:
-        """Continues the message, in which the words `of` become others."""
-        self.message = self.message.replace(of, by, 1) + more
-        self.args = (self.message,)
+    def reword(self, message: str) -> None:
+        self.message = message
+        self.args = (message,)
+
+    def add(self, more: str) -> None:
+        """Continues the message."""
+        self.reword(self.message + more)
 
     def __str__(self) -> str:
         return "; ".join((self.message, *(f"missing: {what}" for what in self.missing if what not in self.message)))

@@ -151,7 +151,7 @@ def losses_in_one_process(pipeline_bench, arguments, tokens):
 
 
 def test_a_known_model_learns_text_with_one_matrix_at_both_ends(pipeline_bench, tmp_path, monkeypatch):
-    arguments = ["--model=llama-3.2-1b", f"--lossd={os.environ['LOSSD_BINARY']}", "--steps=5", "--lr_warm_up=2",
+    arguments = ["--model=llama-3.2-1b", f"--lossd={os.environ['LOSSD_BINARY']}", "--steps=8", "--lr_warm_up=2",
                  f"--text={BENCH}/*.py,{BENCH}/no*such", f"--text_folder={tmp_path / 'text'}", "--text_bytes=150000", *KNOWN, *SMALL]
     output = run("pipeline_bench.py", *arguments, "--embeddings=rows,exchange", f"--json={tmp_path / 'out.json'}")
     result = json.loads((tmp_path / "out.json").read_text())
@@ -160,7 +160,7 @@ def test_a_known_model_learns_text_with_one_matrix_at_both_ends(pipeline_bench, 
                                                          for embedding in ("rows", "exchange"))}
     tokens, = (tmp_path / "text").glob("*.npy")
     expected = losses_in_one_process(pipeline_bench, ["--device=cpu", *arguments], str(tokens))
-    assert len(expected) == 6 and expected[-1] < expected[0] - 0.1
+    assert len(expected) == 9 and expected[-1] < expected[0] - 0.2  # of whatever text: its order follows from where the tree lies
     for (_, gradients, _), entry in entries.items():
         assert entry["losses"] == pytest.approx(expected, abs=0.1 if gradients == "sampled" else 1e-4), output
         assert entry["losses"] != entries["local", "", "exchange"]["losses"] or not gradients
