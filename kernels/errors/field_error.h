@@ -64,9 +64,16 @@ std::optional<FieldViolation> GetFieldViolation(const absl::Status& status);
 // "<field>[i] must be finite" of the first value that is not.
 absl::Status CheckFinite(absl::string_view field, absl::Span<const float> values);
 
-// "<field>[index] must be in [0, count)", and `also` behind it, unless `value` is.
-absl::Status CheckClass(absl::string_view field, size_t index, int64_t value, int64_t count,
-                        absl::string_view also = "");
+// "<field>[index] must be in [0, count)", and `also` behind it.
+absl::Status ClassError(absl::string_view field, size_t index, int64_t value, int64_t count,
+                        absl::string_view also);
+
+// That error, unless `value` is in [0, count). Inline, as every row is checked.
+inline absl::Status CheckClass(absl::string_view field, size_t index, int64_t value, int64_t count,
+                               absl::string_view also = "") {
+  if (value >= 0 && value < count) return absl::OkStatus();
+  return ClassError(field, index, value, count, also);
+}
 
 // What the weights of a row with soft targets add up to; always a finite float.
 enum class WeightSum { kAny, kAboveZero, kAtMostOne };

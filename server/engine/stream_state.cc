@@ -391,19 +391,11 @@ int64_t MostRowsWithClasses(const RowWants& wants) {
   return row_bytes == 0 ? std::numeric_limits<int64_t>::max() : kMostClassResultBytes / row_bytes;
 }
 
-// The head's class that a target, which is not ignore_index, names; kernels::kIgnoredTarget if the head does
-// not have it.
-absl::StatusOr<int32_t> ClassOf(const StreamSpec& spec, const kernels::ClassList& class_list,
-                                int64_t vocab_size, size_t index) {
+// The head's class that a target names, of a head with a list of classes; kernels::kIgnoredTarget if it is
+// not among them.
+absl::StatusOr<int32_t> ListedClass(const StreamSpec& spec, const kernels::ClassList& class_list,
+                                    size_t index) {
   const int32_t target = spec.targets[index];
-  const bool listed = !class_list.empty() && !spec.classes_of_head;
-  const int64_t most = listed ? class_list.full_size() : vocab_size;
-  if (target < 0 || target >= most) {
-    return errors::CheckClass(
-        "open.targets", index, target, most,
-        spec.options.is_embedding() ? "" : absl::StrCat(" or ignore_index (", spec.ignore_index, ")"));
-  }
-  if (!listed) return target;
   const int32_t found = class_list.Find(target);
   if (found >= 0) return found;
   // Then a target only says whether the row counts.
@@ -490,13 +482,20 @@ absl::StatusOr<StreamRows> StreamRows::Create(StreamSpec spec, const kernels::He
 }
 
 absl::Status StreamRows::MapTargets(int64_t vocab_size) {
+  const bool listed = !class_list_.empty() && !spec_.classes_of_head;
+  const int64_t most = listed ? class_list_.full_size() : vocab_size;
+  const std::string also =
+      spec_.options.is_embedding() ? "" : absl::StrCat(" or ignore_index (", spec_.ignore_index, ")");
   for (size_t i = 0; i < spec_.targets.size(); ++i) {
     int32_t& target = spec_.targets[i];
     if (target == spec_.ignore_index) {
       target = kernels::kIgnoredTarget;
       continue;
     }
-    LOSSD_TRY(target, ClassOf(spec_, class_list_, vocab_size, i));
+    LOSSD_RETURN_IF_ERROR(errors::CheckClass("open.targets", i, target, most, also));
+    if (listed) {
+      LOSSD_TRY(target, ListedClass(spec_, class_list_, i));
+    }
     ++(target == kernels::kIgnoredTarget ? unlisted_rows_ : valid_rows_);
   }
   return absl::OkStatus();

@@ -169,12 +169,15 @@ RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool a
   return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
 }
 
-void FillRow(const Objective& objective, const Slice& slice, int64_t row, bool accumulate, float unit,
+// Whether the loss of the row counts its entropy. Of a row of an embedding, which has no loss, no other
+// inputs are read than those that it has here.
+bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool accumulate, double inverse,
              int32_t first_class, const RowInputBlock& inputs, int64_t compact) {
-  const RowFactors f = FactorsOf(objective, slice, row);
-  const double inverse = 1.0 / static_cast<double>(unit);
+  const RowFactors f = FactorsOf(options.objective, slice, row);
   inputs.target[compact] = slice.targets[row] - first_class;
   inputs.accumulate[compact] = accumulate ? 1 : 0;
+  inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
+  if (options.is_embedding()) return false;
   const bool with_gradient =
       !slice.stands_in && !IsAbsent(slice, row) && (accumulate || slice.grad_hidden != nullptr);
   inputs.with_gradient[compact] = with_gradient ? 1 : 0;
@@ -182,12 +185,13 @@ void FillRow(const Objective& objective, const Slice& slice, int64_t row, bool a
   const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
   inputs.weight[compact] =
       finite ? ValueOr(slice.row_weights, row, 1.0f) : std::numeric_limits<float>::quiet_NaN();
-  inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
   inputs.coef_lse[compact] = static_cast<float>(f.lse * inverse);
-  inputs.coef_entropy[compact] = static_cast<float>(f.entropy * inverse);
+  const auto coef_entropy = static_cast<float>(f.entropy * inverse);
+  inputs.coef_entropy[compact] = coef_entropy;
   inputs.advantages[compact] = ValueOr(slice.advantages, row, 0.0f);
   inputs.old_logprobs[compact] = ValueOr(slice.old_logprobs, row, 0.0f);
   inputs.ref_logprobs[compact] = ValueOr(slice.ref_logprobs, row, 0.0f);
+  return coef_entropy != 0.0f;
 }
 
 // An absent row has no loss, and other results only if its logits are finite.
@@ -260,41 +264,41 @@ void TellDecision(Chunk& chunk, const RowOutputBlock& outputs) {
 
 RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
   RowInputBlock block;
-  block.compact_of_raw = carver.Take<int32_t>(capacity);
-  block.raw_of_compact = carver.Take<int32_t>(capacity);
-  block.gradient_of_raw = carver.Take<int32_t>(capacity);
-  block.target = carver.Take<int32_t>(capacity);
-  block.accumulate = carver.Take<int32_t>(capacity);
-  block.with_gradient = carver.Take<int32_t>(capacity);
-  block.checks = carver.Take<RowCheck>(capacity);
-  block.weight = carver.Take<float>(capacity);
-  block.coef_loss = carver.Take<float>(capacity);
-  block.coef_lse = carver.Take<float>(capacity);
-  block.coef_entropy = carver.Take<float>(capacity);
-  block.advantages = carver.Take<float>(capacity);
-  block.old_logprobs = carver.Take<float>(capacity);
-  block.ref_logprobs = carver.Take<float>(capacity);
-  block.target_total = carver.Take<float>(capacity);
-  block.target_rest = carver.Take<float>(capacity);
-  block.omega = carver.Take<float>(capacity);
-  block.slice_begin = carver.Take<int32_t>(capacity + 1);
+  block.compact_of_raw = carver.TakeRows<int32_t>(capacity);
+  block.raw_of_compact = carver.TakeRows<int32_t>(capacity);
+  block.gradient_of_raw = carver.TakeRows<int32_t>(capacity);
+  block.target = carver.TakeRows<int32_t>(capacity);
+  block.accumulate = carver.TakeRows<int32_t>(capacity);
+  block.with_gradient = carver.TakeRows<int32_t>(capacity);
+  block.checks = carver.TakeRows<RowCheck>(capacity);
+  block.weight = carver.TakeRows<float>(capacity);
+  block.coef_loss = carver.TakeRows<float>(capacity);
+  block.coef_lse = carver.TakeRows<float>(capacity);
+  block.coef_entropy = carver.TakeRows<float>(capacity);
+  block.advantages = carver.TakeRows<float>(capacity);
+  block.old_logprobs = carver.TakeRows<float>(capacity);
+  block.ref_logprobs = carver.TakeRows<float>(capacity);
+  block.target_total = carver.TakeRows<float>(capacity);
+  block.target_rest = carver.TakeRows<float>(capacity);
+  block.omega = carver.TakeRows<float>(capacity);
+  block.slice_begin = carver.TakeRows<int32_t>(capacity + 1);
   return block;
 }
 
 RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   RowOutputBlock block;
-  block.loss = carver.Take<float>(capacity);
-  block.z_loss = carver.Take<float>(capacity);
-  block.lse = carver.Take<float>(capacity);
-  block.entropy = carver.Take<float>(capacity);
-  block.target_logprob = carver.Take<float>(capacity);
-  block.argmax = carver.Take<int32_t>(capacity);
-  block.dropped_mass = carver.Take<float>(capacity);
-  block.variance = carver.Take<float>(capacity);
-  block.square = carver.Take<float>(capacity);
-  block.divergence = carver.Take<float>(capacity);
+  block.loss = carver.TakeRows<float>(capacity);
+  block.z_loss = carver.TakeRows<float>(capacity);
+  block.lse = carver.TakeRows<float>(capacity);
+  block.entropy = carver.TakeRows<float>(capacity);
+  block.target_logprob = carver.TakeRows<float>(capacity);
+  block.argmax = carver.TakeRows<int32_t>(capacity);
+  block.dropped_mass = carver.TakeRows<float>(capacity);
+  block.variance = carver.TakeRows<float>(capacity);
+  block.square = carver.TakeRows<float>(capacity);
+  block.divergence = carver.TakeRows<float>(capacity);
   block.sample_threshold = carver.Take<float>(1);
-  block.first_bad = carver.Take<int32_t>(capacity);
+  block.first_bad = carver.TakeRows<int32_t>(capacity);
   block.lost = carver.Take<int32_t>(1);
   block.decision = carver.Take<Decision>(1);
   return block;
@@ -335,6 +339,7 @@ int64_t OutputBlockBytes(int64_t capacity) {
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs) {
   ChunkLayout layout;
   layout.unit = UnitFor(head, chunk);
+  const double inverse = 1.0 / static_cast<double>(layout.unit);
   const bool samples = MaySample(chunk.options.gradients);
   for (Slice& slice : chunk.slices) {
     SliceLayout place{.slice = &slice, .raw_begin = layout.raw_rows, .compact_begin = layout.compact_rows};
@@ -351,17 +356,16 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       place.absent_rows += absent ? 1 : 0;
       inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
       inputs.gradient_of_raw[raw] = absent ? -1 : static_cast<int32_t>(compact);
-      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
-      FillRow(chunk.options.objective, slice, r, accumulate, layout.unit,
-              static_cast<int32_t>(head.first_class), inputs, compact);
+      layout.any_coef_entropy |= FillRow(chunk.options, slice, r, accumulate, inverse,
+                                         static_cast<int32_t>(head.first_class), inputs, compact);
+      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
       if (samples) {
         inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r),
                                          static_cast<uint64_t>(head.first_class));
       }
       layout.accumulate |= accumulate;
       layout.accumulate_all &= accumulate || absent;  // an absent row has no gradient to be taken out
-      layout.any_coef_entropy |= inputs.coef_entropy[compact] != 0.0f;
     }
     layout.raw_rows += slice.rows;
     place.compact_rows = layout.compact_rows - place.compact_begin;

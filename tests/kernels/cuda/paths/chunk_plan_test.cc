@@ -659,6 +659,25 @@ TEST(ChunkLayout, DivergencesAreAddedUp) {
   EXPECT_EQ(slice.sums.loss, 0.5 * 10.0 + 0.25 * 24.0);
 }
 
+// The values of a row are written together, and a processor's first cache has few lines for addresses that
+// are a multiple of 4 KiB apart.
+TEST(ChunkLayout, ValuesOfARowDoNotShareAPlaceInTheCache) {
+  for (const int64_t rows : {1024, 1000, 4096, 8192}) {
+    std::vector<uint8_t> memory(static_cast<size_t>(InputBlockBytes(rows)));
+    Carver carver(memory.data());
+    const RowInputBlock in = RowInputBlock::Carve(carver, rows);
+    ASSERT_LE(carver.used(), static_cast<int64_t>(memory.size()));
+    std::map<uintptr_t, int> arrays;  // in each of the 64 places of 64 bytes
+    for (const void* array : std::initializer_list<const void*>{
+             in.compact_of_raw, in.raw_of_compact, in.gradient_of_raw, in.target, in.accumulate,
+             in.with_gradient, in.checks, in.weight, in.coef_loss, in.coef_lse, in.coef_entropy,
+             in.advantages, in.old_logprobs, in.ref_logprobs, in.omega}) {
+      ++arrays[reinterpret_cast<uintptr_t>(array) / 64 % 64];
+    }
+    for (const auto& [place, count] : arrays) EXPECT_LE(count, 4) << rows << " rows, place " << place;
+  }
+}
+
 TEST(ChunkLayout, ResultsComeBackInRawOrder) {
   Blocks blocks;
   const std::vector<int32_t> targets = {kIgnoredTarget, 4, 6};
