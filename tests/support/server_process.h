@@ -25,12 +25,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
@@ -111,18 +113,31 @@ class ChildProcess {
   pid_t pid_ = -1;
 };
 
-// A port of the loopback that was free a moment ago. Thread-safe.
+// The port at which the system begins to take those for sockets that name none.
+inline int FirstPortOfTheSystem() {
+  std::ifstream range("/proc/sys/net/ipv4/ip_local_port_range");
+  int first = 0;
+  return range >> first ? first : 32768;
+}
+
+// A port of the loopback that is free, and below those that the system takes for sockets that name none:
+// until it is used, only another test that draws the same could take it. Thread-safe.
 inline int FreePort() {
-  const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  auto* const any = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_EQ(bind(descriptor, any, length), 0);
-  EXPECT_EQ(getsockname(descriptor, any, &length), 0);
-  close(descriptor);
-  return ntohs(address.sin_port);
+  constexpr int kPorts = 20000;
+  static const int last = std::max(FirstPortOfTheSystem(), 1025 + kPorts);
+  std::random_device random;
+  while (true) {
+    const int descriptor = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    EXPECT_GE(descriptor, 0);
+    const int port = last - 1 - static_cast<int>(random() % kPorts);
+    sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    const bool is_free = bind(descriptor, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+    close(descriptor);
+    if (is_free) return port;
+  }
 }
 
 // Whether servers listen on Unix sockets.
