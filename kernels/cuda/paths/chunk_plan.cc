@@ -356,10 +356,10 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
       place.absent_rows += absent ? 1 : 0;
       inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
       inputs.gradient_of_raw[raw] = absent ? -1 : static_cast<int32_t>(compact);
+      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
       inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
       layout.any_coef_entropy |= FillRow(chunk.options, slice, r, accumulate, inverse,
                                          static_cast<int32_t>(head.first_class), inputs, compact);
-      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
       if (samples) {
         inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r),
                                          static_cast<uint64_t>(head.first_class));
