@@ -63,15 +63,38 @@ if(LOSSD_FUZZ)
   set(LOSSD_FUZZED_OPTIONS -fsanitize=fuzzer-no-link)
 endif()
 
+# Sets VARIABLE to the architectures, of those that a release is built for, which the GPUs of this machine run.
+function(lossd_architectures_here VARIABLE)
+  execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                  OUTPUT_VARIABLE output RESULT_VARIABLE result ERROR_QUIET)
+  set(all "")
+  if(result EQUAL 0)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" all "${output}")
+  endif()
+  list(TRANSFORM all REPLACE "^8\\..*" "80-real")
+  list(TRANSFORM all REPLACE "^9\\..*" "90a-real")
+  list(TRANSFORM all REPLACE "^[0-9]+\\..*" "90-virtual")
+  list(REMOVE_DUPLICATES all)
+  if(NOT all)
+    set(all 90a-real)
+  endif()
+  set(${VARIABLE} ${all} PARENT_SCOPE)
+endfunction()
+
+# Hopper's own instructions, Ampere and its siblings, and PTX for what comes after.
+set(LOSSD_CUDA_ARCHITECTURES "80-real;90a-real;90-virtual"
+    CACHE STRING "GPU architectures to build for; here: those of this machine's GPUs, Hopper's if it has none")
 set(LOSSD_HAVE_CUDA OFF)
 if(LOSSD_CUDA)
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(LOSSD_HAVE_CUDA ON)
-    # Hopper's own instructions, Ampere and its siblings, and PTX for what comes after.
-    set(LOSSD_CUDA_ARCHITECTURES "80-real;90a-real;90-virtual" CACHE STRING "GPU architectures to build for")
-    set(CMAKE_CUDA_ARCHITECTURES ${LOSSD_CUDA_ARCHITECTURES})
+    if(LOSSD_CUDA_ARCHITECTURES STREQUAL "here")
+      lossd_architectures_here(CMAKE_CUDA_ARCHITECTURES)
+    else()
+      set(CMAKE_CUDA_ARCHITECTURES ${LOSSD_CUDA_ARCHITECTURES})
+    endif()
     enable_language(CUDA)
     if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know it yet
       set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "absl/types/span.h"
 #include "kernels/backend.h"
 #include "kernels/decision.h"
 #include "kernels/replica.h"
@@ -298,19 +299,30 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
   result.sums.correct_rows += result.argmax[n] == static_cast<int32_t>(target) ? 1 : 0;
 }
 
-// gradient[i] += factor * from[j].
-void Add(const Gradient& from, size_t j, double factor, Gradient& gradient, size_t i) {
-  gradient.value[i] += factor * from.value[j];
-  gradient.magnitude[i] += std::fabs(factor) * from.magnitude[j];
-  gradient.variance[i] += factor * factor * from.variance[j];
-  gradient.undecided[i] += factor * factor * from.undecided[j];
+// to[begin + i] += factors[i] * from[j], for each i. Loops of their own: the compiler makes vectors of them.
+// Most gradients have neither variance nor undecided classes, and memory is what this takes.
+void Add(const Gradient& from, size_t j, absl::Span<const double> factors, Gradient& to, size_t begin) {
+  const size_t count = factors.size();
+  const double* const f = factors.data();
+  const auto add = [count](double x, double* out, auto weight_of) {
+    for (size_t i = 0; i < count; ++i) out[i] += weight_of(i) * x;
+  };
+  const auto square = [f](size_t i) { return f[i] * f[i]; };
+  add(from.value[j], &to.value[begin], [f](size_t i) { return f[i]; });
+  add(from.magnitude[j], &to.magnitude[begin], [f](size_t i) { return std::fabs(f[i]); });
+  if (from.variance[j] != 0.0) add(from.variance[j], &to.variance[begin], square);
+  if (from.undecided[j] != 0.0) add(from.undecided[j], &to.undecided[begin], square);
+}
+
+void Add(const Gradient& from, size_t j, double factor, Gradient& to, size_t i) {
+  Add(from, j, absl::MakeConstSpan(&factor, 1), to, i);
 }
 
 void AccumulateParams(const HeadConfig& config, const NormedRow& row, const Gradient& ds,
                       const Gradient& grad_y, ParamGradients& gradients) {
   const size_t d = row.y.size();
   for (size_t v = 0; v < ds.value.size(); ++v) {
-    for (size_t i = 0; i < d; ++i) Add(ds, v, row.y[i], gradients.weight, v * d + i);
+    Add(ds, v, row.y, gradients.weight, v * d);
     if (config.has_bias) Add(ds, v, 1.0, gradients.bias, v);
   }
   for (size_t i = 0; i < d; ++i) {
@@ -376,7 +388,7 @@ Result Compute(const Head& head, const LossOptions& options, const Rows& rows, P
     result.sums.squared_gradient += ds.squared_gradient;
     Gradient grad_y = Zeros(d);
     for (size_t v = 0; v < soft.z.size(); ++v) {
-      for (size_t i = 0; i < d; ++i) Add(ds.gradient, v, head.weight[v * d + i], grad_y, i);
+      Add(ds.gradient, v, absl::MakeConstSpan(&head.weight[v * d], d), grad_y, 0);
     }
     NormBackward(head, row, grad_y, n * d, result.grad_hidden);
     const bool accumulate = rows.accumulate.empty() || rows.accumulate[n] != 0;
@@ -537,6 +549,21 @@ Gradient Zeros(size_t n) {
   return {zeros, zeros, zeros, zeros};
 }
 
+namespace {
+
+// Four sums: each of them waits for itself alone.
+double Dot(const double* a, const std::vector<double>& b) {
+  double sums[4] = {};
+  size_t i = 0;
+  for (; i + 4 <= b.size(); i += 4) {
+    for (size_t k = 0; k < 4; ++k) sums[k] += a[i + k] * b[i + k];
+  }
+  for (; i < b.size(); ++i) sums[0] += a[i] * b[i];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+}  // namespace
+
 Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::vector<double>& y) {
   const size_t v_count = static_cast<size_t>(head.config.vocab_size);
   Softmax soft;
@@ -545,7 +572,7 @@ Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::
   soft.log_p.resize(v_count);
   for (size_t v = 0; v < v_count; ++v) {
     double s = head.config.has_bias ? head.bias[v] : 0.0;
-    for (size_t i = 0; i < y.size(); ++i) s += head.weight[v * y.size() + i] * y[i];
+    s += Dot(&head.weight[v * y.size()], y);
     s *= static_cast<double>(options.logit_scale);
     soft.z[v] = s;
     if (options.softcap > 0.0f) {
