@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "gtest/gtest.h"
 #include "kernels/errors/field_error.h"
@@ -90,6 +91,29 @@ TEST_P(DistillationConformance, ColdAndHotTemperatures) {
       Run(Distilled({21}, 24, 61, 40,
                     {.divergence = divergence, .temperature = temperature, .target_weight = 0.5f}));
     }
+  }
+}
+
+// It has kernels of its own on some GPUs.
+TEST_P(DistillationConformance, AForwardDivergenceAloneWithRandomOptions) {
+  if (!Distils()) return;
+  for (const float temperature : {0.1f, 1.0f, 1.0f, 2.5f, 10.0f}) {
+    const int64_t rows = UniformInt(rng(), 1, 90), hidden = UniformInt(rng(), 1, 70);
+    ProblemSpec spec = Distilled({rows, 3}, hidden, UniformInt(rng(), 2, 600), UniformInt(rng(), 1, 70),
+                                 {.divergence = Divergence::kForwardKl, .temperature = temperature});
+    ProblemSpec& teacher = spec.teacher.front();
+    if (Chance(rng(), 0.5)) spec.options.softcap = 6.0f;
+    if (Chance(rng(), 0.5)) spec.options.distillation.teacher_softcap = 5.0f;
+    if (Chance(rng(), 0.5)) spec.options.logit_scale = 0.5f;
+    if (Chance(rng(), 0.5)) spec.options.distillation.teacher_logit_scale = -0.25f;
+    spec.config.has_bias = Chance(rng(), 0.5);
+    teacher.config.has_bias = Chance(rng(), 0.5);
+    teacher.config.norm = Chance(rng(), 0.5) ? Norm::kRmsNorm : Norm::kNone;
+    spec.row_weights = Chance(rng(), 0.5);
+    spec.accumulate_mask = Chance(rng(), 0.5);
+    Problem problem = MakeProblem(spec, rng());
+    if (Chance(rng(), 0.3)) problem.slices[0].top_k = 2;
+    RunAndCompare(backend(), {problem});
   }
 }
 
@@ -210,21 +234,24 @@ TEST_P(DistillationConformance, AMaskedTargetThatDoesNotCount) {
 
 TEST_P(DistillationConformance, RowsThatAreNotFinite) {
   if (!Distils()) return;
-  const ProblemSpec spec = Distilled({15, 6}, 24, 61, 40, {.divergence = Divergence::kJensenShannon});
-  for (const float bad : {kNan, kInf, -kInf}) {
-    Problem problem = MakeProblem(spec, rng());
-    problem.slices.front().targets[4] = 3;
-    problem.slices.front().teacher_hidden[4 * 40 + 1] = bad;
-    const auto head = MakeHead(backend(), problem);
-    const auto teacher = MakeHead(backend(), problem.teacher.front());
-    const ChunkRun run = RunChunk(*head, problem, {.teacher = teacher.get()});
-    ASSERT_TRUE(run.results.ok()) << run.results;
-    EXPECT_EQ(run.slices.front().first_nonfinite_row, 4);
-    problem.slices.erase(problem.slices.begin());
-    reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
-    const auto want = ComputeReference(problem, &gradients);
-    ExpectSliceMatches(head->compute_dtype(), problem, problem.slices.front(), want.front(), run.slices[1]);
-    ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
+  for (const Divergence divergence : {Divergence::kJensenShannon, Divergence::kForwardKl}) {
+    const ProblemSpec spec = Distilled({15, 6}, 24, 61, 40, {.divergence = divergence});
+    for (const float bad : {kNan, kInf, -kInf}) {
+      SCOPED_TRACE(absl::StrCat(Name(divergence), " ", bad));
+      Problem problem = MakeProblem(spec, rng());
+      problem.slices.front().targets[4] = 3;
+      problem.slices.front().teacher_hidden[4 * 40 + 1] = bad;
+      const auto head = MakeHead(backend(), problem);
+      const auto teacher = MakeHead(backend(), problem.teacher.front());
+      const ChunkRun run = RunChunk(*head, problem, {.teacher = teacher.get()});
+      ASSERT_TRUE(run.results.ok()) << run.results;
+      EXPECT_EQ(run.slices.front().first_nonfinite_row, 4);
+      problem.slices.erase(problem.slices.begin());
+      reference::ParamGradients gradients = reference::ZeroGradients(problem.config);
+      const auto want = ComputeReference(problem, &gradients);
+      ExpectSliceMatches(head->compute_dtype(), problem, problem.slices.front(), want.front(), run.slices[1]);
+      ExpectGradientsMatch(*head, gradients, MaxAbsLogit(want));
+    }
   }
 }
 

@@ -17,6 +17,10 @@
 // come. Several blocks a row, with rows that stay in L2 from the first pass to the last, are slower: each
 // thread has too few classes for what a pass costs besides them.
 //
+// Plan where, besides, the divergence is KL(p || q) and the products have left the softmaxes of their tiles
+// (KnownDivergenceKernel): one block a row, which adds the tiles up and then goes over the logits once, since
+// the gradient of a class needs nothing else.
+//
 // Plan otherwise: one block a row, which goes over both rows of logits once for the softmaxes, once more for
 // a divergence that is none of the two KL, and once for the gradient. Sums are combined in a fixed order.
 //
@@ -630,6 +634,40 @@ __device__ __forceinline__ void WritePlain(const DivergenceParams& p, int64_t ro
       plain.arg == INT32_MAX ? -1 : plain.arg + static_cast<int32_t>(p.student_terms.first_class);
 }
 
+// The same with the loss, by all threads, which are told whether the row's results are finite.
+__device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t row, const Plain& plain,
+                                           float target, float divergence) {
+  const float weight = p.in.weights[row];
+  const bool absent = weight == 0.0f;
+  const float loss = absent ? 0.0f : weight * p.distillation.weight * divergence;
+  const bool valid =
+      absent || (isfinite(loss) && isfinite(divergence) && isfinite(plain.top + logf(plain.sum)));
+  if (threadIdx.x != 0) return valid;
+  WritePlain(p, row, plain, target);
+  p.divergence[row] = absent ? 0.0f : divergence;
+  p.rows.factors[row] = fabsf(p.in.coef_loss[row] * p.distillation.weight) / p.distillation.temperature;
+  p.out.loss[row] = valid ? loss : NAN;
+  p.out.z_loss_part[row] = 0.0f;
+  if (!p.wants_logprob && !isfinite(p.out.target_logprob[row])) p.out.target_logprob[row] = 0.0f;
+  return valid;
+}
+
+// Of the target of a row of which all classes are here.
+template <bool kPlain>
+__device__ __forceinline__ float TargetLogit(const DivergenceParams& p, int64_t row,
+                                             const Logits<kPlain>& logits) {
+  const int column = p.in.targets[row];
+  const float dot = p.in.target_dots != nullptr
+                        ? p.in.target_dots[row]
+                        : (static_cast<const float*>(p.student.data) + row * p.student.ld)[column];
+  return logits(dot, column).z;
+}
+
+__device__ __forceinline__ void ZeroWhole(const DivergenceParams& p, int64_t row, int vectors) {
+  for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads)
+    StoreLane(p.gradient, row, v, Lane{});
+}
+
 template <Divergence kDivergence, bool kPlain>
 __global__ __launch_bounds__(kThreads,
                              2) void WholeDivergenceKernel(const __grid_constant__ DivergenceParams p) {
@@ -639,23 +677,13 @@ __global__ __launch_bounds__(kThreads,
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.student.ld / kLane);
   const bool wants_gradient = p.gradient.data != nullptr;
-  const auto zero = [&] {
-    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads) {
-      StoreLane(p.gradient, row, v, Lane{});
-    }
-  };
   if (row >= p.in.rows) {
-    if (wants_gradient) zero();
+    if (wants_gradient) ZeroWhole(p, row, vectors);
     return;
   }
   const int classes = static_cast<int>(p.student.classes);
   const Logits<kPlain> student_map(p.student_terms), teacher_map(p.teacher_terms);
-  const int column_of_target = p.in.targets[row];
-  const float dot = p.in.target_dots != nullptr
-                        ? p.in.target_dots[row]
-                        : (static_cast<const float*>(p.student.data) + row * p.student.ld)[column_of_target];
-  const float target = student_map(dot, column_of_target).z;
-
+  const float target = TargetLogit(p, row, student_map);
   const float inverse = 1.0f / p.distillation.temperature;
   RowPartial partial = {NothingYet(), NothingPlain()};
   const auto take = [&](auto masks, int column, const Lane& z, const Lane& taught) {
@@ -695,26 +723,13 @@ __global__ __launch_bounds__(kThreads,
   }
   const RowDivergence<kDivergence> divergence(record, inverse);
 
-  // Every thread decides alike.
-  const float weight = p.in.weights[row];
-  const float coef = p.in.coef_loss[row] * p.distillation.weight;
-  const bool absent = weight == 0.0f;
-  const float loss = absent ? 0.0f : weight * p.distillation.weight * divergence.value;
-  const bool valid = absent || (isfinite(loss) && isfinite(divergence.value) &&
-                                isfinite(partial.plain.top + logf(partial.plain.sum)));
-  if (threadIdx.x == 0) {
-    WritePlain(p, row, partial.plain, target);
-    p.divergence[row] = absent ? 0.0f : divergence.value;
-    p.rows.factors[row] = fabsf(coef) * inverse;
-    p.out.loss[row] = valid ? loss : NAN;
-    p.out.z_loss_part[row] = 0.0f;
-    if (!p.wants_logprob && !isfinite(p.out.target_logprob[row])) p.out.target_logprob[row] = 0.0f;
-  }
+  const bool valid = WriteWhole(p, row, partial.plain, target, divergence.value);
   if (!wants_gradient) return;
-  if (absent || !valid) {
-    zero();
+  if (p.in.weights[row] == 0.0f || !valid) {
+    ZeroWhole(p, row, vectors);
     return;
   }
+  const float coef = p.in.coef_loss[row] * p.distillation.weight;
   ForEachVector<true>(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
     Lane out;
 #pragma unroll
@@ -726,6 +741,104 @@ __global__ __launch_bounds__(kThreads,
     }
     StoreLane(p.gradient, row, column / kLane, out);
   });
+}
+
+// ---- whole rows whose softmaxes are known ----
+
+__device__ __forceinline__ SoftmaxPart Both(const SoftmaxPart& a, const SoftmaxPart& b, float inverse) {
+  const float top = fmaxf(a.top, b.top);
+  // A part without a class has the sum 0, and exp(0 / T) is 1 where there is none yet.
+  const auto moved = [&](const SoftmaxPart& part) {
+    return part.top == top ? part.sum : part.sum * expf((part.top - top) * inverse);
+  };
+  return {top, moved(a) + moved(b)};
+}
+
+// The softmax of the row in every thread.
+__device__ __forceinline__ SoftmaxPart Whole(const SoftmaxPart* parts, int count, float inverse,
+                                             SoftmaxPart* scratch) {
+  SoftmaxPart all = {NegativeInfinity(), 0.0f};
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) all = Both(all, parts[i], inverse);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    const SoftmaxPart other = {__shfl_xor_sync(0xffffffffu, all.top, offset),
+                               __shfl_xor_sync(0xffffffffu, all.sum, offset)};
+    all = Both(all, other, inverse);
+  }
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = all;
+  __syncthreads();
+  all = scratch[0];
+  for (int i = 1; i < kWarps; ++i) all = Both(all, scratch[i], inverse);
+  return all;
+}
+
+// kUnit: the temperature is 1.
+template <bool kPlain, bool kUnit>
+__global__ __launch_bounds__(kThreads,
+                             2) void KnownDivergenceKernel(const __grid_constant__ DivergenceParams p) {
+  __shared__ SoftmaxPart students[kWarps], teachers[kWarps];
+  __shared__ RowPartial scratch[kWarps];
+  const int64_t row = blockIdx.x;
+  const int vectors = static_cast<int>(p.student.ld / kLane);
+  const bool wants_gradient = p.gradient.data != nullptr;
+  if (row >= p.in.rows) {
+    if (wants_gradient) ZeroWhole(p, row, vectors);
+    return;
+  }
+  const int classes = static_cast<int>(p.student.classes);
+  const Logits<kPlain> student_map(p.student_terms), teacher_map(p.teacher_terms);
+  const float target = TargetLogit(p, row, student_map);
+  const float inverse = 1.0f / p.distillation.temperature;
+  const SoftmaxPart student = Whole(p.student_parts + row * p.parts, p.parts, inverse, students);
+  const SoftmaxPart teacher = Whole(p.teacher_parts + row * p.parts, p.parts, inverse, teachers);
+  const float student_base = BaseOf(student.top), teacher_base = BaseOf(teacher.top);
+
+  const bool absent = p.in.weights[row] == 0.0f;
+  const bool writes = wants_gradient && !absent;
+  const float factor = p.in.coef_loss[row] * p.distillation.weight * inverse;
+  const float of_student = factor / student.sum, of_teacher = factor / teacher.sum;
+  Plain plain = NothingPlain();
+  plain.top = student.top;
+  float cross = 0.0f;
+  const auto take = [&](auto masks, int column, const Lane& s, const Lane& t) {
+    constexpr bool kMasks = decltype(masks)::value;
+    Lane z, out;
+#pragma unroll
+    for (int i = 0; i < kLane; ++i) {
+      z.x[i] = NegativeInfinity();
+      out.x[i] = 0.0f;
+      if (kMasks && column + i >= classes) continue;
+      const Logit logit = student_map(s.x[i], column + i);
+      z.x[i] = logit.z;
+      const float own = logit.z - student_base;
+      const float taught = teacher_map(t.x[i], column + i).z - teacher_base;
+      const float e = Exp(own), p_of = Exp(taught * inverse);
+      const float q_of = kUnit ? e : Exp(own * inverse);
+      plain.sum += e;
+      plain.moment = fmaf(e, kMasks && !(e > 0.0f) ? 0.0f : own, plain.moment);
+      cross = fmaf(p_of, kMasks && !(p_of > 0.0f) ? 0.0f : taught - own, cross);
+      out.x[i] = (q_of * of_student - p_of * of_teacher) * logit.slope;
+    }
+    const float top = TopOf(z);
+    if (top > plain.largest) {
+      plain.largest = top;
+      plain.arg = column + (z.x[0] == top ? 0 : z.x[1] == top ? 1 : z.x[2] == top ? 2 : 3);
+    }
+    if (writes) StoreLane(p.gradient, row, column / kLane, out);
+  };
+  ForEachVector<true>(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
+    if (kPlain && column + kLane <= classes) {
+      take(std::false_type(), column, s, t);
+    } else {
+      take(std::true_type(), column, s, t);
+    }
+  });
+  const RowPartial sums =
+      ReduceOfRow<true>({{teacher.top, 0.0f, student.top, 0.0f, cross * inverse}, plain}, inverse, scratch);
+  const TaughtRecord record = {student.top, student.sum, teacher.top, teacher.sum, sums.softened.cross, 0.0f};
+  const RowDivergence<Divergence::kForwardKl> divergence(record, inverse);
+  const bool valid = WriteWhole(p, row, sums.plain, target, divergence.value);
+  if (wants_gradient && (absent || !valid)) ZeroWhole(p, row, vectors);
 }
 
 // ---- launches ----
@@ -813,6 +926,22 @@ cudaError_t LaunchWholeDivergence(const DivergenceParams& params, cudaStream_t s
     }
     return cudaGetLastError();
   });
+}
+
+cudaError_t LaunchKnownDivergence(const DivergenceParams& params, cudaStream_t stream) {
+  if (params.in.padded_rows == 0) return cudaSuccess;
+  if (params.distillation.divergence != Divergence::kForwardKl) return cudaErrorInvalidValue;
+  const auto blocks = static_cast<unsigned>(params.in.padded_rows);
+  const bool plain = IsPlain(params.student_terms) && IsPlain(params.teacher_terms);
+  const bool unit = params.distillation.temperature == 1.0f;
+  const auto launch = [&](auto is_plain, auto is_unit) {
+    KnownDivergenceKernel<decltype(is_plain)::value, decltype(is_unit)::value>
+        <<<blocks, kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+  };
+  if (plain)
+    return unit ? launch(std::true_type(), std::true_type()) : launch(std::true_type(), std::false_type());
+  return unit ? launch(std::false_type(), std::true_type()) : launch(std::false_type(), std::false_type());
 }
 
 cudaError_t LaunchMergeSoftened(const MergeTaughtParams& params, cudaStream_t stream) {

@@ -12,7 +12,7 @@
 //   LaunchFinishDivergence                  the row's loss and its gradient
 //
 // Where one device has all classes and the loss with targets does not count, LaunchWholeDivergence does all
-// of that in one kernel.
+// of that in one kernel, or LaunchKnownDivergence where the softmaxes are known already.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_DISTILL_ROWS_H_
@@ -83,6 +83,10 @@ struct DivergenceParams {
   DivergenceRows rows;
   float* divergence = nullptr;  // [rows], out, before its weight
   LogitMatrix gradient;         // in the compute dtype; data null: none is wanted
+  // [rows, parts] of both heads at the temperature, or null: LaunchKnownDivergence takes them.
+  const SoftmaxPart* student_parts = nullptr;
+  const SoftmaxPart* teacher_parts = nullptr;
+  int parts = 0;
   // Some row's log p of the target is a result. Else, where the loss with targets does not count, one that is
   // infinite becomes 0, and is no reason to refuse the row.
   bool wants_logprob = true;
@@ -101,6 +105,9 @@ cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t 
 // Row results, divergence, factors and gradient of rows of which all classes are here, without MixesTargets.
 // Nothing is taken from `rows` but factors. The student's logits are left as they are.
 cudaError_t LaunchWholeDivergence(const DivergenceParams& params, cudaStream_t stream);
+
+// The same of a forward KL divergence whose softmaxes are known from parts of them: each logit is read once.
+cudaError_t LaunchKnownDivergence(const DivergenceParams& params, cudaStream_t stream);
 
 // From the records `all` [parts, rows] of as many devices, added up in their order: those of all classes, and
 // their value and slope alone.

@@ -146,6 +146,13 @@ struct LogitMatrix {
   int64_t classes = 0;
 };
 
+// What some classes of a row say of its softmax at a temperature T: their largest logit, -infinity if there is
+// none, and the sum of exp((z - top) / T) over them.
+struct SoftmaxPart {
+  float top;
+  float sum;
+};
+
 // The matrix of `dtype` whose rows begin where those of fp32 logits do.
 inline LogitMatrix InPlaceOf(const LogitMatrix& logits, DType dtype) {
   return {logits.data, dtype, logits.ld * static_cast<int64_t>(sizeof(float) / SizeOf(dtype)),

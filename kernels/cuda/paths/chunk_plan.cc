@@ -49,6 +49,24 @@ absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, con
   return hopper::WhyNotFaster(chunk.padded_rows, limits.filter.vocab);
 }
 
+absl::string_view WhyLogitsAreReadTwice(const LossOptions& options, const ChunkFacts& chunk,
+                                        const PlanLimits& limits) {
+  if (!chunk.distilled) return "the rows have no teacher";
+  const Distillation& distillation = options.distillation;
+  if (distillation.divergence != Divergence::kForwardKl) return "gradients need the divergence of the row";
+  if (distillation.target_weight != 0.0f || chunk.terms.soft) return "the loss with targets counts";
+  if (limits.logits != Logits::kStored) return "logits are recomputed";
+  if (limits.split) return "other devices have classes of the row";
+  // Lists of them lie where the softmaxes would.
+  if (chunk.selects_top) return "the most probable classes are selected from the logits";
+  if (limits.fused_loss == FusedLoss::kNever) return "switched off";
+  // Exponentials are not stored.
+  const absl::string_view reason =
+      hopper::WhyNotFused(chunk.terms, limits.filter.dtype, false, limits.device.fused_clusters);
+  if (!reason.empty() || limits.fused_loss == FusedLoss::kWherePossible) return reason;
+  return hopper::WhyNotFaster(chunk.padded_rows, limits.filter.vocab);
+}
+
 absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& limits) {
   if (limits.logits == Logits::kRecomputed) return "block by block";
   if (!chunk.wants_gradient) return "no gradient is wanted";
@@ -85,6 +103,7 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
                      (plan.filters_elements && limits.logits == Logits::kRecomputed);
   plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f && !chunk.distilled;
   plan.why_not_fused = WhyChunkIsNotFused(chunk, plan.filtered(), limits);
+  plan.why_logits_twice = WhyLogitsAreReadTwice(options, chunk, limits);
   plan.why_library_gemms = WhyLibraryGemms(chunk, limits);
   return plan;
 }
@@ -99,6 +118,11 @@ std::vector<Choice> Describe(const ChunkPlan& plan) {
        .reason = std::string(plan.why_not_fused)},
       {.what = "hidden gradient", .choice = product, .reason = why_product},
       {.what = "weight gradient", .choice = product, .reason = why_product}};
+  if (plan.distilled) {
+    choices.push_back({.what = "logits of student and teacher",
+                       .choice = plan.why_logits_twice.empty() ? "read once" : "read twice",
+                       .reason = std::string(plan.why_logits_twice)});
+  }
   const auto add_norm = [&choices](absl::string_view what, const NormPlan& norm) {
     choices.push_back({.what = std::string(what),
                        .choice = std::string(Name(norm.rows)),

@@ -32,7 +32,10 @@ struct ChunkPlan {
   bool uniform_apart = false;
   // Filtered gradients are selected from the matrix of ds, not from the logits.
   bool filters_elements = false;
-  bool distilled = false;           // the rows have a teacher
+  bool distilled = false;  // the rows have a teacher
+  // "": the products of the logits leave the softmaxes of student and teacher (hopper::SoftmaxPass), so that
+  // the logits are read once.
+  absl::string_view why_logits_twice;
   absl::string_view why_exact;      // "" unless gradients are kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
   // "": the gradients are products of our own (hopper/gradient_gemm.h) instead of cuBLASLt's.

@@ -214,12 +214,8 @@ LogitMatrix From(const LogitMatrix& matrix, int64_t begin) {
 
 Kept KeptOf(const ChunkJob& job) { return job.wants_gradient() ? Kept::kGradient : Kept::kNothing; }
 
-// How many rows' logits of both heads have room side by side in the teacher's memory, a multiple of 8. 0: the
-// student's logits lie in its own memory. There they have room for fewer and fewer rows, as gradients of rows
-// before fill it, and products of few rows read the weight as often as those of many.
-int64_t RowsBesideTeacher(const ChunkJob& job, DType compute) {
-  if (job.teacher == nullptr || compute == DType::kFloat32) return 0;
-  return job.teacher->block_rows / 2 / 8 * 8;
+hopper::LogitForm FormOf(const LossTerms& terms) {
+  return {.general = true, .scale = terms.scale, .bias = terms.bias, .softcap = terms.softcap};
 }
 
 }  // namespace
@@ -239,8 +235,9 @@ absl::Status StoredPath::Prepare(const ChunkJob& job) {
   const auto prepare_teacher = [&](int64_t rows) {
     return gemms.Prepare(job.teacher->shapes.Logits(rows, job.teacher->padded_vocab));
   };
-  if (const int64_t most = RowsBesideTeacher(job, context_.config.compute_dtype); most > 0) {
-    for (const RowSpan& part : PartsOf(job.padded_rows(), most)) {
+  if (const TeacherRoom room = RoomOf(job); room.rows > 0) {
+    if (room.known.parts > 0) return gradients_.GemmsOf(job.plan).Prepare(job);
+    for (const RowSpan& part : PartsOf(job.padded_rows(), room.rows)) {
       LOSSD_RETURN_IF_ERROR(gemms.Prepare(shapes_.Logits(part.rows, context_.sizes.padded_vocab)));
       LOSSD_RETURN_IF_ERROR(prepare_teacher(part.rows));
     }
@@ -264,24 +261,86 @@ LogitMatrix StoredPath::elements() const {
 
 absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
   const LogitMatrix all = elements();
+  const TeacherRoom room = RoomOf(job);
+  const SoftmaxParts* const known = room.known.parts > 0 ? &room.known : nullptr;
   const auto step = [&](const RowBlock& rows, const LogitMatrix& logits) -> absl::Status {
     if (selects) LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, logits));
     LogitMatrix gradient = all;
     gradient.data = static_cast<uint8_t*>(all.data) + rows.begin * all.ld * context_.sizes.element;
     if (!job.wants_gradient()) gradient.data = nullptr;
-    if (job.teacher != nullptr) return DistilledRowLoss(job, rows, logits, gradient);
+    if (job.teacher != nullptr) return DistilledRowLoss(job, rows, logits, gradient, known);
     return TargetRowLoss(job, rows, logits, gradient);
   };
-  if (RowsBesideTeacher(job, context_.config.compute_dtype) > 0) return ForEachBlockBesideTeacher(job, step);
+  if (room.rows > 0) return ForEachBlockBesideTeacher(job, room, step);
   return staged_.ForEachBlock(job, KeptOf(job), step);
 }
 
-absl::Status StoredPath::ForEachBlockBesideTeacher(const ChunkJob& job, StagedLogits::BlockStep step) const {
-  const int64_t most = RowsBesideTeacher(job, context_.config.compute_dtype);
-  // The teacher's logits are the first `most` rows of its memory.
-  float* const logits = job.teacher->logits + most * job.teacher->padded_vocab;
-  for (const RowSpan& part : PartsOf(job.padded_rows(), most)) {
-    LOSSD_RETURN_IF_ERROR(staged_.ComputeBlock(job, part.begin, part.rows, logits, step));
+StoredPath::TeacherRoom StoredPath::RoomOf(const ChunkJob& job) const {
+  const HeadSizes& sizes = context_.sizes;
+  if (job.teacher == nullptr || context_.config.compute_dtype == DType::kFloat32) return {};
+  const TeacherRows& teacher = *job.teacher;
+  const int64_t half = teacher.block_rows / 2 / 8 * 8;
+  TeacherRoom room = {.rows = half, .student = teacher.logits + half * teacher.padded_vocab};
+  const bool known =
+      job.plan.why_logits_twice.empty() && sizes.fused && teacher.shapes.compute != DType::kFloat32;
+  if (!known) return room;
+  Carver partials(nullptr), fused(context_.memory[Region::kFusedRows]);
+  hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
+  const int64_t parts = hopper::VocabTiles(sizes.vocab);
+  int64_t rows = std::min(half, partials.used() / (2 * parts * int64_t{sizeof(SoftmaxPart)}) / 8 * 8);
+  // Fewer rows than a panel take as long as a panel.
+  if (rows < std::min<int64_t>(job.padded_rows(), hopper::kPanelRows)) return room;
+  if (rows > hopper::kPanelRows) rows = rows / hopper::kPanelRows * hopper::kPanelRows;
+  auto* const student = context_.memory.At<SoftmaxPart>(Region::kHiddenGradient);
+  return {.rows = rows,
+          .student = teacher.logits + rows * teacher.padded_vocab,
+          .known = {student, student + rows * parts, parts,
+                    hopper::FusedRows::Carve(fused, sizes.chunk_rows).claimed_positions}};
+}
+
+absl::Status StoredPath::LogitsAndSoftmaxes(const hopper::LogitOperands& operands, float temperature,
+                                            float* logits, SoftmaxPart* parts,
+                                            uint32_t* claimed_positions) const {
+  const DeviceLimits& limits = context_.device->limits();
+  const cudaStream_t stream = context_.device->compute();
+  LOSSD_RETURN_IF_CUDA_ERROR(
+      cudaMemsetAsync(claimed_positions, 0, hopper::kMostClusters * sizeof(*claimed_positions), stream),
+      "memset of positions");
+  return ToStatus(
+      hopper::LaunchLogitPass(
+          operands,
+          hopper::SoftmaxPass{temperature, logits, parts, {&limits.cluster_order, claimed_positions}},
+          limits.fused_clusters, stream),
+      "logits kernel");
+}
+
+absl::Status StoredPath::ForEachBlockBesideTeacher(const ChunkJob& job, const TeacherRoom& room,
+                                                   StagedLogits::BlockStep step) const {
+  const HeadSizes& sizes = context_.sizes;
+  const auto* const hidden = static_cast<const uint8_t*>(job.hidden);
+  if (room.known.parts > 0) {
+    LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
+  }
+  for (const RowSpan& part : PartsOf(job.padded_rows(), room.rows)) {
+    if (room.known.parts == 0) {
+      LOSSD_RETURN_IF_ERROR(staged_.ComputeBlock(job, part.begin, part.rows, room.student, step));
+      continue;
+    }
+    const RowBlock rows = {part.begin, job.in.Block(part.begin, part.rows), job.out.From(part.begin)};
+    if (rows.in.rows > 0) {
+      const hopper::LogitOperands operands = {
+          .hidden = hidden + part.begin * sizes.padded_hidden * sizes.element,
+          .weight = context_.weight(),
+          .dtype = context_.config.compute_dtype,
+          .inner = sizes.padded_hidden,
+          .rows = part.rows,
+          .classes = sizes.vocab,
+          .padded_classes = sizes.padded_vocab,
+          .form = FormOf(job.terms)};
+      LOSSD_RETURN_IF_ERROR(LogitsAndSoftmaxes(operands, job.options().distillation.temperature, room.student,
+                                               room.known.student, room.known.claimed_positions));
+    }
+    LOSSD_RETURN_IF_ERROR(step(rows, {room.student, DType::kFloat32, sizes.padded_vocab, sizes.vocab}));
   }
   return absl::OkStatus();
 }
@@ -294,18 +353,20 @@ absl::Status StoredPath::TargetRowLoss(const ChunkJob& job, const RowBlock& rows
 }
 
 absl::Status StoredPath::DistilledRowLoss(const ChunkJob& job, const RowBlock& rows,
-                                          const LogitMatrix& logits, const LogitMatrix& gradient) const {
+                                          const LogitMatrix& logits, const LogitMatrix& gradient,
+                                          const SoftmaxParts* known) const {
   for (const RowSpan& span : PartsOf(rows.in.padded_rows, job.teacher->block_rows)) {
     const RowBlock part = {rows.begin + span.begin, rows.in.Block(span.begin, span.rows),
                            rows.out.From(span.begin)};
-    LOSSD_RETURN_IF_ERROR(
-        Distil(job, part, From(logits, span.begin), From(gradient, span.begin), job.divergence + part.begin));
+    LOSSD_RETURN_IF_ERROR(Distil(job, part, From(logits, span.begin), From(gradient, span.begin),
+                                 job.divergence + part.begin, known));
   }
   return absl::OkStatus();
 }
 
 absl::Status StoredPath::Distil(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
-                                const LogitMatrix& gradient, float* divergence) const {
+                                const LogitMatrix& gradient, float* divergence,
+                                const SoftmaxParts* known) const {
   Device& device = *context_.device;
   const cudaStream_t stream = device.compute();
   const TeacherRows& teacher = *job.teacher;
@@ -323,14 +384,30 @@ absl::Status StoredPath::Distil(const ChunkJob& job, const RowBlock& rows, const
       .divergence = divergence,
       .gradient = gradient,
       .wants_logprob = teacher.wants_logprob};
+  const void* const hidden = static_cast<const uint8_t*>(teacher.hidden) +
+                             rows.begin * teacher.shapes.padded_hidden * teacher.element;
+  if (known != nullptr) {
+    p.student_parts = known->student;
+    p.teacher_parts = known->teacher;
+    p.parts = static_cast<int>(known->parts);
+    if (rows.in.rows > 0) {
+      const hopper::LogitOperands operands = {.hidden = hidden,
+                                              .weight = teacher.weight,
+                                              .dtype = teacher.shapes.compute,
+                                              .inner = teacher.shapes.padded_hidden,
+                                              .rows = rows.in.padded_rows,
+                                              .classes = teacher.terms.vocab,
+                                              .padded_classes = teacher.padded_vocab,
+                                              .form = FormOf(teacher.terms)};
+      LOSSD_RETURN_IF_ERROR(LogitsAndSoftmaxes(operands, p.distillation.temperature, teacher.logits,
+                                               known->teacher, known->claimed_positions));
+    }
+    return ToStatus(LaunchKnownDivergence(p, stream), "divergence kernel");
+  }
   if (rows.in.rows > 0) {
-    const auto* const hidden = static_cast<const uint8_t*>(teacher.hidden);
-    LOSSD_RETURN_IF_ERROR(
-        device.gemms().Run(teacher.shapes.Logits(rows.in.padded_rows, teacher.padded_vocab),
-                           {.a = teacher.weight,
-                            .b = hidden + rows.begin * teacher.shapes.padded_hidden * teacher.element,
-                            .c = teacher.logits},
-                           device.gemm_workspace(), stream));
+    LOSSD_RETURN_IF_ERROR(device.gemms().Run(teacher.shapes.Logits(rows.in.padded_rows, teacher.padded_vocab),
+                                             {.a = teacher.weight, .b = hidden, .c = teacher.logits},
+                                             device.gemm_workspace(), stream));
     if (!whole) LOSSD_RETURN_IF_ERROR(SumDivergences(p));
     if (mixes && gradient.data != nullptr) {
       LOSSD_RETURN_IF_CUDA_ERROR(LaunchDivergenceGradient(p, stream), "divergence kernel");
@@ -381,7 +458,7 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
 }
 
 absl::Status StoredPath::Loss(const ChunkJob& job) {
-  const bool beside_teacher = RowsBesideTeacher(job, context_.config.compute_dtype) > 0;
+  const bool beside_teacher = RoomOf(job).rows > 0;
   if (!beside_teacher && staged_.UsesSpare(job, KeptOf(job))) {
     LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   }

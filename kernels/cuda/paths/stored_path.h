@@ -17,6 +17,7 @@
 #include "kernels/backend.h"
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
 #include "kernels/cuda/kernels/hopper/gradient_gemm.h"
+#include "kernels/cuda/kernels/hopper/logit_pass.h"
 #include "kernels/cuda/paths/chunk_path.h"
 #include "kernels/cuda/paths/path_memory.h"
 #include "kernels/cuda/paths/path_steps.h"
@@ -154,21 +155,42 @@ class StoredPath final : public ChunkPath {
   // dx and dW from that gradient; the rows of job.hidden that may not be added are 0.
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
   absl::Status WeightGemm(const ChunkJob& job) const { return gradients_.WeightGradient(job, Gradient()); }
+  // Softmaxes of rows at the temperature of a distillation, in parts that the logits' own products leave
+  // (hopper::SoftmaxPass), [rows, parts] of each head.
+  struct SoftmaxParts {
+    SoftmaxPart* student = nullptr;
+    SoftmaxPart* teacher = nullptr;
+    int64_t parts = 0;
+    uint32_t* claimed_positions = nullptr;  // [hopper::kMostClusters], scratch
+  };
   // Of rows whose logits are there, and whose teacher's have room: the teacher's logits, the results of the
   // rows, `divergence` [rows], and the gradient unless its data is null. Memory of a path of its own is not
-  // used.
+  // used. `known`: the student's softmaxes are there, and the teacher's have room; null: they are not.
   absl::Status Distil(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
-                      const LogitMatrix& gradient, float* divergence) const;
+                      const LogitMatrix& gradient, float* divergence,
+                      const SoftmaxParts* known = nullptr) const;
 
  private:
+  // How the logits of both heads lie in the teacher's memory: of `rows` rows the teacher's, then the
+  // student's. No rows: the student's logits lie in its own memory. There they have room for fewer and fewer
+  // rows, as gradients of rows before fill it, and products of few rows read the weight as often as those of
+  // many. What is known of their softmaxes lies where dx will be, as the partials of a fused loss do.
+  struct TeacherRoom {
+    int64_t rows = 0;  // a multiple of 8
+    float* student = nullptr;
+    SoftmaxParts known;  // without parts if the logits' products do not leave them
+  };
+  TeacherRoom RoomOf(const ChunkJob& job) const;
+  // The logits of a block of rows, and their softmaxes in `parts`.
+  absl::Status LogitsAndSoftmaxes(const hopper::LogitOperands& operands, float temperature, float* logits,
+                                  SoftmaxPart* parts, uint32_t* claimed_positions) const;
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
-  // As StagedLogits::ForEachBlock, of rows that have a teacher, with blocks of equal size: logits of a block
-  // lie in the teacher's memory, behind as many of the teacher's.
-  absl::Status ForEachBlockBesideTeacher(
-      const ChunkJob& job, absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)> step) const;
-  // Of a block of rows that have a teacher, part by part as its logits have room.
+  // As StagedLogits::ForEachBlock, of rows that have a teacher, with blocks of equal size in `room`.
+  absl::Status ForEachBlockBesideTeacher(const ChunkJob& job, const TeacherRoom& room,
+                                         StagedLogits::BlockStep step) const;
+  // Of a block of rows that have a teacher, part by part as its logits have room. `known` as Distil says.
   absl::Status DistilledRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
-                                const LogitMatrix& gradient) const;
+                                const LogitMatrix& gradient, const SoftmaxParts* known) const;
   // Their records, over all classes.
   absl::Status SumDivergences(const DivergenceParams& p) const;
   // The loss with targets of a block of rows.

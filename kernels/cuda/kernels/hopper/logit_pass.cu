@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The logit pass: Z = X W^T for X [rows, inner], W [vocab, inner], tile by tile, without Z in memory.
 //
+// One purpose wants Z itself, of rows that have a teacher (kSoftmax).
+//
 // Plan: a persistent grid of clusters of two blocks. A cluster takes tiles of 256 rows x 256 classes; each
 // block has 128 of the rows, fetches their hidden states and half of the weights, and gets the other half by
 // multicast. A producer thread fills a ring of four stages of 64 inner elements (TMA, mbarriers); two
@@ -44,7 +46,8 @@ enum class Output {
   kCandidates,    // and statistics
   kExponentials,  // likewise
   kRecoverable,   // likewise, exponentials of which some rows are recoverable
-  kGradient
+  kGradient,
+  kSoftmax  // and the dot products
 };
 
 // Whether tiles of 16-bit elements leave through boxes.
@@ -65,6 +68,9 @@ struct LogitKernelParams {
   const GradientRule* rules;
   const int32_t* marked_panels;  // null: all panels
   TilePartials partials;
+  float* dots;
+  int dots_ld;
+  SoftmaxPart* softmax_parts;
   CandidateLists lists;
   int first_listed;            // tile
   const int32_t* listed_anew;  // panels whose tiles are all listed; null: sums are not complete yet
@@ -112,6 +118,10 @@ __device__ __forceinline__ RowPair LoadRows(const LogitKernelParams& p, const Lo
     const int row = first_row + 8 * h;
     const bool exists = row < p.rows;
     r.row[h] = row;
+    if constexpr (kOutput == Output::kSoftmax) {
+      r.target[h] = -1;
+      continue;
+    }
     r.target[h] = exists ? p.targets[row] - p.first_class - tile.vocab_tile * kVocabTile : -1;
     if constexpr (kOutput == Output::kGradient) {
       const GradientRule rule = exists ? p.rules[row] : GradientRule{};
@@ -447,6 +457,61 @@ __device__ __forceinline__ void Gradients(const LogitKernelParams& p, const floa
       [&](int box) { PutEntries<T>(rows, out, box); });
 }
 
+// ---- what becomes of the sums of a tile if they are wanted themselves ----
+
+// Straight from the registers: no thread waits for a store, as it would for a box to leave. Two lanes
+// exchange halves of two groups of 8 columns, so that each writes 16 bytes and a quad whole sectors.
+__device__ __forceinline__ void StoreDots(const LogitKernelParams& p, const RowPair& rows, int column,
+                                          const float (&dots)[128]) {
+  const bool odd = (threadIdx.x & 1) != 0;
+  const int first = column + (odd ? 8 : 0) + 2 * static_cast<int>(threadIdx.x & 2);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float* const to = p.dots + int64_t{rows.row[h]} * p.dots_ld + first;
+    const bool exists = rows.row[h] < p.rows;
+#pragma unroll
+    for (int j = 0; j < 32; j += 2) {
+      const float2 own = make_float2(dots[4 * j + 2 * h], dots[4 * j + 2 * h + 1]);
+      const float2 next = make_float2(dots[4 * j + 4 + 2 * h], dots[4 * j + 5 + 2 * h]);
+      const float x = __shfl_xor_sync(0xffffffffu, odd ? own.x : next.x, 1);
+      const float y = __shfl_xor_sync(0xffffffffu, odd ? own.y : next.y, 1);
+      const float4 all = odd ? make_float4(x, y, next.x, next.y) : make_float4(own.x, own.y, x, y);
+      if (exists && first + 8 * j < p.dots_ld) __stcs(reinterpret_cast<float4*>(to + 8 * j), all);
+    }
+  }
+}
+
+// p.f is log2(e) over the temperature. Logits are before the softcap. Several sums: each of them waits for
+// itself alone.
+template <Form kForm>
+__device__ __forceinline__ void WriteSoftmax(const LogitKernelParams& p, const LogitTile& tile,
+                                             const RowPair& rows, float (&logits)[128]) {
+  constexpr int kChains = 4;  // of each half
+  float max[2][kChains], sum[2][kChains] = {}, base[2];
+#pragma unroll
+  for (int i = 0; i < 128; ++i) {
+    const int h = (i >> 1) & 1, chain = 2 * ((i >> 2) & 1) + (i & 1);
+    if constexpr (kForm == Form::kCapped) logits[i] = ToLogit<kForm>(p, logits[i]).z;
+    max[h][chain] = i < 8 ? logits[i] : fmaxf(max[h][chain], logits[i]);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    max[h][0] = QuadMax(fmaxf(fmaxf(max[h][0], max[h][1]), fmaxf(max[h][2], max[h][3])));
+    base[h] = max[h][0] == NegativeInfinity() ? 0.0f : max[h][0];
+  }
+#pragma unroll
+  for (int i = 0; i < 128; ++i) {
+    const int h = (i >> 1) & 1, chain = 2 * ((i >> 2) & 1) + (i & 1);
+    sum[h][chain] += Exp2((logits[i] - base[h]) * p.f);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float all = QuadSum((sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]));
+    if ((threadIdx.x & 3) != 0 || rows.row[h] >= p.rows) continue;
+    p.softmax_parts[int64_t{rows.row[h]} * p.vocab_tiles + tile.vocab_tile] = {max[h][0], all};
+  }
+}
+
 // ---- the pass ----
 
 struct Maps {
@@ -507,10 +572,13 @@ __device__ __forceinline__ void Consume(const Maps& maps, const LogitKernelParam
     Multiply<T, Major::kInner, Major::kInner>(p.inner_tiles, consumer, ring, logits, [&] {
       if constexpr (kOutput == Output::kCandidates) LoadSumBounds(p, tile, rows);
     });
+    const int column = tile.vocab_tile * kVocabTile;
+    if constexpr (kOutput == Output::kSoftmax) StoreDots(p, rows, column, logits);
     if constexpr (kForm != Form::kPlain) ScaleAndShift<kForm>(p, tile, logits);
     Mask<kForm, kOutput>(p, tile, rows, logits);
-    const int column = tile.vocab_tile * kVocabTile;
-    if constexpr (kOutput == Output::kGradient) {
+    if constexpr (kOutput == Output::kSoftmax) {
+      WriteSoftmax<kForm>(p, tile, rows, logits);
+    } else if constexpr (kOutput == Output::kGradient) {
       Gradients<T, kForm>(p, logits, rows, out, column, first_row);
     } else {
       const ThreadSums sums = Exponentials<kForm, kOutput>(p, logits, rows, out, column, first_row);
@@ -568,7 +636,9 @@ template <typename T, Output kOutput>
 cudaError_t LaunchForm(const Maps& maps, const LogitKernelParams& p, bool general, int clusters,
                        cudaStream_t stream) {
   if constexpr (kOutput != Output::kRecoverable) {
-    if (!general) return Kernel<T, Form::kPlain, kOutput>::Launch(maps, p, clusters, stream);
+    if constexpr (kOutput != Output::kSoftmax) {
+      if (!general) return Kernel<T, Form::kPlain, kOutput>::Launch(maps, p, clusters, stream);
+    }
     if (p.softcap == 0.0f) return Kernel<T, Form::kGeneral, kOutput>::Launch(maps, p, clusters, stream);
   }
   return Kernel<T, Form::kCapped, kOutput>::Launch(maps, p, clusters, stream);
@@ -737,6 +807,18 @@ cudaError_t LaunchLogitPass(const LogitOperands& operands, const GradientPass& p
   LogitKernelParams p = MakeKernelParams(operands);
   p.rules = pass.rules;
   return LaunchStored<Output::kGradient>(operands, p, pass.gradient, clusters, stream);
+}
+
+cudaError_t LaunchLogitPass(const LogitOperands& operands, const SoftmaxPass& pass, int clusters,
+                            cudaStream_t stream) {
+  if (!operands.form.general) return cudaErrorInvalidValue;
+  LogitKernelParams p = MakeKernelParams(operands);
+  Set(pass.panels, p);
+  p.f = kLog2E / pass.temperature;
+  p.dots = pass.dots;
+  p.dots_ld = static_cast<int>(operands.padded_classes);
+  p.softmax_parts = pass.parts;
+  return LaunchUnstored<Output::kSoftmax>(operands, p, clusters, stream);
 }
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launchers of the logit pass, the first product of a chunk on Hopper: dot products of hidden states and
-// classes. The dot products stay in registers. What a pass writes instead depends on its purpose, which is a
-// type: statistics of the rows, exponentials (of two kinds) or lists of candidates besides, lists alone, or
-// gradients.
+// classes. The dot products stay in registers but for one purpose. What a pass writes depends on its purpose,
+// which is a type: statistics of the rows, exponentials (of two kinds) or lists of candidates besides, lists
+// alone, gradients, or the dot products themselves with softmaxes of the tiles.
 //
 // Enqueues on `stream`; all pointers are device memory unless said otherwise. Stateless and thread-safe.
 // Compute capability 9.0.
@@ -133,6 +133,15 @@ struct GradientPass {
   void* gradient = nullptr;             // [rows, padded_classes] of the operands' dtype, out
 };
 
+// The dot products in fp32, and of each tile its part of the row's softmax at a temperature. Targets are not
+// read. For operands of the general form.
+struct SoftmaxPass {
+  float temperature = 1.0f;
+  float* dots = nullptr;         // [rows, padded_classes], out
+  SoftmaxPart* parts = nullptr;  // [rows, VocabTiles(classes)], out
+  AllPanels panels;
+};
+
 // ---- launch ----
 
 // The clusters that the current device runs at once; 0 if it cannot run the pass.
@@ -153,6 +162,8 @@ cudaError_t LaunchLogitPass(const LogitOperands& operands, const SecondListingPa
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const LastListingPass& pass, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const GradientPass& pass, int clusters,
+                            cudaStream_t stream);
+cudaError_t LaunchLogitPass(const LogitOperands& operands, const SoftmaxPass& pass, int clusters,
                             cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda::hopper

@@ -182,6 +182,36 @@ TEST(ChunkPlan, RowsWithATeacherAreNotFused) {
   EXPECT_THAT(c.Plan().why_not_fused, HasSubstr("teacher"));
 }
 
+TEST(ChunkPlan, LogitsOfAForwardDivergenceAloneAreReadOnce) {
+  Case c;
+  c.options.distillation = {.divergence = Divergence::kForwardKl, .target_weight = 0.0f};
+  EXPECT_THAT(c.Plan().why_logits_twice, HasSubstr("teacher"));
+  c.chunk.distilled = true;
+  EXPECT_EQ(c.Plan().why_logits_twice, "");
+  c.limits.logits = Logits::kRecomputed;
+  EXPECT_THAT(c.Plan().why_logits_twice, HasSubstr("recomputed"));
+  c.limits.logits = Logits::kStored;
+  c.limits.split = true;
+  EXPECT_THAT(c.Plan().why_logits_twice, HasSubstr("other devices"));
+  c.limits.split = false;
+  c.chunk.selects_top = true;
+  EXPECT_THAT(c.Plan().why_logits_twice, HasSubstr("most probable classes"));
+  c.chunk.selects_top = false;
+  c.options.distillation.target_weight = 0.5f;
+  EXPECT_THAT(c.Plan().why_logits_twice, HasSubstr("targets"));
+  c.options.distillation = {.divergence = Divergence::kReverseKl, .target_weight = 0.0f};
+  EXPECT_THAT(c.Plan().why_logits_twice, HasSubstr("divergence"));
+  c.options.distillation.divergence = Divergence::kForwardKl;
+  c.SetRows(64);
+  EXPECT_EQ(c.Plan().why_logits_twice, "few rows");
+  c.limits.fused_loss = FusedLoss::kWherePossible;
+  EXPECT_EQ(c.Plan().why_logits_twice, "");
+  c.limits.device.fused_clusters = 0;
+  EXPECT_THAT(c.Plan().why_logits_twice, HasSubstr("Hopper"));
+  c.limits.fused_loss = FusedLoss::kNever;
+  EXPECT_EQ(c.Plan().why_logits_twice, "switched off");
+}
+
 TEST(ChunkPlan, OfRowsWithATeacherAllOfTheGradientIsSampled) {
   Case c;
   c.options.gradients = Gradients::kSampled;
