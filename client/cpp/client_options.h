@@ -78,10 +78,10 @@ struct ConnectionChoice {
   std::string reason;  // for people
 };
 
-// How rows in memory of GPUs (Memory::kDevice) travel, and why: of all GPUs that rows came from so far. The
-// reason has the way of each if there were several.
+// How rows in memory of GPUs (Memory::kDevice) travel, and why, over all GPUs that rows came from so far. If
+// there were several GPUs, the reason names the way of each.
 struct DeviceTransportChoice {
-  // "cuda_ipc", or as rows of the host, which rows of some GPU are copied to then.
+  // "cuda_ipc"; or the transport of rows of the host, if rows of at least one GPU are copied to the host.
   std::string transport;
   std::string reason;  // for people
 };
@@ -117,21 +117,25 @@ struct ClientOptions {
   absl::Duration transfer_timeout = absl::Minutes(30);  // creation, tensors, checkpoints
   absl::Duration loss_timeout = absl::Minutes(10);      // ComputeLoss, attempts and waits together
 
-  // A connection whose peer takes no data for this long is given up. It also bounds how much later than its
-  // timeout a call may end, since the caller's memory must not be in a send queue any more.
+  // A connection whose peer takes no data for this long is given up. A call may end later than its timeout by
+  // at most this time, because it waits until no send queue holds the caller's memory any more.
   absl::Duration dead_peer_timeout = absl::Seconds(30);
 
   RetryOptions retry;
 
-  // How the rows of loss computations travel: "grpc", in messages; "shared_memory", in memory that client and
-  // server share, which both have to be on one host for; "cuda_ipc", rows of any GPU (Memory::kDevice) in
-  // memory of the server's nearest GPU, which this process has to see, and others as with "auto"; "auto",
-  // rows on a GPU of the server in memory of that one, others in shared memory, if it can be had. With
-  // "shared_memory" and "cuda_ipc" Connect fails if the memory cannot be had. A slice that finds no room in
-  // the memory travels in messages.
+  // How the rows of loss computations travel:
+  //   "grpc"           In messages.
+  //   "shared_memory"  In memory that client and server share. Both have to be on one host.
+  //   "cuda_ipc"       Rows of any GPU (Memory::kDevice): in memory of the server's nearest GPU, which this
+  //                    process has to see. Rows of the host: as with "auto".
+  //   "auto"           Rows on a GPU of the server: in memory of that GPU. Other rows: in shared memory. In
+  //                    messages if the memory cannot be had.
+  // With "shared_memory" and "cuda_ipc" Connect fails if the memory cannot be had. A slice that finds no room
+  // in the memory travels in messages.
   std::string transport = TransportFromEnvironment();
-  // Asked for, of the host's memory and of each GPU's as they are needed; the server may give less. Nullopt:
-  // 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
+  // How much shared memory the client asks for, of the host and of each GPU separately, when calls need it.
+  // The server may give less. Nullopt: 4 MiB at first, then about four times the rows of the largest call, up
+  // to 256 MiB.
   std::optional<int64_t> shared_memory_bytes;
 
   // Names the program that trains, in at most 128 printable characters: a head says who applied its last step
@@ -157,8 +161,8 @@ struct ClientOptions {
 // and what still uses the memory of the gradients, must have ended before the call begins
 // (cudaStreamSynchronize), or be on the stream that Microbatch::stream names. When the call is done, the
 // gradients are there for work of any stream. The first such call loads CUDA's driver, which takes a moment.
-// INVALID_ARGUMENT if the memory is no GPU's or the two are on several; UNAVAILABLE if there is no driver, or
-// if it fails, which counts as a stream that breaks.
+// INVALID_ARGUMENT if the memory is not that of a GPU, or if hidden states and gradients are on different
+// GPUs. UNAVAILABLE if there is no driver, or if the driver fails; its failure counts as a broken stream.
 enum class Memory { kHost, kDevice };
 
 // A run of rows of a microbatch with a part of its own in the loss, such as the rows that predict the token
@@ -190,9 +194,9 @@ struct Microbatch {
   const void* hidden = nullptr;
   Memory memory = Memory::kHost;  // of `hidden` and LossOutputs::grad_hidden
   // With Memory::kDevice: a stream (cudaStream_t, CUstream) of the GPU that has `hidden`. The client's copies
-  // wait, on the GPU, for what it has been given before the call, and for nothing that it is given later.
-  // That must not wait for calls of this client itself. The stream may be destroyed before the call is done.
-  // Null is CUDA's default stream; nullopt: the copies wait for none.
+  // wait, on the GPU, for the work that the stream was given before the call, and not for later work. The
+  // earlier work must not wait for calls of this client. The stream may be destroyed before the call is done.
+  // Null is CUDA's default stream; nullopt: the copies wait for no stream.
   std::optional<void*> stream;
   // [N]; its size is N. A class in [0, V) or ComputeOptions::loss.ignore_index. Copied.
   absl::Span<const int32_t> targets;
@@ -218,9 +222,9 @@ struct Microbatch {
   uint32_t target_count = 0;  // at most 256
   // The rows have no loss: the head's weight serves as an embedding, and `targets` are token ids in [0, V).
   //   EMBEDDING_ROWS       `hidden` is null, and LossOutputs::grad_hidden gets the row of the weight that
-  //   each
-  //                        id names, rounded to hidden_dtype; zeros for ComputeOptions::loss.ignore_index.
-  //                        Client::ComputeLoss begins again, as for a loss, if the weights change meanwhile.
+  //                        each id names, rounded to hidden_dtype; zeros for
+  //                        ComputeOptions::loss.ignore_index. Client::ComputeLoss begins again, as for a
+  //                        loss, if the weights change meanwhile.
   //   EMBEDDING_GRADIENTS  `hidden` has the gradient with respect to each row. It is added, times
   //                        ComputeOptions::grad_output, to the gradient of the weight's row, exactly once.
   //                        The id is that of a microbatch of its own. Needs
@@ -273,9 +277,10 @@ struct ComputeOptions {
   bool retain = false;
 
   // How rows travel.
-  // Concurrent streams; fewer if rows are few, or if other computations of the client have the 64 that there
-  // are beyond one for each. 0: one per connection; in shared memory one for each 8 MiB of
-  // rows, up to four and to half of the machine's cores, unless the server is deterministic.
+  // Concurrent streams. A computation has fewer if its rows are few, or if others have the client's spare
+  // streams: every computation has one stream of its own, and all of them share 64 spare ones. 0: one per
+  // connection; in shared memory one for each 8 MiB of rows, at most four and at most half of the machine's
+  // cores, unless the server is deterministic.
   int streams = 0;
   // Bytes of hidden states that are sent at once, at most; the server's limits bound it too. Nullopt: 1 MiB
   // in messages, 4 MiB in shared memory, and in memory of the GPU as much as a quarter of it holds.

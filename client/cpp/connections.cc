@@ -25,15 +25,15 @@ namespace lossd::client::internal {
 
 namespace {
 
-// A round has at least so much payload, and is as long as that.
+// A round ends when at least so much payload was moved and streams were under way for at least so long.
 constexpr uint64_t kRoundBytes = uint64_t{64} << 20;
 constexpr absl::Duration kRoundTime = absl::Milliseconds(200);
-// One that takes longer says nothing: something else is slow.
+// A round that takes longer is not judged: something else than the connections is slow.
 constexpr absl::Duration kLongestRound = absl::Seconds(30);
 // Connections are busy if each of them has a stream for this part of the time.
 constexpr double kBusy = 0.9;
-constexpr double kGain = 1.1;  // by which one more has to move more
-// Rounds between trials: twice as many after each one in a row that fails.
+constexpr double kGain = 1.1;  // a further connection stays if the bytes per second grow by this factor
+// Rounds between two trials of a further connection. Each trial in a row that fails doubles them.
 constexpr int kFirstRest = 8;
 constexpr int kLongestRest = 512;
 
@@ -250,7 +250,7 @@ RegionSizes SizesOf(const ClientOptions& options) {
   return {.least = bytes, .most = bytes};
 }
 
-// Of memory of the host: what CUDA IPC is not for goes as with "auto".
+// The source of regions in the host's memory. With "cuda_ipc" rows of the host travel as with "auto".
 std::unique_ptr<RegionSource> HostRegions(const ClientOptions& options, const v1::ServerDescription& server,
                                           v1::ServerService::Stub* stub) {
   return std::make_unique<RegionSource>(options.transport == "cuda_ipc" ? "auto" : options.transport,
@@ -667,10 +667,10 @@ absl::Status Explain(const Finding& finding, const std::string& target, const Cr
 
 namespace {
 
-// Before the reason for a silence is looked for.
+// How long the first call waits for an answer, before the client looks for the reason of the silence.
 constexpr absl::Duration kSilencePatience = absl::Milliseconds(500);
-constexpr absl::Duration kRound = absl::Seconds(5);         // before the next looks
-constexpr absl::Duration kPause = absl::Milliseconds(200);  // before the next call
+constexpr absl::Duration kRound = absl::Seconds(5);         // how long each later call waits
+constexpr absl::Duration kPause = absl::Milliseconds(200);  // between two calls
 
 absl::StatusOr<v1::ServerDescription> Ask(const std::shared_ptr<grpc::Channel>& channel, absl::Time deadline,
                                           bool wait_for_ready) {
@@ -719,7 +719,8 @@ absl::Status GaveUp(const absl::Status& reason, const ClientOptions& options) {
 absl::Status Reason(const absl::Status& status, bool first, const ChannelCredentials& credentials,
                     const std::string& target) {
   absl::Status reason = credentials.Diagnose(target);
-  // An error of the first call may be one of the connection, and of a server that has come up meanwhile.
+  // UNAVAILABLE tells that there is no server, but not after the first call if the address can be probed: the
+  // probe found nothing wrong, so the server may have come up since that call.
   const bool tells = absl::IsUnavailable(status) && !(first && CanProbe(target));
   return reason.ok() && tells ? NoServerError(target, status.message()) : reason;
 }

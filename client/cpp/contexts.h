@@ -33,8 +33,8 @@ namespace lossd::client {
 
 // ---- Which server is meant ----
 
-// What the caller of a program says of the server. Nullopt: nothing, so the environment or a context says it;
-// an empty text: there is none.
+// What the caller of a program says of the server. Nullopt: the caller does not say, so the environment or a
+// context decides. An empty ca, cert, key or token: the caller wants none, whatever those two have.
 struct ServerArguments {
   std::optional<std::string> server;
   std::optional<std::string> context;  // the name of one in the file
@@ -65,20 +65,22 @@ absl::StatusOr<ChosenServer> ChooseServer(const ServerArguments& arguments, Curr
 // Who may do what with a small file that belongs to one user.
 enum class Privacy {
   kOthersMustNotWrite,
-  // Not a group either, unless the file belongs to root, as systemd and Kubernetes hand secrets out.
+  // The file's group must not read it either, unless the file belongs to root: systemd and Kubernetes hand
+  // out secrets in files that belong to root and that a group may read.
   kOthersMustNotRead,
 };
 
-// NOT_FOUND if there is none; PERMISSION_DENIED if it may not be read, belongs to another user than this one
-// or root, or is less private than that, with what mends it; INVALID_ARGUMENT if it is no file or longer than
-// `most_bytes`.
+// The content of the file. NOT_FOUND if there is no such file. PERMISSION_DENIED if this user may not read
+// the file, if the file belongs neither to this user nor to root, or if its mode breaks `privacy`; the error
+// then names the chmod that mends the mode. INVALID_ARGUMENT if `path` is not a regular file, or if the file
+// is longer than `most_bytes`.
 absl::StatusOr<std::string> ReadPrivateFile(const std::string& path, Privacy privacy, size_t most_bytes);
 
 // Replaces the file, or makes it, with mode 0600; readers see the old or the new content. A link is followed.
 absl::Status WritePrivateFile(const std::string& path, const std::string& content);
 
-// While one lives, other programs that ask for the same one wait. Makes the folder, with mode 0700, if it is
-// not there. Move-only.
+// The lock of a folder. While a lock lives, other programs that ask for the lock of the same folder wait.
+// FolderLock::Of makes the folder, with mode 0700, if it is not there. Move-only.
 class FolderLock {
  public:
   // Of the folder that `path` is in. UNAVAILABLE if another program has it for five seconds.
@@ -127,7 +129,7 @@ absl::StatusOr<Contexts> ReadContexts(const std::string& path);
 // folder, if it is not there, for its owner alone. An error of `change` changes nothing.
 absl::Status ChangeContexts(const std::string& path, const std::function<absl::Status(Contexts*)>& change);
 
-// `file` as the contexts file at `path` means it.
+// The path of `file`, which the contexts file at `path` names. A relative `file` is in the folder of `path`.
 std::string PathBeside(const std::string& path, const std::string& file);
 
 // The token in a file: its one line. PERMISSION_DENIED unless only the owner may read it, who is the user or

@@ -126,8 +126,8 @@ struct TlsTalk {
 // Greets a server as a client of `host` would.
 TlsTalk TalkTls(int descriptor, const std::string& host, const TlsFiles& files);
 
-// What keeps these files from being used, and which it is ("ca", "cert" or "key"); an empty option if
-// nothing.
+// Which of the files cannot be used (`option`: "ca", "cert" or "key"), and why (`problem`). An empty option:
+// all files can be used.
 struct FileProblem {
   std::string option;
   std::string problem;

@@ -148,7 +148,7 @@ absl::Status InField(absl::string_view field, const std::string& value, const ab
                                {std::string(field), std::string(status.message()), value});
 }
 
-// "x" and "folder/x" alike, next to each other.
+// The path of `name` in the folder that `path` is in: "folder/b" for "folder/a" and "b"; "b" for "a" and "b".
 std::string Beside(absl::string_view path, absl::string_view name) {
   const size_t slash = path.rfind('/');
   if (slash == absl::string_view::npos) return std::string(name);
@@ -256,7 +256,8 @@ class Files {
   std::optional<formats::SafetensorsIndex> index_;
 };
 
-// Of all parts together. Parts that differ in more than their rows have the shape of the first that does.
+// The shape of the tensor that the parts form together, one part's rows behind the other's. If a part has
+// other columns or another type than the parts before it: the shape of that part alone.
 std::vector<int64_t> ShapeOf(absl::Span<const HeadSource::Part> parts) {
   std::vector<int64_t> shape = parts[0].info->shape;
   for (const HeadSource::Part& part : parts.subspan(1)) {
@@ -328,7 +329,7 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
 absl::Status HeadSource::ReadRows(const Tensor& tensor, engine::RowRange rows,
                                   absl::Span<uint8_t> out) const {
   const size_t row_bytes = rows.size() == 0 ? 0 : out.size() / static_cast<size_t>(rows.size());
-  int64_t first = 0;  // row of the part
+  int64_t first = 0;  // the row of the tensor that the part begins with
   for (const Part& part : tensor.parts) {
     const int64_t begin = std::max(rows.begin, first);
     const int64_t end = std::min(rows.end, first + part.info->rows());

@@ -74,7 +74,8 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
         observer.OnMemory(
             [alive, slice = std::move(slice)]() mutable { alive->CopyAndQueue(std::move(slice)); });
       },
-      // Called by the session's own schedule. Not both live in host memory (ValidateTeacher).
+      // The session's own schedule calls this. A head and its teacher never both live in host memory
+      // (ValidateTeacher), so the answer is that of the one that does.
       [head = session.get()](const SliceWork& slice) {
         const std::shared_ptr<HeadSession>& teacher = slice.stream->teacher().session;
         const ValuesAre own = head->teaching.values();
@@ -169,7 +170,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
   };
   const auto accept = [&](const kernels::HeadKernels& divided) {
     absl::MutexLock lock(&context_->mutex);
-    // Asked without effect: the limits that it has are put back.
+    // Only asks whether the schedule accepts the limits, and puts back those that the schedule has now.
     absl::Status status = set_limits(divided.slice_rows(), divided.chunk_rows());
     if (status.ok()) set_limits(slice_rows_, chunk_rows_).IgnoreError();
     return status;
@@ -389,7 +390,8 @@ void Stream::Receive(IncomingSlice incoming) {
   slice->stream = state_;
   slice->rows = incoming.rows;
   slice->bytes = incoming.bytes;
-  // Memory for what goes out, unless there is a place for it. Other rows are refused.
+  // A slice without values needs memory for its results. If the caller has a place for the results, `bytes`
+  // is set already. Rows outside the stream's range get no memory: the session refuses them.
   const bool own = incoming.rows.begin < incoming.rows.end && incoming.rows.IsWithin(state_->spec().rows);
   if (own && !BringsRows(*state_) && incoming.bytes == 0)
     slice->bytes = state_->RowBytes(incoming.rows.size());

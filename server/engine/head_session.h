@@ -87,7 +87,7 @@ class HeadSession final : public DeviceLoop::Source,
   void EndStale();
   // On the device thread, without the lock, while nothing is under way: kernels::SetShares of the head.
   absl::Status SetShares(const std::vector<int32_t>& shares);
-  // Notes that the weights may be half-written.
+  // Notes that the weights may be half-written, and ends what is bound to them (EndStale).
   void MarkWeightsInvalid(absl::Status why);
   void OnAccumulationFailed(const absl::Status& status) override;
 
@@ -96,8 +96,8 @@ class HeadSession final : public DeviceLoop::Source,
   // the head before. NOT_FOUND if the head is deleted, UNAVAILABLE, RESOURCE_EXHAUSTED (too many waiting), or
   // what `operation` returns.
   absl::Status Run(absl::FunctionRef<absl::Status()> operation);
-  // The head is being deleted: from now on Run refuses. False if a chunk of it is still under way, which may
-  // be after the calls of its rows have ended.
+  // The head is being deleted: Run refuses from now on. False if a chunk of the head is still under way; this
+  // can be so although all calls that sent rows have ended.
   bool BeginDelete() {
     deleting_ = true;
     return chunks_in_flight_ == 0;
@@ -144,7 +144,7 @@ class HeadSession final : public DeviceLoop::Source,
   int64_t total_rows_ = 0;
 };
 
-// Adds the head's share.
+// Adds the streams, slices and rows of the head to `stats`.
 void AddTo(HeadSession& session, EngineStats& stats);
 
 // The limits on slices of a head with this config, whose backend takes slices of at most `slice_rows` rows.
@@ -214,10 +214,11 @@ class HeadDirectory {
   absl::Status Publish(absl::string_view name);
 
   // ---- Deletion ----
-  // From now on the head is not found. Its number, for EndDelete. NOT_FOUND.
+  // The head is not found from now on. Returns the number of the head, which EndDelete takes; NOT_FOUND if
+  // there is no such head.
   absl::StatusOr<uint64_t> BeginDelete(absl::string_view name);
-  // Frees the name of the head of that number; returns its session. Null if its creation has failed
-  // meanwhile: then the name may be that of another head, which stays.
+  // Frees the name of the head with this number, and returns the head's session. Null if the creation of that
+  // head has failed meanwhile; the name may then belong to another head, which stays.
   SessionPtr EndDelete(absl::string_view name, uint64_t number);
   // Frees the name of a head that could not be created.
   void Remove(absl::string_view name);

@@ -76,16 +76,16 @@ struct RowContents {
   absl::Span<const float> soft_low, soft_high, soft_sums;
 };
 
-// What tells the soft targets of rows from others: 48 bits of a hash of each row's classes and weights, 24 in
-// each of two whole numbers, and the sum of the row's weights, 0 of ignored rows. [rows] each, or empty
-// without soft targets.
+// What the ledger keeps of the soft targets of rows, to notice other ones. `low` and `high` hold 48 bits of a
+// hash of a row's classes and weights: 24 bits each, as a whole number. `sums` holds the sum of the row's
+// weights, 0 for an ignored row. Each is [rows], or empty without soft targets.
 struct SoftDigest {
   std::vector<float> low, high, sums;
 };
 // targets: as in RowContents.
 SoftDigest DigestOf(const SoftTargets& soft, absl::Span<const int32_t> targets);
 
-// The same, with memory of its own.
+// As RowContents, with memory of its own.
 struct RowValues {
   std::vector<int32_t> targets;
   std::vector<float> row_weights, grad_loss, grad_lse, grad_entropy;
@@ -148,7 +148,7 @@ class MicrobatchRecord {
   bool half_done() const { return accumulated_rows_ > 0 && !complete(); }
 
  private:
-  // kIgnored: settled because there is nothing to accumulate, by a stream that has not ended yet.
+  // kIgnored: the row has no target, so it counts as settled, but Keep has not been called for it.
   enum RowState : uint8_t { kPending, kReserved, kSettled, kIgnored };
   static bool IsSettled(uint8_t state) { return state >= kSettled; }
 
@@ -180,7 +180,7 @@ class MicrobatchRecord {
   // `rows`.
   template <typename Record, typename Fn>
   static void ForEachRun(Record& record, RowRange rows, Fn fn);
-  // Both keep the numbers.
+  // Both adjust declared_rows_, settled_rows_ and bytes_.
   void Insert(int64_t first_row, Segment segment);
   Segment Remove(std::map<int64_t, Segment>::iterator it);
   // Gives the reserved ones among the rows another state; returns how many.
@@ -197,9 +197,9 @@ class MicrobatchRecord {
 
 // What has been accumulated of microbatches in the open step of one head, row by row.
 //
-// The ledger keeps the contents of rows themselves, not hashes: it always notices if an id comes again with
-// other contents. Rows of a stream that ends without having accumulated them are withdrawn and leave no
-// trace.
+// The ledger keeps the contents of rows themselves, so it always notices if an id comes again with other
+// contents. Only of soft targets it keeps a hash (SoftDigest). Rows of a stream that ends without having
+// accumulated them are withdrawn (Withdraw).
 //
 // Memory: that of the records; at most max_rows rows of max_microbatches microbatches, and what RowMemory
 // has. Thread-compatible: guarded by the engine's lock.
@@ -216,13 +216,14 @@ class Ledger {
 
   // The stream that declared the rows has ended well: they stay, those without a target too.
   void Keep(uint64_t id, RowRange rows);
-  // The stream that declared the rows has ended otherwise: of the rows, those are forgotten that are pending,
-  // or have no target and were not kept. Short runs of them between others stay, so that the ledger does not
-  // fall to pieces. `forget_empty`: so is the microbatch if no row is left and nothing of it was kept.
+  // The stream that declared the rows has not ended well. The ledger forgets those of the rows that are
+  // pending, and those without a target that Keep has not kept. A short run of such rows between other rows
+  // stays, because one more segment would take more memory. `forget_empty`: the ledger also forgets the
+  // microbatch if none of its rows is left and Keep was never called for it.
   void Withdraw(uint64_t id, RowRange rows, bool forget_empty);
 
   bool Contains(uint64_t id) const { return microbatches_.contains(id); }
-  // N of a microbatch; nothing if the id is not known.
+  // The number of rows of a microbatch; nothing if the id is not known.
   std::optional<int64_t> MicrobatchRows(uint64_t id) const;
   // How many of the rows, declared or not, are not settled.
   int64_t CountUnsettled(uint64_t id, RowRange rows) const;
@@ -231,15 +232,16 @@ class Ledger {
 
   // The members below take rows that have been declared.
 
-  // What the rows were declared with; kernels::kIgnoredTarget for those that were not. Floats that none of
-  // the rows has are empty.
+  // What the rows were declared with; kernels::kIgnoredTarget for rows that were not declared, which only
+  // this member takes. Floats that none of the rows has are empty.
   RowValues Contents(uint64_t id, RowRange rows) const;
 
   // True if any of the rows is reserved.
   bool AnyReserved(uint64_t id, RowRange rows) const;
 
-  // Reserves the pending rows. mask[i] becomes 1 for each valid row reserved now, else 0. Returns the
-  // number of valid rows among them that were settled before (repeats).
+  // Reserves those of the rows that are pending. mask[i] becomes 1 if row rows.begin + i is reserved by this
+  // call, else 0. Returns how many of the other rows have a target: these rows are repeats. None of the rows
+  // is reserved before the call (AnyReserved).
   int64_t Reserve(uint64_t id, RowRange rows, absl::Span<uint8_t> mask);
   // Settles the reserved rows; returns how many valid rows that are.
   int64_t Commit(uint64_t id, RowRange rows);
@@ -269,13 +271,13 @@ class Ledger {
   int64_t bytes() const { return bytes_; }
 
  private:
-  // Counts what is known of a microbatch, or no longer does.
+  // Count adds the numbers of the record to the ledger's counters; Uncount subtracts them.
   void Count(const MicrobatchRecord& record);
   void Uncount(const MicrobatchRecord& record);
-  // Runs `change`, which may change the record, and keeps the counters.
+  // Runs `change`, which may change the record, and adjusts the ledger's counters by the difference.
   template <typename Change>
   void Update(MicrobatchRecord& record, Change change);
-  // RESOURCE_EXHAUSTED if so many rows more, of a microbatch that is new or not, are too many.
+  // RESOURCE_EXHAUSTED if the ledger has no room for `rows` more rows, or for one more microbatch (`is_new`).
   absl::Status CheckLimits(uint64_t id, bool is_new, int64_t rows) const;
 
   const int64_t max_rows_;

@@ -2,8 +2,9 @@
 // The ranks' protocol messages (proto/lossd/ranks/v1) as types of the kernels and of checkpoints, and back:
 // first requests and answers, then chunks with their slices, for the leader and for a worker.
 //
-// All functions are stateless and thread-safe. Both ends are of one version and one host order, and admitted;
-// what a message must not say is refused where it would be out of the range of an enumeration or an array.
+// All functions are stateless and thread-safe. They trust a message, because its sender was admitted and has
+// the same version and byte order. They refuse only values out of the range of an enumeration, and arrays of
+// another length.
 #ifndef LOSSD_SERVER_RANKS_MESSAGES_H_
 #define LOSSD_SERVER_RANKS_MESSAGES_H_
 
@@ -77,11 +78,12 @@ struct RowBytes {
 v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head, uint64_t teacher);
 // Where bytes lie in memory that the worker has mapped; nullopt: in none.
 using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* begin, size_t bytes)>;
-// Hidden states may lie in the chunk's retained memory, or are to be kept there, which is done here.
-// UNIMPLEMENTED if the host cannot. Hidden states that have a place are named, and so is where their
-// gradients go; other gradients come with the results. Retained hidden states are copied to the place of
-// their gradients, if that has one. `is_part`: another part of the head delivers the gradients, and keeps
-// hidden states.
+// The message for one slice. If `find` has a place for the hidden states, the message names the place; else
+// the message brings the hidden states. The same holds for gradients, which else come with the results.
+// Hidden states that are retained already are copied from the chunk's retained memory to the place of the
+// gradients, or else into the message. Hidden states that are to be retained are written to that memory here.
+// UNIMPLEMENTED if the host cannot reach that memory. `is_part`: another part of the head delivers the
+// gradients and retains the hidden states.
 absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const kernels::Slice& slice,
                                          const RowBytes& row_bytes, bool is_part, FindPlace find);
 // Writes results to where the slice wants them. `in_place`: the worker was told where the gradients go, and

@@ -46,7 +46,7 @@ struct HeadServiceOptions {
   int64_t max_waiting_calls = 256;  // that wait for a worker; as many more may wait for their request
   int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor and AddGradient, open
   int64_t max_saves = 16;           // SaveCheckpoint: waiting or running
-  double peer_share = 0.5;          // of each of the three
+  double peer_share = 0.5;          // of the three bounds above, what one peer may have
   CallTimeouts timeouts;
   regions::Regions* regions = nullptr;  // where tensors that are read may lie; null: in messages only
 };
@@ -67,8 +67,8 @@ class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCall
   void Drain() { environment_.draining = true; }
   // Has the save that runs, and those that wait, end with CANCELLED soon; for when time is up.
   void CancelSaves() { operations_.checkpoints().CancelSaves(); }
-  // True if no streaming call is open, no other is being worked on and no save runs, at the latest by
-  // `deadline`.
+  // Waits until no streaming call is open, no other call is worked on and no save runs. False if that takes
+  // longer than until `deadline`.
   bool WaitUntilIdle(absl::Time deadline);
 
   // Clients stream tensors to these; the other methods begin with one request.

@@ -53,10 +53,10 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
     them, so a save of the head comes before, and then a barrier. When a rank dies or hangs, the calls of the others end with
     Unavailable or Internal once it is lost: within `rank_silence_timeout` (30 s).
 
-    On GPUs, the trainer's code and the head wait for each other in CUDA's driver, so that all stand still, until the server says after
-    `collective_timeout` that a rank is lost, unless the trainer does three things (docs/training/colocated.md). So GPUs are refused
-    unless `backend` says "cuda". Each rank then takes the GPU that its thread works on; a rank that works on none yet takes the one with
-    the number LOCAL_RANK, or its number in the group.
+    On GPUs, the trainer's code and the head can wait for each other in CUDA's driver. All ranks then stand still, until the server
+    says after `collective_timeout` that a rank is lost. A trainer that does three things avoids this (docs/training/colocated.md).
+    backend="cuda" says that the trainer does them; colocate() refuses GPUs without it. Each rank then takes the GPU that its thread
+    works on; a rank that works on none yet takes the GPU with the number LOCAL_RANK, or with the rank's number in the group.
 
     Args:
       group: the ranks; None: all of them. They are processes of one host.

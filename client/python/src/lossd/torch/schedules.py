@@ -44,8 +44,9 @@ def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
         schedule = overlapped(ScheduleInterleaved1F1B, slack=2)(stages, n_microbatches=8, loss_fn=loss_fn)
 
     Each rank runs its forwards and its backwards in the order of `kind`, and every backward after `slack` forwards more.
-    With several stages on a rank a forward is one of a stage: a rank keeps activations of `slack` forwards of a stage
-    more, and the server has the time of as many forwards and backwards of a stage. Losses and gradients are the same.
+    With several stages on a rank, each forward of one stage counts. A rank keeps the activations of `slack` more such
+    forwards, and the server has the time of `slack` forwards and backwards of one stage. Losses and gradients are the
+    same.
 
     Args:
       kind: Schedule1F1B (then this makes an Overlapped1F1B), ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble or
@@ -128,8 +129,9 @@ def _keep_pace_where_needed(stage: Any) -> None:
 
 
 def delayed(actions: Sequence[Any], slack: int) -> list[Any]:
-    """The computations of a rank with every one that is no forward after `slack` forwards more, as far as there are any.
-    None, a place where `actions` has nothing to do, is left out."""
+    """The actions of one rank, in another order: each action that is no forward comes `slack` forwards later, or
+    after the last forward if fewer are left. A None in `actions` means that there is nothing to do; it is left out.
+    """
     found: list[Any] = []
     waiting: deque[tuple[int, Any]] = deque()  # after how many forwards, in the order of `actions`
     forwards = 0
