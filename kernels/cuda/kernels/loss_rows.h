@@ -146,8 +146,8 @@ struct LogitMatrix {
   int64_t classes = 0;
 };
 
-// What some classes of a row say of its softmax at a temperature T: their largest logit, -infinity if there is
-// none, and the sum of exp((z - top) / T) over them.
+// What some classes of a row say of its softmax at a temperature T: their largest logit, -infinity if there
+// is none, and the sum of exp((z - top) / T) over them.
 struct SoftmaxPart {
   float top;
   float sum;
