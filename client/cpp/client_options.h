@@ -94,7 +94,7 @@ struct TransportChoice {
   DeviceTransportChoice device;
 };
 
-// How calls are sent again: those that break, and those that begin again when what they look at changes.
+// How calls are sent again: calls that break, and calls that begin again because the weights have changed.
 struct RetryOptions {
   int max_attempts = 3;  // of one call (or one stream of ComputeLoss), the first included; at least 1
   absl::Duration initial_backoff = absl::Milliseconds(250);  // grows fourfold with every attempt, with jitter
@@ -347,7 +347,8 @@ struct LossResult {
   double gradient_error() const;
   v1::ObjectiveSums objective;  // of ComputeOptions::loss.objective; all 0 without one
   // With ComputeOptions::loss.distillation, row weights applied: loss_sum is weight * divergence_sum +
-  // target_weight * target_loss_sum. 0 without, and target_loss_sum with target_weight 0.
+  // target_weight * target_loss_sum. Both are 0 without a distillation; target_loss_sum is 0 too if
+  // target_weight is 0.
   double divergence_sum = 0;
   double target_loss_sum = 0;
 

@@ -230,7 +230,8 @@ absl::Status Validate(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
-// `device`: the GPU whose memory is wanted, since the server may be another process by now; empty: the host.
+// The server's socket for regions of `device`, a GPU, or of the host if empty. The server is asked again,
+// because another process may serve at its address by now, with other GPUs.
 absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server, const std::string& device) {
   grpc::ClientContext context;
   SetDeadline(clocks::SteadyNow() + absl::Seconds(2), &context);

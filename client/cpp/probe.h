@@ -29,7 +29,7 @@ struct TlsFiles {
 };
 
 enum class Found {
-  kUnknown,       // nothing that is wrong: a server that may be busy, or an address that cannot be probed
+  kUnknown,       // no fault: the server may be busy, or the address cannot be probed
   kNoHost,        // the host's name has no address
   kNoAnswer,      // the host does not answer
   kRefused,       // nothing listens
@@ -53,7 +53,8 @@ struct Finding {
 // Connects to a gRPC target once or twice, which blocks for a few seconds at most.
 Finding Probe(const std::string& target, const TlsFiles& files);
 
-// Whether Probe() finds out if somebody is there: for one host and its port, and for Unix sockets.
+// Whether Probe() can tell if something listens at the target: it can for one host and its port, and for a
+// Unix socket.
 bool CanProbe(const std::string& target);
 
 // How long a connection of a probe blocks at most, for each thing that it waits for.
@@ -67,8 +68,8 @@ struct LookUp {
   Addresses addresses;  // null: there are none
   std::string why;      // if there are none
 };
-// The host's addresses. The resolver's own timeouts are long, so a thread of its own waits for it, and goes
-// on waiting behind the end of this call.
+// The host's addresses. The resolver's own timeouts are long, so a thread of its own waits for the resolver.
+// That thread may outlive this call.
 LookUp LookUpHost(const std::string& host, uint16_t port);
 
 // A connection of a probe, on which nothing blocks for longer than kProbePatience. Thread-compatible.

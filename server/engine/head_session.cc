@@ -16,7 +16,7 @@
 namespace lossd::engine {
 namespace {
 
-// Of so many rows of hidden states, in the widest dtype.
+// The bytes of `rows` rows of hidden states in the widest dtype.
 int64_t MostBytes(int64_t rows, const kernels::HeadConfig& config) {
   return rows * config.hidden_size * static_cast<int64_t>(sizeof(float));
 }
@@ -30,7 +30,7 @@ SliceLimits LimitsByArrival(const EngineOptions& options, const kernels::HeadCon
 
 struct MadeSchedule {
   std::shared_ptr<Schedule> schedule;
-  DeterministicSchedule* order = nullptr;  // that, if it is one
+  DeterministicSchedule* order = nullptr;  // `schedule`, if it is deterministic; else null
 };
 
 absl::StatusOr<MadeSchedule> MakeSchedule(EngineContext* context, const kernels::HeadKernels& kernels,
@@ -182,7 +182,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
   slice_rows_ = kernels.slice_rows();
   memory_ = kernels.memory();
   choices_ = kernels.Describe();
-  set_limits(slice_rows_, chunk_rows_).IgnoreError();  // it was asked
+  set_limits(slice_rows_, chunk_rows_).IgnoreError();  // the schedule has accepted these limits above
   return absl::OkStatus();
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kReadBytes = int64_t{1} << 20;
 
-// The one that a tensor belongs to; null: no update changes it.
+// The largest magnitude that a tensor counts for; null: no update changes the tensor.
 double* PlaceOf(kernels::TensorId id, Magnitudes* most) {
   if (id.role == kernels::Role::kMoment1) return &most->moment1;
   if (id.role == kernels::Role::kMoment2) return &most->moment2;

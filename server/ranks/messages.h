@@ -99,9 +99,9 @@ absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start);
 // Memory for a slice on the worker.
 struct SliceMemory {
   void* own = nullptr;     // for hidden states that the message brings, and gradients that have no place
-  void* hidden = nullptr;  // those that the message names; null: it brings them
-  void* teacher_hidden = nullptr;  // likewise
-  void* grad_hidden = nullptr;     // where the message wants them; null: it names no place
+  void* hidden = nullptr;  // the place of the hidden states that the message names; null: it brings them
+  void* teacher_hidden = nullptr;  // of the teacher's hidden states likewise
+  void* grad_hidden = nullptr;     // where the message wants the gradients; null: it names no place
 };
 // Whether the slice needs SliceMemory::own.
 bool NeedsOwnMemory(const v1::ChunkSlice& message);
@@ -110,8 +110,8 @@ bool NeedsOwnMemory(const v1::ChunkSlice& message);
 // if arrays have not the lengths that they have to have.
 absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, const RowBytes& row_bytes,
                                        const SliceMemory& memory, v1::SliceResults& results);
-// What the slice says of itself after it was computed. `in_place`: its gradients are where the leader wants
-// them.
+// Puts the results of the slice, once it is computed, into `results`. `in_place`: the slice's gradients are
+// where the leader wants them.
 void SetResults(const kernels::Slice& slice, size_t row_bytes, bool in_place, v1::SliceResults& results);
 // The same for a part of a head that is split by vocabulary: what TakePartResults takes.
 void SetPartResults(const kernels::Slice& slice, v1::SliceResults& results);

@@ -25,8 +25,8 @@ _NOT_ON_GPUS = ("several ranks inside the trainer's processes compute on GPUs on
                 "keep pace with their GPUs, or all stand still; docs/training/colocated.md says how. backend=\"cuda\" says that they do, "
                 'backend="cpu" computes on the CPU, and one server on these GPUs needs neither')
 _computing: weakref.WeakSet[EmbeddedClient] = weakref.WeakSet()  # clients whose processes compute on GPUs as one of several ranks
-# Memory for rows that grows would be given back while ranks train, and a GPU gives back memory of the host only once all that is
-# enqueued on it has ended: also a collective that waits for a rank that waits for the head.
+# Shared memory of one size. Memory that grows with the rows is replaced while ranks train, and CUDA gives the old memory back only
+# once all work on the GPU has ended: also a collective that waits for a rank that waits for the head.
 _CLIENT = {"shared_memory_bytes": 256 << 20}
 _LOOPBACK = "127.{}.{}.{}"  # all of 127.0.0.0/8 is this host: two groups hardly ever draw the same address
 

@@ -7,8 +7,8 @@ share of the loss of all rows: the average of the ranks' losses is the loss of a
 gradients. The head's gradient, which is size times too large then, is divided when the step is applied.
 
 Where gradients of the trunk are added up instead, as over shards of one sequence under tensor parallelism, the loss of a
-rank is its share, and nothing is divided. A group may have ranks of both kinds; averaged_over is what its gradients are
-divided by then.
+rank is its share, and nothing is divided. A group may have ranks of both kinds; averaged_over is the number that
+the gradients of such a group are divided by.
 """
 
 from __future__ import annotations

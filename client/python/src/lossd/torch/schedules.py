@@ -96,9 +96,9 @@ def keep_pace(stage: Any) -> None:
     """Has the thread of a stage wait for each forward and backward before it begins the next one. On a CPU nothing changes.
 
     Where a process computes a part of a head beside its stage (lossd.torch.colocate() on GPUs), another stage may wait for that part,
-    and this stage's work on the GPU for the other stage. CUDA takes about a thousand kernels behind such work. A call that adds one
-    more waits with the driver locked, so that the part of the head cannot begin, and all stand still. The schedules of this module do
-    this themselves if colocate() was called before; other schedules need it for each of their stages, once.
+    and this stage's work on the GPU for the other stage. CUDA takes about a thousand kernels behind such work. A call of this stage that
+    adds one more waits, and CUDA's driver is locked while it waits: the part of the head cannot begin, and all stand still. The schedules
+    of this module do this themselves if colocate() was called before; other schedules need it for each of their stages, once.
 
     Args:
       stage: a stage of torch.distributed.pipelining, one forward or backward of which is not more than these thousand kernels.

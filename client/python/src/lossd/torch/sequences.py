@@ -26,7 +26,7 @@ def sums(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def means(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The same over the number of tokens that count; 0 of a sequence without any."""
+    """sums() divided by the number of tokens that count; 0 for a sequence in which none counts."""
     return sums(logprobs, mask) / mask.sum(-1).clamp(min=1)
 
 
@@ -91,7 +91,7 @@ def kto(logprobs: torch.Tensor, reference: torch.Tensor, desirable: torch.Tensor
 
 
 def _log_of_rest(logprob: torch.Tensor) -> torch.Tensor:
-    """log(1 - p), and its gradient, where 1 - p is at least the epsilon of the dtype; else their values there."""
+    """log(1 - p) and its gradient. Where 1 - p is below the epsilon of the dtype: their values at that epsilon."""
     most = -torch.finfo(logprob.dtype).eps
     bounded = logprob + (logprob.clamp(max=most) - logprob).detach()  # unlike a clamped value it has a gradient
     return torch.log(-torch.expm1(bounded))
