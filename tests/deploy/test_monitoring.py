@@ -31,7 +31,7 @@ from prometheus_process import DASHBOARD, PATIENCE, RULES, Prometheus
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
-from servers import ServerProcess  # noqa: E402
+from servers import ServerProcess, free_port  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTIONS = 16
@@ -108,8 +108,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server
     flags = ["--http=127.0.0.1:0", f"--max_connections={CONNECTIONS}"]
     worker = None
     if RANKED:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            together = ["--backend=cpu", "--ranks=2", f"--leader=127.0.0.1:{free.getsockname()[1]}"]
+        together = ["--backend=cpu", "--ranks=2", f"--leader=127.0.0.1:{free_port()}"]
         flags += ["--rank=0", *together]
         with (tmp_path_factory.mktemp("worker") / "log").open("wb") as log:
             worker = subprocess.Popen([os.environ["LOSSD_BINARY"], "--rank=1", *together], stdout=log, stderr=log)

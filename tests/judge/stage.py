@@ -8,7 +8,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "client" / "python"))
 
 from clients import RawClient, TrainerClient  # noqa: E402
 from history import Event, History, Recorder  # noqa: E402
-from servers import CutProxy, ServerProcess  # noqa: E402
+from servers import CutProxy, ServerProcess, free_port  # noqa: E402
 
 import lossd  # noqa: E402
 
@@ -31,12 +30,6 @@ import lossd  # noqa: E402
 _DEVICE_LOST = 3
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class RankServerProcess(ServerProcess):
     """Rank 0 is the process of the base class. `seed`: which ranks are killed."""
 
@@ -44,7 +37,7 @@ class RankServerProcess(ServerProcess):
         self._random = random.Random(seed)
         self._ranks = ranks
         self._workers: list[subprocess.Popen[bytes]] = []
-        self._group = [f"--ranks={ranks}", "--leader=127.0.0.1", f"--rank_port={_free_port()}", "--backend=cpu",
+        self._group = [f"--ranks={ranks}", "--leader=127.0.0.1", f"--rank_port={free_port()}", "--backend=cpu",
                        "--rank_timeout=2m"]
         self._more = os.environ.get("LOSSD_TEST_FLAGS", "").split()  # which the base class gives to rank 0
         super().__init__(*self._group, "--rank=0")

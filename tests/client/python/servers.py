@@ -33,6 +33,19 @@ def on_unix_sockets() -> bool:
     return os.environ.get("LOSSD_TEST_SOCKETS") == "unix"
 
 
+def free_port() -> int:
+    """A port of the loopback that nothing listens on. It lies below those that the system gives to sockets without a port of their own:
+    until it is used, only another test that draws the same could take it."""
+    ports = 20000
+    end = max(int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]), 1024 + ports)
+    for _ in range(1000):
+        port = end - 1 - random.SystemRandom().randrange(ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
 class ServerProcess:
     def __init__(self, *flags: str, program: str = "LOSSD_BINARY") -> None:
         """`program`: the environment variable that names it."""

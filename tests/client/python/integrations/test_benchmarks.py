@@ -6,7 +6,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from servers import free_port
 
 BENCH = Path(__file__).parents[4] / "bench"
 LOSSCTL = Path(os.environ["LOSSD_BINARY"]).with_name("lossctl")
@@ -543,12 +543,10 @@ def test_a_loss_with_divided_classes(seed):
 
 
 def test_peers_with_divided_classes(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     output = run("vocabulary_parallel_peers.py", "--device=cpu", "--data=flat", "--shapes=96x32x400,40x16x1000", "--warm_up=1",
                  "--iterations=3", "--methods=torch,megatron,cce", f"--out={tmp_path / 'out.json'}",
                  launcher=("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1",
-                           f"--master_port={port}"))
+                           f"--master_port={free_port()}"))
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["gpus"] == 2 and set(result["without"]) == {"liger", "cce"} and result["versions"]["megatron-core"], output
     assert [entry["shape"]["vocab"] for entry in result["results"]] == [400, 1000]

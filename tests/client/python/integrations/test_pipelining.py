@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """PipelineLoss in the schedules of torch.distributed.pipelining, each stage in a process of its own, against one process."""
 
-import socket
-
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from servers import free_port
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,8 +90,7 @@ def train_alone(client, name, seed):
 def test_schedules(server, client, make_head, seed, schedule, scale_grads, order):
     name = make_head(hidden_size=D, vocab_size=V)
     losses, modules = train_alone(client, name, seed)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     stages = [context.Process(target=run_stage,
