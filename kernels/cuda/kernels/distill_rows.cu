@@ -634,7 +634,8 @@ __device__ __forceinline__ void WritePlain(const DivergenceParams& p, int64_t ro
       plain.arg == INT32_MAX ? -1 : plain.arg + static_cast<int32_t>(p.student_terms.first_class);
 }
 
-// The same with the loss, by all threads, which are told whether the row's results are finite.
+// All threads call this; thread 0 writes the results of WritePlain, the divergence and the loss. Whether
+// these results are finite.
 __device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t row, const Plain& plain,
                                            float target, float divergence) {
   const float weight = p.in.weights[row];
@@ -652,7 +653,7 @@ __device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t ro
   return valid;
 }
 
-// Of the target of a row of which all classes are here.
+// z of the row's target, which is one of the classes here.
 template <bool kPlain>
 __device__ __forceinline__ float TargetLogit(const DivergenceParams& p, int64_t row,
                                              const Logits<kPlain>& logits) {
@@ -747,14 +748,14 @@ __global__ __launch_bounds__(kThreads,
 
 __device__ __forceinline__ SoftmaxPart Both(const SoftmaxPart& a, const SoftmaxPart& b, float inverse) {
   const float top = fmaxf(a.top, b.top);
-  // A part without a class has the sum 0, and exp(0 / T) is 1 where there is none yet.
+  // Two parts without a class have equal tops, -infinity, whose difference would be NaN.
   const auto moved = [&](const SoftmaxPart& part) {
     return part.top == top ? part.sum : part.sum * expf((part.top - top) * inverse);
   };
   return {top, moved(a) + moved(b)};
 }
 
-// The softmax of the row in every thread.
+// The softmax of a row, of which `parts` has `count` parts, in every thread.
 __device__ __forceinline__ SoftmaxPart Whole(const SoftmaxPart* parts, int count, float inverse,
                                              SoftmaxPart* scratch) {
   SoftmaxPart all = {NegativeInfinity(), 0.0f};
