@@ -32,6 +32,7 @@
 #include "lossd/v1/loss.grpc.pb.h"
 #include "lossd/v1/server.grpc.pb.h"
 #include "lossd/v1/server.pb.h"
+#include "proto/wire/direct_call.h"
 
 namespace lossd::client::internal {
 
@@ -187,6 +188,8 @@ class Connections {
   const std::shared_ptr<std::atomic<uint64_t>>& moved() const { return moved_; }
 
   const Peer& peer() const { return peer_; }
+  // The number of this client among those of the process (wire::DirectServer).
+  uint64_t direct_client() const { return direct_client_; }
   // Of the server that has answered, which may have been restarted since.
   uint64_t incarnation() const { return incarnation_; }  // 0: it does not tell this client
 
@@ -221,6 +224,7 @@ class Connections {
   std::shared_ptr<grpc::Channel> next_ ABSL_GUARDED_BY(mu_);  // being opened; null: none
   absl::Time next_deadline_ ABSL_GUARDED_BY(mu_);
   const Peer peer_;
+  const uint64_t direct_client_ = wire::DirectServer::NextClient();
   const uint64_t incarnation_;
   const std::unique_ptr<v1::LossService::Stub> loss_;
   const std::unique_ptr<v1::HeadService::Stub> heads_;

@@ -785,10 +785,13 @@ LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn don
       answers_(work_, std::move(accept), &places_) {}
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
-  SetDeadline(job_.deadline, &context_);
-  context_.set_initial_metadata_corked(true);  // it leaves with the first message, in one piece
-  stub_ = std::make_unique<grpc::GenericStub>(channel);
-  stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+  if (job_.direct != nullptr) direct_ = job_.direct->Open(this, job_.direct_options);
+  if (direct_ == nullptr) {
+    SetDeadline(job_.deadline, &context_);
+    context_.set_initial_metadata_corked(true);  // it leaves with the first message, in one piece
+    stub_ = std::make_unique<grpc::GenericStub>(channel);
+    stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
+  }
   const bool may_wait =
       !work_.slices.empty() && places_.WaitForOthers([executor = job_.executor, weak = weak_from_this()] {
         executor->Post([weak] {
@@ -807,6 +810,14 @@ void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
     StartRead(&response_);
   }
   StartCall();
+}
+
+void LossStream::Cancel() {
+  if (direct_ != nullptr) {
+    direct_->Cancel();
+  } else {
+    context_.TryCancel();
+  }
 }
 
 void LossStream::OnWriteDone(bool ok) {
@@ -843,7 +854,7 @@ void LossStream::Send() {
 void LossStream::SendNext() {
   if (left_.empty()) return;
   unsent_ = SendSlice();
-  if (!unsent_.ok()) context_.TryCancel();
+  if (!unsent_.ok()) Cancel();
 }
 
 absl::Status LossStream::SendSlice() {
@@ -896,7 +907,7 @@ bool LossStream::TakeAnswer() {
   error_ = answers_.Handle(response_);
   *job_.moved += answers_.received_in_messages() - before;
   response_.Clear();
-  if (!error_.ok()) context_.TryCancel();
+  if (!error_.ok()) Cancel();
   return error_.ok();
 }
 
@@ -1097,15 +1108,20 @@ void LossCall::StartPart(size_t index) {
   if (!work.ok()) return Fail(work.status());
   NameRun(core_->options().run, &work->first);
   places->Name(*work, &work->first);
-  StreamJob job{.work = *std::move(work),
-                .rule = *rule,
-                .deadline = deadline_,
-                .peer = core_->connections().peer(),
-                .holds = holds_,
-                .places = std::move(places),
-                .moved = core_->connections().moved(),
-                .executor = &core_->executor(),
-                .patience = options_.patience};
+  StreamJob job{
+      .work = *std::move(work),
+      .rule = *rule,
+      .deadline = deadline_,
+      .peer = core_->connections().peer(),
+      .direct = wire::DirectServer::Find(core_->connections().peer().target),
+      .direct_options = {.client = core_->connections().direct_client(),
+                         .deadline = deadline_,
+                         .max_message_bytes = static_cast<size_t>(core_->options().max_message_bytes)},
+      .holds = holds_,
+      .places = std::move(places),
+      .moved = core_->connections().moved(),
+      .executor = &core_->executor(),
+      .patience = options_.patience};
   auto stream = std::make_shared<LossStream>(
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },

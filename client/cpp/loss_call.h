@@ -38,6 +38,7 @@
 #include "client/cpp/loss_plan.h"
 #include "client/cpp/regions.h"
 #include "lossd/v1/loss.pb.h"
+#include "proto/wire/direct_call.h"
 #include "proto/wire/payload_codec.h"
 
 namespace lossd::client::internal {
@@ -318,6 +319,9 @@ struct StreamJob {
   SliceRule rule;  // of slices in messages
   absl::Time deadline;
   Peer peer;
+  std::shared_ptr<wire::DirectServer>
+      direct;  // the server, if it is in this process; null: over a connection
+  wire::DirectCallOptions direct_options;
   std::shared_ptr<PayloadHolds> holds;
   std::unique_ptr<SlicePlaces> places;           // where slices lie
   std::shared_ptr<std::atomic<uint64_t>> moved;  // counts the payload that travels in messages, both ways
@@ -346,8 +350,9 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
 
   LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn done);
 
+  // `channel`: for a call that goes over a connection.
   void Start(const std::shared_ptr<grpc::Channel>& channel);
-  void Cancel() { context_.TryCancel(); }
+  void Cancel();
 
  private:
   void OnReadDone(bool ok) override;
@@ -377,8 +382,10 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   const StreamJob job_;
   const StreamWork& work_;  // job_'s
   DoneFn done_;
+  // The call: one of gRPC, or one within this process. Null before Start.
   grpc::ClientContext context_;
   std::unique_ptr<grpc::GenericStub> stub_;
+  std::shared_ptr<wire::DirectCall> direct_;
   SlicePlaces& places_;  // job_'s
 
   // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.

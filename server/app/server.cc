@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
+#include "proto/wire/direct_call.h"
 #include "proto/wire/status_details.h"
 #include "server/access/connection_acceptor.h"
 #include "server/access/listening_socket.h"
@@ -166,7 +167,19 @@ absl::Status Server::Listen() {
   for (const char* service : kServices) grpc_->GetHealthCheckService()->SetServingStatus(service, true);
   acceptor_->Start("lossd-accept", std::move(take));
   pulse_->Start();
+  if (options_.embedded && !security_->asks()) ServeThisProcess();
   return absl::OkStatus();
+}
+
+// Clients of this process open their loss computations without a connection. Their other calls, which are
+// few, come over one.
+void Server::ServeThisProcess() {
+  direct_ =
+      wire::DirectServer::Create(static_cast<size_t>(MaxMessageBytes(options_)),
+                                 [losses = loss_service_.get()](wire::CallContext* context, uint64_t client) {
+                                   return losses->ComputeLossDirect(context, client);
+                                 });
+  for (const Address& address : grpc_addresses_) direct_->Publish(address.text());
 }
 
 void Server::CreateAcceptor(std::vector<access::ListeningSocket> sockets) {
@@ -262,6 +275,7 @@ bool Server::Drain(absl::Time deadline) {
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
     acceptor_->Stop();
     pulse_->Stop();
+    if (direct_ != nullptr) direct_->Shutdown();
     grpc_->Shutdown(wire::GrpcTime(clocks::SteadyNow() + kGoodbye));
     loss_service_->WaitUntilIdle(absl::InfiniteFuture());
     head_service_->WaitUntilIdle(absl::InfiniteFuture());

@@ -57,6 +57,10 @@ class Pulse;
 class ServerService;
 }  // namespace lossd::rpc
 
+namespace lossd::wire {
+class DirectServer;
+}  // namespace lossd::wire
+
 namespace lossd::app {
 
 class DeviceWatch;
@@ -131,6 +135,7 @@ class Server {
   void WatchRanks();
   void CreateServices();
   absl::Status Listen();
+  void ServeThisProcess();
   void CreateAcceptor(std::vector<access::ListeningSocket> sockets);
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
@@ -168,6 +173,8 @@ class Server {
   std::mutex refusals_mutex_;
   Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
+  std::shared_ptr<wire::DirectServer>
+      direct_;  // for clients of this process; null: they connect as others do
   std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
   std::atomic<const metrics::HttpServer*> http_watched_{nullptr};  // http_, for health, from its start on

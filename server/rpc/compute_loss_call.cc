@@ -292,36 +292,70 @@ absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows, 
   return places->UseForGradients(std::move(region), backward.in_region(), rows.begin);
 }
 
+// The context of a call that came over a connection.
+class GrpcContext final : public wire::CallContext {
+ public:
+  explicit GrpcContext(grpc::CallbackServerContext* context) : context_(context) {}
+  std::string peer() const override { return context_->peer(); }
+  bool IsCancelled() const override { return context_->IsCancelled(); }
+  bool DeadlineHasPassed() const override { return wire::HasPassed(context_->raw_deadline()); }
+  void TryCancel() override { context_->TryCancel(); }
+
+ private:
+  grpc::CallbackServerContext* const context_;
+};
+
+// Why a call was cancelled: DEADLINE_EXCEEDED or CANCELLED.
+absl::Status CancellationStatus(const wire::CallContext& context) {
+  if (context.DeadlineHasPassed()) return absl::DeadlineExceededError("the call's deadline has passed");
+  return absl::CancelledError("the client cancelled the call or went away");
+}
+
 }  // namespace
+
+ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment)
+    : environment_(environment), came_(clocks::SteadyNow()) {}
 
 ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
                                         grpc::CallbackServerContext* context) {
   // Not make_shared: the constructor is private.
-  std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment, context));
+  std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment));
   call->self_ = call;
-  environment->metrics->CountRequest(kComputeLoss);
-  const absl::StatusOr<AdmittedCall> allowed = environment->access->Admit(*context, kComputeLoss);
-  absl::Status admitted = allowed.status();
-  if (admitted.ok()) {
-    call->peer_ = PeerKey(*context, allowed->identity);
-    call->identity_ = allowed->identity;
-    call->set_until(allowed->until);
-    admitted = environment->registry->Add(call.get(), call->peer_);
-    if (admitted.ok()) call->totals_ = environment->peers->Open(call->peer_, call->came_);
-  }
-  absl::MutexLock lock(&call->mutex_);
-  if (allowed.ok() && environment->draining) {
-    call->FailLocked(absl::UnavailableError("the server is draining"));
-  } else if (!admitted.ok()) {
-    call->FailLocked(std::move(admitted));
-  } else {
-    call->ReadNext();
-  }
-  return call.get();
+  call->grpc_context_ = std::make_unique<GrpcContext>(context);
+  call->context_ = call->grpc_context_.get();
+  const absl::StatusOr<AdmittedCall> admitted = environment->access->Admit(*context, kComputeLoss);
+  return call->Begin(admitted, admitted.ok() ? PeerKey(*context, admitted->identity) : "");
 }
 
-ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context)
-    : environment_(environment), context_(context), came_(clocks::SteadyNow()) {}
+ComputeLossCall* ComputeLossCall::StartDirect(ComputeLossEnvironment* environment, wire::CallContext* context,
+                                              uint64_t client) {
+  std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment));
+  call->self_ = call;
+  call->context_ = context;
+  return call->Begin(AdmittedCall(), PeerOf(context->peer(), client));
+}
+
+ComputeLossCall* ComputeLossCall::Begin(const absl::StatusOr<AdmittedCall>& admitted,
+                                        const std::string& peer) {
+  environment_->metrics->CountRequest(kComputeLoss);
+  absl::Status refusal = admitted.status();
+  if (admitted.ok()) {
+    peer_ = peer;
+    identity_ = admitted->identity;
+    set_until(admitted->until);
+    refusal = environment_->registry->Add(this, peer_);
+    if (refusal.ok()) totals_ = environment_->peers->Open(peer_, came_);
+  }
+  absl::MutexLock lock(&mutex_);
+  if (admitted.ok() && environment_->draining) {
+    FailLocked(absl::UnavailableError("the server is draining"));
+  } else if (!refusal.ok()) {
+    FailLocked(std::move(refusal));
+  } else {
+    ReadNext();
+  }
+  return this;
+}
 
 // ---- Reading ----
 
@@ -594,13 +628,6 @@ v1::StreamWait ToProto(CallClock::Waits waits) {
 }
 
 }  // namespace
-
-absl::Status CancellationStatus(const grpc::CallbackServerContext& context) {
-  if (wire::HasPassed(context.raw_deadline())) {
-    return absl::DeadlineExceededError("the call's deadline has passed");
-  }
-  return absl::CancelledError("the client cancelled the call or went away");
-}
 
 // ---- Writing and ending ----
 

@@ -32,6 +32,7 @@
 #include "absl/types/span.h"
 #include "lossd/v1/loss.pb.h"
 #include "lossd/v1/server.pb.h"
+#include "proto/wire/direct_call.h"
 #include "proto/wire/payload_codec.h"
 #include "server/engine/engine.h"
 #include "server/engine/stream.h"
@@ -229,10 +230,8 @@ struct ComputeLossEnvironment {
   std::atomic<bool> draining{false};
 };
 
-// Why a call was cancelled: DEADLINE_EXCEEDED or CANCELLED.
-absl::Status CancellationStatus(const grpc::CallbackServerContext& context);
-
-// One ComputeLoss call: the reactor between gRPC and an engine stream.
+// One ComputeLoss call: the reactor between gRPC, or a client of this process (wire::DirectCall), and an
+// engine stream.
 //
 //   awaiting open --open--> streaming --engine finished--> writing the rest --> finished
 //
@@ -262,8 +261,12 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
                               public WatchedCall,
                               public std::enable_shared_from_this<ComputeLossCall> {
  public:
-  // Starts the call; it deletes itself when it is over.
+  // Starts a call that came over a connection; it deletes itself when it is over.
   static ComputeLossCall* Start(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
+  // Starts a call of a client of this process, on a server that asks nobody who calls. `client`: the number
+  // of the client (wire::DirectServer::NextClient).
+  static ComputeLossCall* StartDirect(ComputeLossEnvironment* environment, wire::CallContext* context,
+                                      uint64_t client);
 
   // grpc::ServerBidiReactor
   void OnReadDone(bool ok) override;
@@ -303,8 +306,11 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
     engine::RowRange range;  // of a slice
   };
 
-  ComputeLossCall(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
+  explicit ComputeLossCall(ComputeLossEnvironment* environment);
 
+  // Admits the call of `peer` (PeerKey), or has it end, and begins to read.
+  ComputeLossCall* Begin(const absl::StatusOr<AdmittedCall>& admitted, const std::string& peer)
+      ABSL_LOCKS_EXCLUDED(mutex_);
   // ---- Reading ----
   // There is progress: the clock begins again with what the call waits for now.
   void Progress() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -339,10 +345,11 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   std::shared_ptr<engine::Stream> stream() ABSL_LOCKS_EXCLUDED(mutex_);
 
   ComputeLossEnvironment* const environment_;
-  grpc::CallbackServerContext* const context_;
-  std::string peer_;                         // PeerKey; set before anything else
-  std::string identity_;                     // AdmittedCall's; set before anything else
-  std::shared_ptr<PeerTable::Peer> totals_;  // of the peer; set before anything else; null: refused
+  std::unique_ptr<wire::CallContext> grpc_context_;  // null: the call came over no connection
+  wire::CallContext* context_ = nullptr;             // set before anything else
+  std::string peer_;                                 // PeerKey; set before anything else
+  std::string identity_;                             // AdmittedCall's; set before anything else
+  std::shared_ptr<PeerTable::Peer> totals_;          // of the peer; set before anything else; null: refused
   const absl::Time came_;
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
 

@@ -139,6 +139,13 @@ class LossService final : public WithRequestMethods<
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLoss(
       grpc::CallbackServerContext* context) override;
 
+  // A ComputeLoss call of a client of this process (wire::DirectServer::StartFn). The server asks nobody who
+  // calls.
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLossDirect(wire::CallContext* context,
+                                                                                 uint64_t client) {
+    return ComputeLossCall::StartDirect(&environment_, context, client);
+  }
+
   // From now on new calls end with UNAVAILABLE.
   void Drain() { environment_.draining = true; }
   // Ends all open calls with `why`, because what they wait for does not come.
