@@ -110,8 +110,7 @@ struct Gemms::Plan {
                             "cublasLtMatrixLayoutCreate");
   }
 
-  // The candidates that cuBLAS proposes, best first. Reductions across splits are done in fp32 and in
-  // a fixed order.
+  // Asks cuBLAS for candidates, best first. Reductions across splits are done in fp32 and in a fixed order.
   absl::Status Propose(cublasLtHandle_t handle, bool scratch) {
     cublasLtMatmulPreference_t preference = nullptr;
     LOSSD_RETURN_IF_ERROR(
@@ -140,7 +139,7 @@ struct Gemms::Plan {
   cublasLtMatrixLayout_t c = nullptr;
   std::vector<cublasLtMatmulHeuristicResult_t> candidates;
   size_t chosen = 0;
-  bool timed = false;  // the choice is the fastest, not the first
+  bool timed = false;  // whether the choice is the fastest candidate, not the first
 };
 
 Gemms::Gemms() : library_(std::make_unique<Library>()) {}
@@ -197,7 +196,7 @@ const void* ColumnsAfter(const void* matrix, int64_t columns, int64_t ld, DType 
   return static_cast<const uint8_t*>(matrix) + columns * ld * static_cast<int64_t>(SizeOf(dtype));
 }
 
-// What a product has left after a step.
+// Moves the operands to the part of the product that is left after a step.
 void Advance(GemmOperands& operands, const GemmShape& step) {
   operands.b = ColumnsAfter(operands.b, step.rows(), step.ldb, step.input);
   if (step.transpose_b) {

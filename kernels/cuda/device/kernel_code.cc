@@ -11,7 +11,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr unsigned kFirstVersion = 12040;  // of CUDA, whose driver can load a function
+constexpr unsigned kFirstVersion = 12040;  // the first version of CUDA whose driver can load a function
 
 struct CodeDriver {
   decltype(&cuFuncGetModule) module_of = nullptr;
