@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// CudaBackend: the backend of one GPU (cuda_backend.h). It checks that heads and memory fit, and then makes
+// them. Links and replica groups are in heads/cuda_link.cc.
 #include "kernels/cuda/cuda_backend.h"
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Options of the CUDA backend (cuda_backend.h). Plain data. The file is shorter than 60 lines because the
-// plans of lossd_cuda_plan read these options without CUDA.
+// Options of the CUDA backend (cuda_backend.h). Plain data. They have a header of their own because the plans
+// of lossd_cuda_plan read them without CUDA.
 #ifndef LOSSD_KERNELS_CUDA_CUDA_OPTIONS_H_
 #define LOSSD_KERNELS_CUDA_CUDA_OPTIONS_H_
 

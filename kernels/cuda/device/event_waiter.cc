@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// EnqueueWatch, EventWaiter and StreamTimer (event_waiter.h).
 #include "kernels/cuda/device/event_waiter.h"
 
 #include <pthread.h>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Gemms (gemm.h): the functions of cuBLASLt (Library), the descriptors and the algorithm of a shape (Plan),
+// and products in steps (ForEachStep).
 #include "kernels/cuda/device/gemm.h"
 
 #include <algorithm>
@@ -29,7 +31,7 @@ cudaDataType_t ToCuda(DType dtype) {
   return CUDA_R_32F;
 }
 
-// Where cuBLASLt may lie, in order: the loader's search path, then the toolkit's usual place.
+// Where cuBLASLt may be installed, in order: the loader's search path, then the toolkit's usual place.
 constexpr const char* kCublasFiles[] = {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"};
 
 }  // namespace
@@ -76,7 +78,7 @@ struct Gemms::Library {
   }
 };
 
-// One shape's descriptors and the algorithm chosen for it.
+// The descriptors of one shape, and the algorithm chosen for it.
 struct Gemms::Plan {
   explicit Plan(const Library& lib) : library(lib) {}
   ~Plan() {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// LoadKernelCode (kernel_code.h), by functions of the driver.
 #include "kernels/cuda/device/kernel_code.h"
 
 #include <cuda.h>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// ShareDeviceMemory and ReachDeviceMemory (shared_device_memory.h): functions of the driver create the
+// memory, map it and export it.
 #include "kernels/cuda/device/shared_device_memory.h"
 
 #include <cuda.h>

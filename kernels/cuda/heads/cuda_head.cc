@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// CudaHead (cuda_head.h). CudaHead::Enqueue shows a chunk phase by phase. The norm, the planner of chunks and
+// helpers of the phases come first.
 #include "kernels/cuda/heads/cuda_head.h"
 
 #include <algorithm>

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Exchanges between GPUs: sums of gradients and copies of values over replicas (HeadReplicas), the link of a
+// rank (CudaLink, for CreateCudaLink), and the GPUs of one process (NcclReplicaGroup, for
+// CudaReplicaGroup::Create).
 #include "kernels/cuda/heads/cuda_link.h"
 
 #include <cuda_runtime_api.h>

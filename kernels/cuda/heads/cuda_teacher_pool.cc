@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// CudaTeacherPool (cuda_teacher_pool.h): its buffers, and the order of copies, chunks and transfers.
 #include "kernels/cuda/heads/cuda_teacher_pool.h"
 
 #include <algorithm>

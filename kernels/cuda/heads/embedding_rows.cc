@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// EmbeddingRows (embedding_rows.h): where the rows lie, rows that go out (LookUp), and gradients that come in
+// (TakeGradients).
 #include "kernels/cuda/heads/embedding_rows.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The sizes, the memory and the plan of a head (head_memory.h). SizesFor computes how many rows a chunk has;
+// PlanHead makes the whole plan.
 #include "kernels/cuda/heads/head_memory.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// HeadTensors (head_tensors.h): allocation, access to tensors block by block, and the optimizer's step.
 #include "kernels/cuda/heads/head_tensors.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// ChunkSlots and RowTransfers (row_transfers.h): rows to the device (Upload) and back (Download).
 #include "kernels/cuda/heads/row_transfers.h"
 
 #include <algorithm>

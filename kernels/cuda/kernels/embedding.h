@@ -70,7 +70,7 @@ struct AddClassRunsParams {
   const float* factors = nullptr;           // [rows]
   const int32_t* keep = nullptr;            // [rows]
   const int32_t* targets = nullptr;         // [rows]
-  // ClassRuns (paths/chunk_plan.h).
+  // The runs of classes; ClassRuns of paths/chunk_plan.h.
   const int32_t* row_order = nullptr;
   const int32_t* run_begin = nullptr;
   const int32_t* run_rows = nullptr;

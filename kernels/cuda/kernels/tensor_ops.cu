@@ -311,7 +311,7 @@ cudaError_t LaunchStepOf(const OptimizerStepParams& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-// Of the matrix alone.
+// For parameters that all belong to the matrix.
 template <typename Rule>
 cudaError_t LaunchLazyRowsOf(const OptimizerStepParams& params, cudaStream_t stream) {
   const int64_t row_quads = params.matrix_cols / 4;

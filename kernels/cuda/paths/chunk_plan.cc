@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The plan of a chunk (PlanChunk), the layout of its rows (LayOutChunk), and its results on their way to
+// slices (UnpackResults); chunk_plan.h.
 #include "kernels/cuda/paths/chunk_plan.h"
 
 #include <algorithm>
@@ -154,7 +156,7 @@ RowFactors FactorsOf(const Objective& objective, const Slice& slice, int64_t row
           GradEntropyOf(objective, slice, row)};
 }
 
-// About the largest derivative of the row's loss, without its z-loss, with respect to a logit.
+// Approximately the largest derivative of the row's loss, without its z-loss, with respect to a logit.
 double SlopeOf(const LossOptions& options, const Slice& slice, int64_t row) {
   if (options.objective.active()) return LargestSlope(options.objective, NumbersOf(slice, row));
   if (!options.has_soft_targets()) return 0.0;

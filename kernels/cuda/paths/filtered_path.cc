@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The paths of filtered gradients (filtered_path.h): first FilteredStoredPath, then FilteredRecomputedPath.
 #include "kernels/cuda/paths/filtered_path.h"
 
 #include <cmath>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The tables of paths, and HeadPaths (head_paths.h).
 #include "kernels/cuda/paths/head_paths.h"
 
 #include <iterator>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// How much memory paths need, and how it is laid out (path_memory.h). ClaimsOf, at the end, collects the
+// claims of all paths.
 #include "kernels/cuda/paths/path_memory.h"
 
 #include <algorithm>
@@ -313,7 +315,7 @@ RecomputedArena RecomputedArena::Carve(const RecomputedShape& shape, const Recom
 
 double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t rows) {
   const double dw_bytes = 8.0 * static_cast<double>(shape.padded_vocab * shape.padded_hidden);
-  // `total` in parts of `size`, the last one smaller.
+  // Sums seconds_of over the parts of `total`. Each part has `size`; the last one may be smaller.
   const auto sum = [](int64_t total, int64_t size, const auto& seconds_of) {
     const int64_t whole = total / size, rest = total % size;
     return static_cast<double>(whole) * seconds_of(size) + (rest > 0 ? seconds_of(rest) : 0.0);

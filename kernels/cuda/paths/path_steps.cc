@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Steps that several paths have in common (path_steps.h).
 #include "kernels/cuda/paths/path_steps.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// RecomputedPath, and DistilledRecomputedPath for chunks with a teacher (recomputed_path.h).
 #include "kernels/cuda/paths/recomputed_path.h"
 
 #include <algorithm>

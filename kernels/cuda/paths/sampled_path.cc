@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The paths of sampled gradients (sampled_path.h): first SampledStoredPath, then SampledRecomputedPath.
 #include "kernels/cuda/paths/sampled_path.h"
 
 #include <algorithm>

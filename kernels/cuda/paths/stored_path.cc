@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Products of gradients (LibraryGemms, OwnGemms), fp32 logits by blocks (StagedLogits), and the paths
+// StoredPath and FusedStoredPath (stored_path.h).
 #include "kernels/cuda/paths/stored_path.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// FindClusterOrder and MakeTensorMap (cluster_launch.h).
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

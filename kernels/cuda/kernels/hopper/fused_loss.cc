@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The launches of a fused loss, in their order (fused_loss.h): rows are prepared, the logit pass runs over
+// all panels, its tiles are merged, both are repeated for marked panels, and the rows are finished.
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 
 #include "kernels/cuda/kernels/hopper/fused_rows.h"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Limits and plans of the products on Hopper (plan.h).
 #include "kernels/cuda/kernels/hopper/plan.h"
 
 #include <algorithm>

@@ -8,8 +8,8 @@
 // slope / 1000. The limit between the two cases makes both errors at most 0.003 for softcaps of at least 4;
 // rounding to bf16 alone gives up to 0.002.
 //
-// The file is shorter than 60 lines because it has one encoding, which the logit pass writes and the gradient
-// of the entropy reads.
+// The encoding has a file of its own because the logit pass writes it and the gradient of the entropy reads
+// it.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 
