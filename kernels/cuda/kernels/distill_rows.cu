@@ -4,6 +4,8 @@
 // Math. With y = z / T of the student, y' = z' / T of the teacher, q = softmax(y) and p = softmax(y'), the
 // divergence of a row is a sum over classes of a function of p and q, and
 //
+//   dD/ds_v = (dz_v/ds_v) / T (f_v - q_v sum f),   f = q times the derivative by q
+//
 // without the logit scale. docs/math.md has f of each divergence. A KL divergence needs no pass of its own.
 // With u_v = y_v - max y, u'_v = y'_v - max y', and C = sum_v exp(u'_v) (u'_v - u_v), which is summed up
 // together with the softmaxes,

@@ -6,11 +6,11 @@
 // The classes of a row may lie on several devices. Each device has a record of its own classes for each row,
 // and between the kernels the records of all devices are added up. The launchers are called in this order:
 //
-//   LaunchSoften, LaunchMergeSoftened       both softmaxes; for a KL divergence also the divergence
-//   LaunchSumDivergence, LaunchAddDivergences   sums of the other divergences (if NeedsSums)
-//   LaunchDivergenceGradient                if the loss with targets counts (MixesTargets)
-//   the row loss kernels, which overwrite the logits if they write a gradient
-//   LaunchFinishDivergence                  the row's loss and its gradient
+//   LaunchSoften, LaunchMergeSoftened          both softmaxes; for a KL divergence also the divergence
+//   LaunchSumDivergence, LaunchAddDivergences  sums of the other divergences (if NeedsSums)
+//   LaunchDivergenceGradient                   if the loss with targets counts (MixesTargets)
+//   the row loss kernels                       they overwrite the logits if they write a gradient
+//   LaunchFinishDivergence                     the row's loss and its gradient
 //
 // If one device has all classes and the loss with targets does not count, one kernel does all of this:
 // LaunchWholeDivergence, or LaunchKnownDivergence if the softmaxes are already known.
