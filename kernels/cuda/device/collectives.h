@@ -38,6 +38,7 @@
 
 namespace lossd::kernels::cuda {
 
+// Exchanges among all members. The head of this file says which thread calls what, and what errors mean.
 class Collectives {
  public:
   virtual ~Collectives() = default;

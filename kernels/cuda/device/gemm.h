@@ -46,6 +46,7 @@ struct GemmShape {
   friend auto operator<=>(const GemmShape&, const GemmShape&) = default;
 };
 
+// The operands of one product: matrices on the device, and the factors alpha and beta.
 struct GemmOperands {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -54,6 +55,7 @@ struct GemmOperands {
   float beta = 0.0f;
 };
 
+// Computes products of any shape on one GPU, and remembers the algorithm of each shape.
 class Gemms {
  public:
   // UNAVAILABLE if cuBLASLt cannot be loaded or refuses to start.

@@ -21,6 +21,7 @@ inline std::vector<const void*>& KernelFiles() {
   return files;
 }
 
+// Registers a source file, by one of its kernels (LOSSD_KERNEL_FILE).
 struct KernelFile {
   explicit KernelFile(const void* kernel) { KernelFiles().push_back(kernel); }
 };

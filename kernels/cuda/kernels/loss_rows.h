@@ -260,11 +260,13 @@ inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
 // the last level almost only targets are taken.
 inline constexpr int kSampleLevels = 32;
 
+// An entry of the list: a class that a row has taken, and its value.
 struct SampleEntry {
   int32_t column;
   float value;  // dL/ds over (scale * gradient unit)
 };
 
+// A row's part of the list of entries.
 struct SampledRow {
   int32_t begin;  // index of its first entry in the list
   int32_t count;

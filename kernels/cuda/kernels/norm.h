@@ -19,6 +19,7 @@
 
 namespace lossd::kernels::cuda {
 
+// The operands of the forward pass; the backward pass uses them too.
 struct NormParams {
   bool centred = true;  // LayerNorm; false: RMSNorm
   float epsilon = 1e-5f;
@@ -35,6 +36,7 @@ struct NormParams {
 NormPlan PlanNormForward(const NormParams& params);
 cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
+// The additional operands of the backward pass.
 struct NormBackwardParams {
   float scale = 1.0f;             // dL/dy is scale * y
   const int32_t* keep = nullptr;  // [rows]: 0 keeps a row out of the parameter gradients; null: none

@@ -223,6 +223,7 @@ inline int NormThreadsForAny(int64_t cols) {
 // A Row has `facts`, `offset` (unit = x r + offset is the normalized value) and Load(i, x, dy), which loads
 // the thread's vector i.
 
+// What the backward pass needs to know of a row, apart from x and dy.
 struct alignas(16) RowFacts {
   float inverse_deviation;
   float mean;

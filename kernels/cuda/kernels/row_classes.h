@@ -30,6 +30,7 @@ struct TopLists {
   TopLists From(int64_t entry) const { return {logits + entry, places + entry}; }
 };
 
+// Selects the top classes of a block of classes and of the blocks before it.
 struct SelectTopParams {
   LogitMatrix logits;       // fp32 dot products of a block of classes, [rows, ld]
   int64_t first_class = 0;  // first class of the block, among the classes here

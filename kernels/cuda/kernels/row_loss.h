@@ -35,6 +35,7 @@ struct TargetDotParams {
 };
 cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream);
 
+// Computes row results and the gradient of some rows.
 struct RowLossParams {
   LogitMatrix logits;  // fp32, W x for all classes; overwritten
   // Out, in the compute dtype: dL/ds over (scale * gradient unit); 0 in padding rows and columns, and in rows

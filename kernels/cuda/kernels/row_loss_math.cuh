@@ -48,6 +48,7 @@ __device__ __forceinline__ float WarpSum(float x) {
   return x;
 }
 
+// A logit and its derivative by s, the logit before the softcap.
 struct Logit {
   float z;
   float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1

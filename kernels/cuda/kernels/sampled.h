@@ -46,6 +46,7 @@ struct HotPart {
   float* widths = nullptr;
 };
 
+// Selects the entries of rows, and the dense part of hot classes.
 struct SampleRowsParams {
   // [rows, elements.ld]: row r times factors[r] (null: times 1) is dL/ds over (scale * gradient unit).
   LogitMatrix elements;

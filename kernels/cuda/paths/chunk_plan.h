@@ -181,6 +181,7 @@ int64_t InputBlockBytes(int64_t capacity);
 int64_t OutputBlockBytes(int64_t capacity);
 int64_t ClassBlockBytes(int64_t capacity);
 
+// Where the rows of one slice are in a chunk.
 struct SliceLayout {
   Slice* slice = nullptr;
   int64_t raw_begin = 0;      // first raw row in the chunk
@@ -190,6 +191,7 @@ struct SliceLayout {
   int64_t device_index = -1;  // index among the slices with compact rows; -1: none
 };
 
+// Where all rows of a chunk are, and what its slices want.
 struct ChunkLayout {
   std::vector<SliceLayout> slices;
   int64_t raw_rows = 0;

@@ -22,6 +22,7 @@
 
 namespace lossd::kernels::cuda {
 
+// The sizes of a head on one device.
 struct HeadSizes {
   int64_t hidden = 0;          // D
   int64_t vocab = 0;           // classes on this device: V, or fewer (even 0) if the head is split

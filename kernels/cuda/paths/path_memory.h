@@ -88,6 +88,7 @@ struct FilterCounters {
   RunCounters runs;
 };
 
+// The lists of a filtered chunk, in three groups: `own` (pool, rows, counters), and the two groups of `kept`.
 struct FilterBuffers {
   int32_t* pool = nullptr;      // [capacity]
   SelectedRow* rows = nullptr;  // [chunk_rows]

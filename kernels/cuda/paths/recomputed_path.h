@@ -20,6 +20,7 @@
 
 namespace lossd::kernels::cuda {
 
+// Exact gradients of a head that recomputes logits. The head of this file describes the path.
 class RecomputedPath final : public ChunkPath {
  public:
   explicit RecomputedPath(const PathContext& context);

@@ -32,6 +32,7 @@ struct StoredGradient {
   const float* factors = nullptr;  // [rows] or null: all 1
 };
 
+// The two products dx = ds W and dW += ds^T x, by one library of kernels.
 class GradientGemms {
  public:
   virtual ~GradientGemms() = default;
@@ -46,6 +47,7 @@ class GradientGemms {
   virtual absl::Status Describe(std::vector<Choice>& choices) const = 0;
 };
 
+// The products by cuBLASLt.
 class LibraryGemms final : public GradientGemms {
  public:
   explicit LibraryGemms(const PathContext& context);
@@ -59,6 +61,7 @@ class LibraryGemms final : public GradientGemms {
   const GemmShapes shapes_;
 };
 
+// The products by this library's own kernels (hopper/gradient_gemm.h).
 class OwnGemms final : public GradientGemms {
  public:
   explicit OwnGemms(const PathContext& context) : context_(context) {}

@@ -20,6 +20,7 @@ namespace lossd::kernels::cuda {
 
 // ---- selection ----
 
+// The candidates of rows: a pool of classes that all rows share, and for each row its part of the pool.
 struct RowSelection {
   float epsilon = 0.0f;
   int32_t* pool = nullptr;  // [capacity] classes

@@ -177,6 +177,7 @@ struct Columns {
   }
 };
 
+// A thread's fp32 sums over such columns of several rows.
 template <typename T, int kVectors>
 struct Accumulator {
   float sums[kVectors][Vec<T>::kSize] = {};

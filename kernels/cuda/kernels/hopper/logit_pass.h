@@ -78,6 +78,7 @@ struct RowReferences {
   const float* threshold = nullptr;  // for z before the softcap: smaller maxima need not be found
 };
 
+// Statistics of the rows alone.
 struct StatisticsPass {
   RowReferences references;
   TilePartials partials;

@@ -141,6 +141,7 @@ __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, f
 
 inline constexpr int kPositionBytes = 16;  // of shared memory
 
+// The order of the clusters of a launch, and the positions that have been taken.
 struct ClusterPositions {
   ClusterOrder order;
   uint32_t* claimed = nullptr;  // [kMostClusters], 0 when the kernel starts; null: clusters in any order
@@ -172,6 +173,7 @@ inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kBoxBytes = kProductRows * kBoxRowBytes;
 inline constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
 
+// The boxes of one consumer warpgroup, through which its tile leaves.
 struct OutBoxes {
   const CUtensorMap* map;
   uint32_t boxes;    // this warpgroup's, [2][kBoxBytes]

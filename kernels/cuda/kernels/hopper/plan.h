@@ -62,6 +62,7 @@ constexpr int64_t PanelsPerGroup(int64_t panels, int64_t inner) {
 inline constexpr int64_t kLeastListed = 1024;
 inline constexpr int64_t kMostListed = 2048;
 
+// A listed class and its logit.
 struct Candidate {
   int32_t column;
   float z;

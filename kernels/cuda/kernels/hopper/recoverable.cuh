@@ -34,6 +34,7 @@ __device__ __forceinline__ float MakeRecoverable(float exponential, const Logit&
   return logit.z > 0.0f ? -kPositiveLogit * logit.slope : -logit.slope;
 }
 
+// What is recovered from a stored element.
 struct Recovered {
   float exponential;  // 0: the other members have no meaning
   float exponent;     // d
