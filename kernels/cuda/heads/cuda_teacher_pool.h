@@ -9,7 +9,8 @@
 //
 // When the workspace goes from one head to another, the compute stream waits for the transfers of earlier
 // chunks and zeroes the workspace (heads rely on zeros in their padding), and the upload stream waits for
-// that. This takes about a millisecond; mostly a copy of a head's values runs beside it.
+// that. This takes about a millisecond, in addition to the copy of a head's values that is mostly needed then
+// too.
 //
 // Driven by the backend's thread; const members are thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_TEACHER_POOL_H_

@@ -122,7 +122,7 @@ constexpr int kResident = 5;  // blocks on a multiprocessor
 
 // ---- the list: shared memory ----
 
-// Groups of one thread are consecutive in the scan, but apart in memory to avoid bank conflicts.
+// Groups of one thread are consecutive in the scan; in memory they have gaps.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
 // For each group where it begins, in widths; and the groups that are read again.

@@ -112,8 +112,8 @@ struct FilterBuffers {
 // threshold.
 int64_t PooledSamples(float threshold);
 inline constexpr int64_t kMostPooledSamples = 416;
-// The most entries of a chunk with few rows or few classes. Other chunks have as many entries as the memory
-// of the matrix of ds can hold at most: fewer than 416 a row below 9,000 classes.
+// The room for entries that a chunk has even if its rows or classes are few. Other chunks have no more
+// entries than the memory of the matrix of ds can hold: fewer than 416 a row below 9,000 classes.
 inline constexpr int64_t kLeastSamples = int64_t{8} * kMaxRowSamples;
 
 // The room for entries of a chunk with `rows` rows. `shape`: of the head.
