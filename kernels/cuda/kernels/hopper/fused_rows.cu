@@ -88,8 +88,8 @@ __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
   if (row >= in.padded_rows) return;
   if (lists.entries != nullptr) {
     lists.counts[row] = 0;
-    lists.sum_bound[row] =
-        row < in.rows ? Exp2(-kHeadroom) : -NegativeInfinity();  // of the target; or infinite: none
+    // The target's term is a first lower bound of the sum. With an infinite bound no candidates are listed.
+    lists.sum_bound[row] = row < in.rows ? Exp2(-kHeadroom) : -NegativeInfinity();
   }
   if (row >= in.rows) {
     w.reference[row] = kPaddingReference;
