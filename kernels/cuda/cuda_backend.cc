@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// CudaBackend: the backend of one GPU (cuda_backend.h). It checks that heads and memory fit, and then makes
+// them. Links and replica groups are in heads/cuda_link.cc.
 #include "kernels/cuda/cuda_backend.h"
 
 #include <cuda_runtime_api.h>
@@ -36,7 +38,7 @@ class PinnedStaging : public StagingMemory {
   const int64_t bytes_;
 };
 
-// Memory of the host that belongs to somebody else, pinned for all GPUs of the process.
+// Host memory that the caller owns. It is pinned for all GPUs of the process while the object lives.
 class AdoptedStaging : public StagingMemory {
  public:
   static absl::StatusOr<std::unique_ptr<StagingMemory>> Create(MemoryLedger* ledger,
@@ -185,7 +187,8 @@ class CudaBackend : public Backend {
                                    .replica = options.replica});
   }
 
-  // With what the pool would take for it and, of memory of the host, whether the system has so much.
+  // Checks that the head fits. For a head in host memory, counts what the pool would take for it, and checks
+  // that the host has room for its values.
   absl::Status CheckHead(const HeadConfig& config, const cuda::HeadPlan& plan, int64_t beside = 0) const {
     MemoryBytes memory = plan.memory;
     if (config.residency == Residency::kHost) {
@@ -207,7 +210,7 @@ class CudaBackend : public Backend {
                      host->what, ", and memory_reserve_bytes keeps ", errors::ExactBytes(reserve), " free"));
   }
 
-  // beside: bytes that will be taken before.
+  // `beside`: device memory that will be taken before.
   absl::Status CheckFits(absl::string_view what, const MemoryBytes& plan, int64_t beside = 0) const {
     const int64_t needed = DeviceTotal(plan);
     const int64_t limit = device_->options().memory_limit_bytes;
@@ -232,7 +235,7 @@ class CudaBackend : public Backend {
   CudaTeacherPool teachers_;
 };
 
-// What the kernels of Hopper say of the current device.
+// Asks the kernels of Hopper for the limits of the current device.
 void FindKernelLimits(DeviceLimits& limits) {
   if (!limits.is_hopper) return;
   limits.fused_clusters = hopper::LogitPassClusters();
@@ -249,7 +252,7 @@ int GpuOf(const void* memory) {
   if (cudaPointerGetAttributes(&attributes, memory) == cudaSuccess) {
     return attributes.type == cudaMemoryTypeDevice ? attributes.device : -1;
   }
-  cudaGetLastError();  // so that nobody takes it for an error of its own
+  cudaGetLastError();  // clears the error, which the thread's next check would report
   return -1;
 }
 

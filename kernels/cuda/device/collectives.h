@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums and copies among GPUs: the interface (Collectives) and its two implementations. The GPUs are in one
-// process, or in several processes with one GPU each. Nccl (nccl.cc; nccl_none.cc in builds without NCCL's
-// header) works by NCCL, HostCollectives (host_collectives.cc) through the memory of the hosts where NCCL
-// cannot.
+// process, or in several processes with one GPU each. Nccl uses NCCL (nccl.cc; nccl_none.cc in builds without
+// NCCL's header). HostCollectives copies through the memory of the hosts, where NCCL cannot be used
+// (host_collectives.cc).
 //
-// Threads: the backends' driving thread calls what all members do, and the thread that drives a device calls
-// what its member does alone. Wait for an event, Watched, Abort and failure() are thread-safe.
-// Errors: UNAVAILABLE for whatever goes wrong, and if an exchange does not end in time. After that every
-// exchange fails with the first reason.
+// A member is a GPU that takes part; members are numbered from 0.
+//
+// Threads: the backends' driving thread calls the functions that act for all members. The thread that drives
+// a device calls those of a single member. Wait for an event, Watched, Abort and failure() are thread-safe.
+// Errors: UNAVAILABLE for any failure, also if an exchange does not end in time. After a failure every
+// exchange returns the first reason.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_COLLECTIVES_H_
 
@@ -36,55 +38,58 @@
 
 namespace lossd::kernels::cuda {
 
+// Exchanges among all members. The head of this file says which thread calls what, and what errors mean.
 class Collectives {
  public:
   virtual ~Collectives() = default;
 
-  // The part in an exchange of one GPU of this process: `data` is memory of device `local` (counted among
-  // those of this process), where `stream` belongs too.
+  // One GPU of this process in an exchange: `local` is its index among the GPUs of this process, and `data`
+  // and `stream` belong to it.
   struct Part {
     int local = 0;
     void* data = nullptr;
     cudaStream_t stream = nullptr;
   };
 
-  // All GPUs, and the first of this process among them.
+  // The number of GPUs in all processes, and the member number of the first GPU of this process.
   virtual int members() const = 0;
   virtual int first_member() const = 0;
 
-  // ---- Within Enqueue; on the streams of the parts, of which each GPU of this process has one ----
-  // The sum over all parts, in place, at the part of member `root`; what the others hold stays.
+  // ---- To be called within Enqueue. `parts` has one part for each GPU of this process. ----
+  // data [floats] at member `root` becomes the sum over all members. The other members' data stays.
   virtual absl::Status Sum(const std::vector<Part>& parts, int64_t floats, int root) = 0;
-  // A copy of what member `root` holds, to all others.
+  // data [count] of member `root` is copied to all others.
   virtual absl::Status Spread(const std::vector<Part>& parts, DType dtype, int64_t count, int root) = 0;
-  // `data` [members, floats] of every part: place i becomes the sum over all parts at member i; what the
-  // others hold there stays. As a Sum for each member, in one operation where that is possible.
+  // data [members, floats] of every part: at member i, place i becomes the sum over all members. Other places
+  // stay. The effect is that of a Sum for each member, in one operation where that is possible.
   virtual absl::Status SumShards(const std::vector<Part>& parts, int64_t floats);
-  // `data` [members, count]: a copy of what member i holds in place i, to all others; likewise.
+  // data [members, count] of every part: place i of member i is copied to all others, in one operation where
+  // that is possible.
   virtual absl::Status SpreadShards(const std::vector<Part>& parts, DType dtype, int64_t count);
-  // Enqueues what `exchange` asks for as one operation.
+  // Enqueues as one operation the exchanges that `exchange` calls.
   virtual absl::Status Enqueue(absl::FunctionRef<absl::Status()> exchange) = 0;
-  // Waits until the streams have done what was enqueued.
+  // Waits until the streams have done the work that was enqueued.
   virtual absl::Status Wait(const std::vector<Part>& parts) = 0;
 
-  // ---- What one member does, on its stream; every member does the same in the same order. ----
+  // ---- For one member, on its stream. Every member calls the same functions in the same order. ----
   // data [floats] becomes the sum over all members.
   virtual absl::Status SumOfAll(const Part& part, int64_t floats) = 0;
-  // data [members, bytes]: what every member has at `own`.
+  // data [members, bytes] receives `own` [bytes] of every member.
   virtual absl::Status Gather(const Part& part, const void* own, int64_t bytes) = 0;
-  // Waits until the event has happened, and says whether all exchanges before it did. `local`: as in Part.
+  // Waits until the event has happened, and returns OK if all exchanges before it succeeded. `local`: as in
+  // Part.
   virtual absl::Status Wait(int local, cudaEvent_t event) = 0;
 
-  // Calls `enqueue`, which enqueues work of one member, exchanges among it. Where that can hang because
-  // another member stays away, the exchanges are ended after the time that one may take.
+  // Calls `enqueue`, which enqueues work of one member, exchanges among it. The call can hang if another
+  // member takes no part in an exchange; an implementation where it can ends the exchanges after the timeout.
   virtual absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) { return enqueue(); }
 
-  // Ends all exchanges; `reason` is what every later one says. Returns the first reason.
+  // Ends all exchanges; later ones return `reason`. Returns the first reason.
   virtual absl::Status Abort(absl::Status reason) = 0;
   virtual absl::Status failure() const = 0;
 
  protected:
-  // Place `place` of every part, `bytes` each.
+  // The parts with `data` moved to place `place`; a place has `bytes`.
   static std::vector<Part> PlaceOf(std::vector<Part> parts, int place, int64_t bytes) {
     for (Part& part : parts) part.data = static_cast<uint8_t*>(part.data) + place * bytes;
     return parts;
@@ -107,29 +112,28 @@ inline absl::Status Collectives::SpreadShards(const std::vector<Part>& parts, DT
   return absl::OkStatus();
 }
 
-// Collectives by NCCL, which is loaded at run time: among several GPUs of this process, or among several
-// processes with one GPU each.
+// Collectives by NCCL, which is loaded at run time. Its members are several GPUs of this process, or one GPU
+// in each of several processes.
 //
-// Threads and errors as Collectives; errors name the call of NCCL that failed. After one, the communicators
-// have been aborted. The library stays loaded until the process ends.
+// Threads and errors as Collectives. A message names the call of NCCL that failed. After an error the
+// communicators have been aborted. The library stays loaded until the process ends.
 class Nccl final : public Collectives {
  public:
   static constexpr absl::Duration kTimeout = absl::Minutes(1);
 
-  // Communicators of these GPUs, by their indices; no index may be given twice. Takes a second or so.
-  // UNAVAILABLE also if NCCL cannot be loaded. `timeout`: how long an exchange may take before it counts as
-  // hung.
+  // Connects these GPUs of this process, given by their indices, each once. Takes a second or so. `timeout`:
+  // how long an exchange may take before it counts as hung. UNAVAILABLE also if NCCL cannot be loaded.
   static absl::StatusOr<std::unique_ptr<Nccl>> Connect(std::vector<int> devices,
                                                        absl::Duration timeout = kTimeout);
-  // What the processes have to have in common to join; made by one of them.
+  // Makes the id that all processes pass to Join; one of them makes it.
   static absl::StatusOr<std::string> NewId();
   // Whether NCCL can be loaded. UNAVAILABLE with the reason.
   static absl::Status CheckLoads();
-  // Of the library that is loaded, "2.28.3". UNAVAILABLE as CheckLoads.
+  // The version of the library that is loaded, e.g. "2.28.3". UNAVAILABLE as CheckLoads.
   static absl::StatusOr<std::string> Version();
-  // The communicator of GPU `device`, the only one of this process, as one of `replica.count` processes that
-  // join at the same time, with all its links. Takes 64 MiB of the GPU meanwhile. UNAVAILABLE if they do not
-  // come within `timeout`; a thread may then hang.
+  // Connects GPU `device`, the only one of this process, as one of `replica.count` processes that join at the
+  // same time, and makes all links (MakeLinks). Meanwhile takes 64 MiB of the GPU. UNAVAILABLE if the
+  // processes do not join within `timeout`; a thread may then hang.
   static absl::StatusOr<std::unique_ptr<Nccl>> Join(int device, Replica replica, const std::string& id,
                                                     absl::Duration timeout);
   ~Nccl() override;
@@ -148,36 +152,37 @@ class Nccl final : public Collectives {
   absl::Status Gather(const Part& part, const void* own, int64_t bytes) override;
   absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) override;
   absl::Status Wait(int local, cudaEvent_t event) override { return Wait(local, event, timeout_); }
-  // All communicators at once, and only once: they are NCCL's no more when it returns. Waits until no thread
-  // is inside a call of NCCL, which would go on in memory that is freed, and so cannot free a thread that
-  // hangs there: MakeLinks makes beforehand what such a call has been seen to wait for. The current device
-  // stays.
+  // Aborts all communicators at once, and only once; they are gone when it returns. It first waits until no
+  // thread is inside a call of NCCL, because such a call would go on in memory that is freed. So it cannot
+  // free a thread that hangs inside NCCL; MakeLinks makes in advance the links that such calls have been seen
+  // to wait for. The current device stays.
   absl::Status Abort(absl::Status reason) override ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status failure() const override ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // What one member does: data [members, floats]: the member's place becomes the sum over all members.
+  // For one member: place `first_member() + part.local` of data [members, floats] becomes the sum over all
+  // members.
   absl::Status SumPlaces(const Part& part, int64_t floats);
-  // Every kind of exchange, of several sizes, for all GPUs of this process at once, so that NCCL makes the
-  // links that they take: with the first exchange of a kind a thread waits for the others inside NCCL, where
-  // no timeout ends it. Takes 64 MiB of each GPU meanwhile. Called once, before other exchanges; all
-  // processes at the same time (Join does it by itself).
+  // Runs every kind of exchange, with several sizes, for all GPUs of this process at once, so that NCCL makes
+  // the links that they need. With the first exchange of a kind a thread waits inside NCCL for the other
+  // members, where no timeout ends the wait. Meanwhile takes 64 MiB of each GPU. Called once, before other
+  // exchanges, and by all processes at the same time (Join calls it).
   absl::Status MakeLinks();
-  // As Wait, at most `timeout`.
+  // As Wait of Collectives, for at most `timeout`.
   absl::Status Wait(const std::vector<Part>& parts, absl::Duration timeout);
   absl::Status Wait(int local, cudaEvent_t event, absl::Duration timeout);
 
  private:
   struct Library;
   struct Joining;
-  // `replica`: of the first of the devices; the others follow.
+  // `replica`: the first of the devices; the others follow it in order.
   Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout);
-  // The first step of Join.
+  // The first step of Join: makes the communicator.
   absl::Status Enter(const std::string& id);
-  // `data` of the parts has room for `floats` of each member.
+  // `data` of each part has room for [members, floats].
   absl::Status MakeLinks(const std::vector<Part>& parts, int64_t floats);
-  // The communicators' own report, which comes without a call.
+  // An error that the communicators report by themselves, or the failure.
   absl::Status AsynchronousError() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Calls `fn` while nothing ends the communicators; the failure if they have ended.
+  // Calls `fn` while no thread can end the communicators; returns the failure if they have ended.
   absl::Status WhileAlive(absl::FunctionRef<absl::Status()> fn) ABSL_LOCKS_EXCLUDED(mutex_);
 
   const std::vector<int> devices_;
@@ -185,34 +190,33 @@ class Nccl final : public Collectives {
   const absl::Duration timeout_;
   std::unique_ptr<Library> library_;
   std::vector<std::unique_ptr<EventWaiter>> waiters_;  // of the GPUs of this process
-  // Held by readers while they use the communicators.
+  // Held as reader while communicators are used, and as writer while they end.
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
-  std::optional<EnqueueWatch> watch_;  // of an object with GPUs; ends before what it aborts
+  std::optional<EnqueueWatch> watch_;  // if there are GPUs; destroyed before what it aborts
 };
 
-// Collectives of GPUs in several processes, one in each, through the memory of their hosts: what goes to
-// another rank is copied to the host, sent, and copied to that rank's GPU. It needs no NCCL, and several
+// Collectives of GPUs in several processes, one GPU in each, through the memory of their hosts: data for
+// another rank is copied to the host, sent, and copied to that rank's GPU. This needs no NCCL, and several
 // ranks may have the same GPU.
 //
-// An exchange is enqueued in pieces: a copy to pinned memory, a wait of the stream until a thread of the
-// object's own has sent and received, and a copy back. That thread waits for the stream to come there, and at
-// most as long as the transfers allow for other ranks. An exchange after one that has failed does nothing, so
-// that streams always come to their end.
+// An exchange is enqueued in pieces. For each piece the stream copies to pinned memory, waits until the
+// object's own thread has sent and received, and copies back. That thread waits for the stream to reach the
+// piece, and waits for other ranks at most as long as the transfers allow. An exchange after a failed one
+// does nothing, so streams always come to their end.
 //
-// Sums are formed in the order of the ranks: all ranks get the same bits.
+// Sums are computed in the order of the ranks: all ranks get the same bits.
 class HostCollectives final : public Collectives {
  public:
-  // What one rank gets from another at a time.
+  // The most bytes that one rank receives from another at a time.
   static constexpr int64_t kPieceBytes = int64_t{4} << 20;
-  // Exchanges that are enqueued; the driving thread waits before there are more.
+  // The most exchanges in the queue; the driving thread waits before it enqueues more.
   static constexpr size_t kMostQueued = 256;
 
-  // Of this process's GPU `device`. `transfers` are connected, and outlive the object.
-  // RESOURCE_EXHAUSTED if there is no pinned memory of MemoryBytes(). All exchanges are enqueued on the same
-  // stream.
+  // `device`: the GPU of this process. `transfers` are connected, and outlive the object. All exchanges must
+  // be enqueued on the same stream. RESOURCE_EXHAUSTED if MemoryBytes() of pinned memory cannot be had.
   static absl::StatusOr<std::unique_ptr<HostCollectives>> Create(int device, HostTransfers* transfers);
-  // What it takes of the host's memory: a piece of each rank.
+  // The host memory that the object takes: room for one piece of each rank, and the two counters.
   static int64_t MemoryBytes(int ranks) { return ranks * kPieceBytes + kNumberBytes; }
   // No exchange may be under way.
   ~HostCollectives() override;
@@ -235,13 +239,13 @@ class HostCollectives final : public Collectives {
   static constexpr int64_t kNumberBytes = 128;
   using StreamValueFunction = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 
-  // What the host does for one piece, once this rank's bytes of it are in its room.
+  // The work of the host for one piece, once the stream has copied this rank's bytes into its room.
   struct Exchange {
     uint32_t number = 0;
     size_t bytes = 0;
-    std::vector<int> send_to;       // the own room
-    std::vector<int> receive_from;  // each into its room
-    bool sums = false;              // adds up the rooms of all ranks, into the own one
+    std::vector<int> send_to;       // ranks that get this rank's room
+    std::vector<int> receive_from;  // ranks whose bytes come into their rooms
+    bool sums = false;              // add up the rooms of all ranks, into this rank's
   };
 
   HostCollectives(int device, HostTransfers* transfers) : device_(device), transfers_(transfers) {}
@@ -249,29 +253,31 @@ class HostCollectives final : public Collectives {
 
   bool is(int member) const { return member == first_member(); }
   uint8_t* Room(int member) const { return memory_.data() + member * kPieceBytes; }
-  // Numbers of the exchange that the stream has come to, and of the last that is done, for which it waits.
+  // Counters in pinned memory: the number of the last exchange that the stream has reached, and of the last
+  // one that is done. The stream waits for the second.
   uint32_t* arrived() const { return reinterpret_cast<uint32_t*>(Room(members())); }
   uint32_t* done() const { return reinterpret_cast<uint32_t*>(Room(members()) + kNumberBytes / 2); }
   std::vector<int> Others() const;
-  // Until the queue takes another exchange.
+  // Waits until the queue has room for another exchange.
   absl::Status AwaitRoom(cudaStream_t stream) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Has the stream wait for an exchange, and the thread do it when the stream is there.
+  // Queues an exchange, and makes the stream signal its arrival and wait until the thread has done the
+  // exchange.
   absl::Status Launch(Exchange exchange, cudaStream_t stream) ABSL_LOCKS_EXCLUDED(mutex_);
   // ---- On the thread ----
-  // False if the stream does not come any more.
+  // False if the stream will not reach the exchange any more.
   bool AwaitArrival(uint32_t number) const ABSL_LOCKS_EXCLUDED(mutex_);
   void Run() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Do(const Exchange& exchange) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Calls `piece` for parts of `bytes` that fit a room.
+  // Calls `piece` for consecutive pieces of `bytes` that fit into a room.
   static absl::Status ForPieces(int64_t bytes,
                                 absl::FunctionRef<absl::Status(int64_t begin, int64_t bytes)> piece);
 
   const int device_;
   HostTransfers* const transfers_;
-  StreamValueFunction await_value_ = nullptr, write_value_ = nullptr;  // of the driver
+  StreamValueFunction await_value_ = nullptr, write_value_ = nullptr;  // functions of the driver
   MemoryLedger ledger_{0};
-  PinnedBuffer memory_;    // [ranks, kPieceBytes], then the numbers
-  uint32_t enqueued_ = 0;  // number of the last one; of the driving thread
+  PinnedBuffer memory_;    // [ranks, kPieceBytes], then the two counters
+  uint32_t enqueued_ = 0;  // number of the last exchange; used by the driving thread
   mutable absl::Mutex mutex_;
   absl::Status failure_ ABSL_GUARDED_BY(mutex_);
   std::deque<Exchange> queue_ ABSL_GUARDED_BY(mutex_);  // the first is being done; at most kMostQueued

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of CUDA and of libraries that are loaded at run time: errors as absl::Status with the name of the
-// call (ToStatus), functions of CUDA's driver (FindDriverFunction), and libraries (SharedLibrary). Nothing
-// links the driver or these libraries, so that programs start where they are missing.
+// Helpers for calls of CUDA and of libraries that are loaded at run time. ToStatus makes an absl::Status with
+// the name of the call, FindDriverFunction finds functions of CUDA's driver, and SharedLibrary loads a
+// library. The program is not linked with the driver or these libraries, so it starts where they are missing.
 //
 // Functions are stateless and thread-safe. A SharedLibrary is driven by one thread.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_CUDA_STATUS_H_
@@ -22,7 +22,7 @@
 
 namespace lossd::kernels::cuda {
 
-// OK; RESOURCE_EXHAUSTED for a failed allocation; UNAVAILABLE for everything else, because the
+// OK for success, RESOURCE_EXHAUSTED for a failed allocation, UNAVAILABLE for everything else, because the
 // device's state is unknown afterwards.
 inline absl::Status ToStatus(cudaError_t error, absl::string_view call) {
   if (error == cudaSuccess) return absl::OkStatus();
@@ -51,8 +51,8 @@ absl::Status Take(absl::StatusOr<T> from, T& to) {
 
 namespace lossd::kernels::cuda {
 
-// Sets `function` to the driver's function of this name as this version of CUDA has it; null if the driver
-// lacks it.
+// Sets `function` to the driver's function of this name, in the form that CUDA `version` defines; null if the
+// driver lacks it.
 template <typename Function>
 cudaError_t FindDriverFunction(const char* name, Function& function, unsigned version = 12000) {
   void* found = nullptr;
@@ -74,7 +74,8 @@ class SharedLibrary {
   SharedLibrary(const SharedLibrary&) = delete;
   SharedLibrary& operator=(const SharedLibrary&) = delete;
 
-  // The first of these files that can be loaded. UNAVAILABLE with `message` and what is wrong with each.
+  // Loads the first of these files that can be loaded. UNAVAILABLE with `message` and the reason for each
+  // file if none can.
   absl::Status Load(absl::Span<const char* const> names, absl::string_view message) {
     std::string reasons;
     for (const char* name : names) {
@@ -92,7 +93,7 @@ class SharedLibrary {
     return function != nullptr;
   }
 
-  // From now on the library stays when the object goes.
+  // The library stays loaded when the object is destroyed.
   void KeepLoaded() { file_ = nullptr; }
 
  private:

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Device (device.h): opens a GPU, makes its streams, and runs the completion thread.
 #include "kernels/cuda/device/device.h"
 
 #include <pthread.h>
@@ -24,7 +25,7 @@ constexpr int kOldestCapability = 80;  // major * 10 + minor
 
 std::string VersionName(int version) { return absl::StrCat(version / 1000, ".", version % 1000 / 10); }
 
-// From now on threads of this process sleep while they wait for the GPU, where they would spin otherwise.
+// From now on, threads of this process that wait for the GPU sleep instead of spinning.
 absl::Status SleepInWaits() {
   unsigned flags = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDeviceFlags(&flags), "cudaGetDeviceFlags");
@@ -32,7 +33,7 @@ absl::Status SleepInWaits() {
   return ToStatus(cudaSetDeviceFlags(flags), "cudaSetDeviceFlags");
 }
 
-// The number of GPUs, or why there is none to use.
+// The number of GPUs, or the reason why none can be used.
 absl::StatusOr<int> CountDevices() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
@@ -113,7 +114,7 @@ absl::StatusOr<cudaStream_t> StreamApart() {
 
 namespace {
 
-// Waits for what `enqueue` puts on StreamApart().
+// Calls `enqueue` with StreamApart(), and waits for the work that it enqueues.
 absl::Status WaitApart(absl::FunctionRef<absl::Status(cudaStream_t)> enqueue) {
   const absl::StatusOr<cudaStream_t> stream = StreamApart();
   if (!stream.ok()) return stream.status();

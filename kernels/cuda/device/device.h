@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One GPU (Device), events and copies on its streams, retained hidden states (CudaRetained), and what GPUs
-// exchange while they compute a chunk of a head that is split by vocabulary (ClassExchange).
+// Device: one GPU, with its streams, memory ledger and completion thread. Also: events and copies on streams,
+// retained hidden states (CudaRetained), and the interface by which GPUs exchange data while they compute a
+// chunk of a head that is split by vocabulary (ClassExchange).
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_DEVICE_H_
 
@@ -29,7 +30,7 @@
 
 namespace lossd::kernels::cuda {
 
-// Enqueues a copy; each side is memory of the host or of the device.
+// Enqueues a copy. `to` and `from` are each memory of the host or of the device.
 inline absl::Status Copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   return ToStatus(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream),
                   "cudaMemcpyAsync");
@@ -40,21 +41,24 @@ inline absl::Status Zero(void* data, int64_t bytes, cudaStream_t stream) {
   return ToStatus(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream), "cudaMemsetAsync");
 }
 
-// A stream of the current GPU for copies that a thread waits for, where no stream of a Device is at hand. It
-// waits for no other stream, and none waits for it. The default stream and a thread's own do not suit: other
-// code of the process may have work on them that ends only after ours, such as a trainer's collective that
-// waits for another rank. Made once for each GPU, for the life of the process. Thread-safe.
+// A stream of the current GPU for copies that a thread waits for, in code that has no Device. It waits for no
+// other stream, and no other stream waits for it. The default stream and a thread's own stream are not used
+// for this: other code of the process may have work on them that ends only after ours, such as a trainer's
+// collective that waits for another rank. Each GPU gets one such stream, which lives as long as the process.
+// Thread-safe.
 absl::StatusOr<cudaStream_t> StreamApart();
 
-// Copies on StreamApart(), each side memory of the host or of the current GPU, and waits. Thread-safe.
+// Copies on StreamApart(), and waits for the copy. `to` and `from` are each memory of the host or of the
+// current GPU. Thread-safe.
 absl::Status CopyAndWait(void* to, const void* from, int64_t bytes);
 // Zeroes memory of the current GPU on StreamApart(), and waits. Thread-safe.
 absl::Status ZeroAndWait(void* data, int64_t bytes);
 
-// The UUIDs of the visible GPUs, by index. UNAVAILABLE without any.
+// The UUIDs of the visible GPUs, by index. UNAVAILABLE if there is none.
 absl::StatusOr<std::vector<std::string>> GpuUuids();
 
-// Owns an event; waiting for it blocks instead of spinning. Without timing unless it is asked for.
+// Owns a CUDA event. A thread that waits for the event sleeps instead of spinning. The event records time
+// only if it is created with `timing`.
 class Event {
  public:
   Event() = default;
@@ -75,15 +79,15 @@ inline absl::Status Record(const Event& event, cudaStream_t stream) {
   return ToStatus(cudaEventRecord(event.get(), stream), "cudaEventRecord");
 }
 
-// What is enqueued on `stream` from now on waits for the event.
+// Work that is enqueued on `stream` from now on waits for the event.
 inline absl::Status Await(const Event& event, cudaStream_t stream) {
   return ToStatus(cudaStreamWaitEvent(stream, event.get(), 0), "cudaStreamWaitEvent");
 }
 
-// Retained hidden states of the CUDA backend: device memory. Thread-compatible, as RetainedMemory says.
+// Retained hidden states of the CUDA backend, in device memory. Thread-compatible (RetainedMemory).
 class CudaRetained final : public RetainedMemory {
  public:
-  // `bytes` of the buffer, which lies on GPU `device`, are used; it may be longer.
+  // The first `bytes` of `buffer`, which lies on GPU `device`, are used.
   CudaRetained(int device, DeviceBuffer buffer, int64_t bytes)
       : device_(device), buffer_(std::move(buffer)), bytes_(bytes) {}
 
@@ -104,22 +108,22 @@ class CudaRetained final : public RetainedMemory {
   const int64_t bytes_;
 };
 
-// One GPU: its streams, memory ledger, GEMMs, the thread that reports finished chunks, and whether it still
-// works.
+// One GPU: its streams, memory ledger and GEMMs, the thread that reports finished chunks, and the failure
+// after which the GPU can no longer be used.
 //
 // Streams: `upload` and `download` copy and convert rows, `compute` does everything else, in submission
-// order. Their kernels go before those of other streams that wait for a multiprocessor (StreamPriority), but
-// for work that is enqueued InBackground. Threads that wait for the GPU sleep.
+// order. Their kernels start before waiting kernels of other streams (StreamPriority), except for work that
+// is enqueued with InBackground. Threads that wait for the GPU sleep.
 //
-// Members are thread-safe where their comment says so; the others belong to the backend's driving thread.
+// Members are thread-safe where their comment says so; only the backend's driving thread uses the others.
 class Device {
  public:
   static constexpr int kMaxChunksInFlight = 2;
   static constexpr absl::Duration kDrainLimit = absl::Seconds(10);
 
-  // Fills in what only kernels know of the current device: fused_clusters and cluster_order.
+  // Fills in the limits of the current device that only kernels know: fused_clusters and cluster_order.
   using FindKernelLimits = void (*)(DeviceLimits&);
-  // As CreateCudaBackend.
+  // Options and errors as of CreateCudaBackend.
   static absl::StatusOr<std::unique_ptr<Device>> Open(const CudaBackendOptions& options,
                                                       FindKernelLimits find_kernel_limits);
   ~Device();
@@ -135,26 +139,28 @@ class Device {
   cudaStream_t compute() const { return current_; }
   cudaStream_t upload() const { return upload_; }
   cudaStream_t download() const { return download_; }
-  // Calls `enqueue`, which enqueues work on compute() that nobody waits for: it comes after what is there
-  // already and before what comes later, as other work does, but does not go before that of other streams.
-  // `done` happens when it has ended.
+  // Calls `enqueue`, which enqueues work on compute() that no result waits for. The work keeps its place in
+  // the order of the stream, after earlier work and before later work, but it takes no precedence over other
+  // streams. `done` happens when the work has ended.
   absl::Status InBackground(const Event& done, absl::FunctionRef<absl::Status()> enqueue);
   void* gemm_workspace() const { return gemm_workspace_.data(); }
 
   // Makes this device current for the calling thread and says whether it is still usable. Thread-safe.
   absl::Status Enter() const;
-  // Remembers a failure after which the device cannot be trusted (UNAVAILABLE); returns `status`.
-  // Thread-safe.
+  // Remembers `status` if it is UNAVAILABLE: the device cannot be trusted after it, and Enter returns it.
+  // Returns `status`. Thread-safe.
   absl::Status Fail(absl::Status status);
   // Waits until all streams are idle.
   absl::Status Synchronize();
-  // Waits until all streams have done what was enqueued before a failure, or have failed, so that nothing is
-  // copied from or to memory of callers any more. Returns `failure`; after kDrainLimit it says that the GPU
-  // has not come to an end. Thread-safe; the device is the calling thread's.
+  // For use after a failure: waits until all streams have done the work enqueued before, or have failed, so
+  // that no copy reads or writes memory of callers any more. Returns `failure`; after kDrainLimit its message
+  // says that the GPU has not ended its work. Thread-safe; the calling thread's current device must be this
+  // one.
   absl::Status Drain(absl::Status failure) const;
 
-  // What the completion thread does for one chunk: `results` waits for and reports the results, `done` the
-  // end of the chunk; between them and after, in_flight() counts the chunk until `done` has waited.
+  // What the completion thread calls for one chunk, in this order: `results` waits for the results and
+  // reports them, `wait_done` waits for the end of the chunk, and `done` reports the end. in_flight() counts
+  // the chunk from Enqueue until wait_done returns.
   struct Completion {
     absl::AnyInvocable<void()> results;
     absl::AnyInvocable<void()> wait_done;
@@ -177,9 +183,9 @@ class Device {
   std::unique_ptr<Gemms> gemms_;
   DeviceBuffer gemm_workspace_;
   cudaStream_t compute_ = nullptr;
-  cudaStream_t background_ = nullptr;  // null: compute_ does its work
-  cudaStream_t current_ = nullptr;     // one of the two
-  Event fork_;                         // where background_ begins
+  cudaStream_t background_ = nullptr;  // null: compute_ does its work too
+  cudaStream_t current_ = nullptr;     // compute(): compute_ or, within InBackground, background_
+  Event fork_;                         // on compute_, where the work of background_ begins
   cudaStream_t upload_ = nullptr;
   cudaStream_t download_ = nullptr;
 
@@ -197,36 +203,37 @@ struct RowRange {
   int64_t end = 0;
 };
 
-// What the parts of a head that is split by vocabulary exchange while a chunk is computed. Each part is on a
-// device of its own. Every part calls the same functions with the same sizes in the same order, from the
-// thread that drives its device, and each call enqueues on the device's compute stream; the completion thread
-// calls Wait, and any thread may call Abort.
+// How the parts of a head that is split by vocabulary exchange data while a chunk is computed. Each part is
+// on a device of its own. Every part calls the same functions with the same sizes in the same order, from the
+// thread that drives its device. Each call enqueues work on the device's compute stream. The completion
+// thread calls Wait, and any thread may call Abort.
 //
-// Errors: UNAVAILABLE. After an error of one part no part can go on: the part has to Abort, so that the
-// others do not wait for it.
+// Errors: UNAVAILABLE. After an error in one part no part can continue: the part that failed has to call
+// Abort, so that the others do not wait for it.
 class ClassExchange {
  public:
   virtual ~ClassExchange() = default;
 
-  // data [n] becomes the sum over all parts. `kind`: what its time counts as.
+  // data [n] becomes the sum over all parts. `kind`: the clock that counts the time.
   virtual absl::Status Sum(ExchangeKind kind, float* data, int64_t n) = 0;
-  // all [parts, bytes]: `own` of each part.
+  // all [parts, bytes] receives `own` [bytes] of each part.
   virtual absl::Status Gather(const void* own, void* all, int64_t bytes) = 0;
-  // Of so many rows, those whose sums SumRows leaves with this part. Every row has one part.
+  // The range of `rows` rows whose sums this part has after SumRows. Each row is in the range of one part.
   virtual RowRange RowsHere(int64_t rows) const = 0;
-  // data [rows, cols], with room for as many rows as the parts divide evenly: RowsHere become the sums over
-  // all parts. The others are unspecified.
+  // data [rows, cols] becomes the sum over all parts in the rows of RowsHere; other rows are unspecified.
+  // `data` needs room for `rows` rounded up to a multiple of the number of parts.
   virtual absl::Status SumRows(float* data, int64_t rows, int64_t cols) = 0;
 
-  // Calls `enqueue`, which enqueues a chunk, and sees to it that it comes back when another part stays away.
+  // Calls `enqueue`, which enqueues a chunk. Ends the exchanges if `enqueue` does not return in time because
+  // another part takes no part in them.
   virtual absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) = 0;
-  // Waits until the event has happened, or until it cannot any more.
+  // Waits until the event has happened, or until it can no longer happen.
   virtual absl::Status Wait(const Event& event) = 0;
-  // No exchange of any part happens from now on.
+  // Ends the exchanges of all parts: from now on none happens.
   virtual void Abort(const absl::Status& reason) = 0;
 };
 
-// For a head that has all classes: there is nothing to exchange.
+// The exchange of a head that has all classes: there is nothing to exchange.
 class SoleExchange final : public ClassExchange {
  public:
   absl::Status Sum(ExchangeKind, float*, int64_t) override { return absl::OkStatus(); }
@@ -240,7 +247,7 @@ class SoleExchange final : public ClassExchange {
   void Abort(const absl::Status&) override {}
 };
 
-// The exchange of a head, which is connected after the head has been made.
+// The exchange of a head. It is replaced when the head is connected, after it has been made.
 struct ClassLink {
   std::unique_ptr<ClassExchange> exchange = std::make_unique<SoleExchange>();
 };

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// DeviceBranch (device_branch.h): builds, updates and launches the graph of a branch.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -34,7 +35,8 @@ absl::Status Capture(cudaGraph_t graph, cudaStream_t stream, absl::FunctionRef<a
   return status.ok() ? ended : status;
 }
 
-// Adds a node that sets the condition from the flag, and behind it one that chooses; bodies[0]: if it is set.
+// Adds a node that sets the condition from the flag, and after it the conditional node. bodies[0] is the
+// graph for a flag that is set, bodies[1] for one that is not.
 absl::Status AddChoice(cudaGraph_t graph, const int32_t* flag, cudaGraph_t (&bodies)[2]) {
   cudaGraphConditionalHandle condition;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphConditionalHandleCreate(&condition, graph, 0, 0),
@@ -60,9 +62,9 @@ absl::Status AddChoice(cudaGraph_t graph, const int32_t* flag, cudaGraph_t (&bod
   return absl::OkStatus();
 }
 
-// Appends what cudaGraphExecUpdate does not carry over although it reports success: the cluster dimensions of
-// each kernel. A kernel that had a cluster and has none, or the reverse, would then not run at all, without
-// an error (seen with CUDA 13.0; cuBLASLt chooses clusters by the number of rows).
+// Appends the cluster dimensions of each kernel. cudaGraphExecUpdate does not carry them over, although it
+// reports success: a kernel that had a cluster and has none now, or the reverse, would then not run at all,
+// without an error (seen with CUDA 13.0; cuBLASLt chooses clusters by the number of rows).
 absl::Status AppendClusters(cudaGraph_t body, std::vector<std::array<unsigned, 3>>& clusters) {
   size_t count = 0;
   LOSSD_RETURN_IF_CUDA_ERROR(cudaGraphGetNodes(body, nullptr, &count), "cudaGraphGetNodes");
@@ -106,7 +108,7 @@ bool DeviceBranch::Update(cudaGraph_t graph) {
   if (exec_ == nullptr) return false;
   cudaGraphExecUpdateResultInfo info = {};
   if (cudaGraphExecUpdate(exec_, graph, &info) == cudaSuccess) return true;
-  cudaGetLastError();  // it is no error that the two differ in more than parameters
+  cudaGetLastError();  // the two graphs differ in more than parameters, which is no error here
   return false;
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// MemoryLedger, DeviceBuffer and PinnedBuffer (device_memory.h).
 #include "kernels/cuda/device/device_memory.h"
 
 #include <cuda_runtime_api.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of one GPU and pinned memory of the host, with accounting by kind: the count (MemoryLedger), owners
-// (DeviceBuffer, PinnedBuffer), and pieces of a buffer (Carver). The header needs no CUDA.
+// Memory of one GPU and pinned memory of the host, counted by kind. MemoryLedger counts, DeviceBuffer and
+// PinnedBuffer own memory, and Carver divides a buffer into pieces. The header needs no CUDA.
 //
 // MemoryLedger is thread-safe; a DeviceBuffer and a PinnedBuffer are plain owners.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_DEVICE_MEMORY_H_
@@ -17,25 +17,26 @@
 
 namespace lossd::kernels::cuda {
 
-// The driver hands out device memory in blocks of this size; buffers are rounded up to it, so that
-// what is accounted is what the device has lost.
+// The driver hands out device memory in blocks of this size. Buffers are rounded up to it, so that the ledger
+// counts the memory that the device really has less.
 inline constexpr int64_t kDevicePage = int64_t{2} << 20;
 
-// Scratch memory that the products of one stream share, once a GPU.
+// Scratch memory of matrix products. The products of one stream share it; there is one for each GPU.
 inline constexpr int64_t kGemmWorkspaceBytes = int64_t{32} << 20;
-// Workspace of a head on a GPU with enough free memory, unless head or server have a limit of their own: 2.2
-// GiB with the scratch memory. A chunk of 8192 rows of 128,256 classes fits, or one of 4096 rows of 256,000.
+// Default workspace of a head, on a GPU with enough free memory: together with the scratch memory 2.2 GiB. A
+// chunk of 8192 rows of 128,256 classes fits, or one of 4096 rows of 256,000. Head and server may set another
+// limit.
 inline constexpr int64_t kDefaultWorkspace = (int64_t{2252} << 20) - kGemmWorkspaceBytes;
 
 // `bytes` rounded up to a multiple of `unit`.
 constexpr int64_t RoundUp(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
-// Parts of size b that a is divided into.
+// How many parts of size b cover a.
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Counts memory by kind.
 class MemoryLedger {
  public:
-  // limit_bytes: what the device memory in use may reach.
+  // `limit_bytes`: the limit that stats() reports for device memory in use.
   explicit MemoryLedger(int64_t limit_bytes) { stats_.limit = limit_bytes; }
 
   void Add(MemoryKind kind, int64_t bytes);
@@ -100,9 +101,10 @@ class Carver {
     used_ += RoundUp(count * static_cast<int64_t>(sizeof(T)), 256);
     return piece;
   }
-  // An array with a value for each row, of several that are written or read together, row by row. Without the
-  // gap, arrays of 1,024 rows or a multiple lie a multiple of 4 KiB apart. Then the values of a row share one
-  // place of the processor's first cache, and more arrays than that place has lines push each other out.
+  // An array with one value for each row, for arrays that are read or written together, row by row. A gap
+  // follows the array. Without it, arrays of a multiple of 1,024 rows would lie a multiple of 4 KiB apart.
+  // The values of one row would then share one set of the processor's first-level cache, and if there are
+  // more arrays than the set has lines, they push each other out.
   template <typename T>
   T* TakeRows(int64_t rows) {
     T* const piece = Take<T>(rows);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// EnqueueWatch, EventWaiter and StreamTimer (event_waiter.h).
 #include "kernels/cuda/device/event_waiter.h"
 
 #include <pthread.h>
@@ -43,7 +44,7 @@ bool EnqueueWatch::AwaitLate() {
     mutex_.Await(absl::Condition(this, &EnqueueWatch::UnderWay));
     if (ending_) return false;
     const auto [key, begun] = *begun_.begin();
-    // Until the first of them has ended, or it is late.
+    // Wait until the oldest interval has ended, or is late.
     const auto over = [this, key = key]()
                           ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return ending_ || !begun_.contains(key); };
     if (!clocks::AwaitUntil(mutex_, absl::Condition(&over), begun + limit_)) return true;
@@ -52,7 +53,7 @@ bool EnqueueWatch::AwaitLate() {
 
 namespace {
 
-// How long the end of an object, or of a wait that failed, waits for the thread.
+// How long the destructor, or Settle after a wait that failed, waits for the thread.
 constexpr absl::Duration kPatience = absl::Seconds(1);
 
 }  // namespace
@@ -67,7 +68,7 @@ struct EventWaiter::State {
   const int device;
   const Synchronize synchronize;
   absl::Mutex mutex;
-  std::optional<cudaEvent_t> event ABSL_GUARDED_BY(mutex);  // that the thread has or is to wait for
+  std::optional<cudaEvent_t> event ABSL_GUARDED_BY(mutex);  // the thread waits for it, or is about to
   cudaError_t result ABSL_GUARDED_BY(mutex) = cudaSuccess;  // of the last event
   bool ending ABSL_GUARDED_BY(mutex) = false;
 
@@ -122,7 +123,7 @@ absl::StatusOr<cudaError_t> EventWaiter::Wait(cudaEvent_t event, absl::Duration 
     }
     return absl::OkStatus();
   };
-  // The thread may still be at an event that nobody waits for any more.
+  // The thread may still wait for an event of an earlier call that has returned.
   if (absl::Status status = until_idle(); !status.ok()) return status;
   state_->event = event;
   if (absl::Status status = until_idle(); !status.ok()) return status;
@@ -136,8 +137,8 @@ BusyClock::Clock::duration FromMilliseconds(float milliseconds) {
       std::chrono::duration<float, std::milli>(milliseconds));
 }
 
-// What does not succeed is nobody's error here, and must not stay the last one of this thread, which launches
-// of kernels ask for.
+// A timer's failure is not reported. Its error must not stay the last error of this thread, because code that
+// launches kernels would find it there.
 bool Succeeds(cudaError_t result) {
   if (result != cudaSuccess) cudaGetLastError();
   return result == cudaSuccess;

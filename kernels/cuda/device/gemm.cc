@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Gemms (gemm.h): the functions of cuBLASLt (Library), the descriptors and the algorithm of a shape (Plan),
+// and products in steps (ForEachStep).
 #include "kernels/cuda/device/gemm.h"
 
 #include <algorithm>
@@ -29,7 +31,7 @@ cudaDataType_t ToCuda(DType dtype) {
   return CUDA_R_32F;
 }
 
-// Where cuBLASLt may lie, in order: the loader's search path, then the toolkit's usual place.
+// Where cuBLASLt may be installed, in order: the loader's search path, then the toolkit's usual place.
 constexpr const char* kCublasFiles[] = {"libcublasLt.so.13", "/usr/local/cuda/lib64/libcublasLt.so.13"};
 
 }  // namespace
@@ -76,7 +78,7 @@ struct Gemms::Library {
   }
 };
 
-// One shape's descriptors and the algorithm chosen for it.
+// The descriptors of one shape, and the algorithm chosen for it.
 struct Gemms::Plan {
   explicit Plan(const Library& lib) : library(lib) {}
   ~Plan() {
@@ -110,8 +112,7 @@ struct Gemms::Plan {
                             "cublasLtMatrixLayoutCreate");
   }
 
-  // The candidates that cuBLAS proposes, best first. Reductions across splits are done in fp32 and in
-  // a fixed order.
+  // Asks cuBLAS for candidates, best first. Reductions across splits are done in fp32 and in a fixed order.
   absl::Status Propose(cublasLtHandle_t handle, bool scratch) {
     cublasLtMatmulPreference_t preference = nullptr;
     LOSSD_RETURN_IF_ERROR(
@@ -140,7 +141,7 @@ struct Gemms::Plan {
   cublasLtMatrixLayout_t c = nullptr;
   std::vector<cublasLtMatmulHeuristicResult_t> candidates;
   size_t chosen = 0;
-  bool timed = false;  // the choice is the fastest, not the first
+  bool timed = false;  // whether the choice is the fastest candidate, not the first
 };
 
 Gemms::Gemms() : library_(std::make_unique<Library>()) {}
@@ -197,7 +198,7 @@ const void* ColumnsAfter(const void* matrix, int64_t columns, int64_t ld, DType 
   return static_cast<const uint8_t*>(matrix) + columns * ld * static_cast<int64_t>(SizeOf(dtype));
 }
 
-// What a product has left after a step.
+// Moves the operands to the part of the product that is left after a step.
 void Advance(GemmOperands& operands, const GemmShape& step) {
   operands.b = ColumnsAfter(operands.b, step.rows(), step.ldb, step.input);
   if (step.transpose_b) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products through cuBLASLt, fp32 accumulation, one algorithm per shape for the life of the object.
+// Gemms: matrix products through cuBLASLt, with fp32 accumulation. It chooses one algorithm for each shape
+// and keeps it for the life of the object.
 //
 // cuBLASLt is loaded at run time, so that a program linked with this library starts without it.
 // Not thread-safe; one Gemms per backend, used by its driving thread.
@@ -23,8 +24,8 @@
 
 namespace lossd::kernels::cuda {
 
-// C[m, n] = alpha * op(A) * op(B) + beta * C, column-major, op(A) [m, k], op(B) [k, n]. A and B have
-// the dtype `input`, C has `output`; fp32 inputs are multiplied as fp32 (no TF32).
+// C[m, n] = alpha * op(A) * op(B) + beta * C. Column-major; op(A) is [m, k], op(B) is [k, n]. A and B have
+// the dtype `input`, C has the dtype `output`. fp32 inputs are multiplied as fp32 (no TF32).
 struct GemmShape {
   bool transpose_a = false;
   bool transpose_b = false;
@@ -38,13 +39,14 @@ struct GemmShape {
   DType output = DType::kBFloat16;
   bool scratch = true;  // whether scratch memory may be used
 
-  // The dimension that is rows of a chunk: of a product whose B is transposed the one that it sums over.
+  // The dimension that is the rows of a chunk: k if B is transposed (the product sums over the rows), else n.
   int64_t& rows() { return transpose_b ? k : n; }
   int64_t rows() const { return transpose_b ? k : n; }
 
   friend auto operator<=>(const GemmShape&, const GemmShape&) = default;
 };
 
+// The operands of one product: matrices on the device, and the factors alpha and beta.
 struct GemmOperands {
   const void* a = nullptr;
   const void* b = nullptr;
@@ -53,26 +55,27 @@ struct GemmOperands {
   float beta = 0.0f;
 };
 
+// Computes products of any shape on one GPU, and remembers the algorithm of each shape.
 class Gemms {
  public:
   // UNAVAILABLE if cuBLASLt cannot be loaded or refuses to start.
   static absl::StatusOr<std::unique_ptr<Gemms>> Create();
   ~Gemms();
 
-  // From now on a product over any number of rows is several over powers of two rows, one after the other. A
-  // shape that has not been computed yet may have to load code, which waits for all work on the GPU
-  // (kernel_code.h); so there are few of them, and all can be computed once beforehand.
+  // From now on, a product over any number of rows is computed as several products, each over a power of two
+  // rows. The first use of a shape may have to load code, which waits for all work on the GPU
+  // (kernel_code.h). With TakeSteps there are few shapes, and all of them can be computed once in advance.
   void TakeSteps() { takes_steps_ = true; }
-  // While on, a product is computed with other factors first, too, whose code may be another, so that C is
-  // overwritten.
+  // While on, Run first computes each product with other values of alpha and beta, because cuBLASLt may use
+  // other code for them. C is overwritten.
   void LoadCode(bool on) { loads_code_ = on; }
   // Chooses the algorithm for `shape`, if that has not been done. INTERNAL if cuBLAS has none.
   absl::Status Prepare(const GemmShape& shape);
   // Enqueues one product. `workspace` is [kGemmWorkspaceBytes] on the device, or null without scratch.
   absl::Status Run(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                    cudaStream_t stream);
-  // The algorithm chosen for `shape`, which must have been prepared (of several steps, for the first);
-  // without `what`.
+  // The algorithm chosen for `shape`, without `what`. The shape must have been prepared. If it is computed in
+  // steps, the algorithm of the first step.
   Choice Describe(const GemmShape& shape) const;
   // Times the candidates for `shape`, or its first step, on these operands (C is overwritten) and keeps the
   // fastest.
@@ -85,7 +88,7 @@ class Gemms {
 
   Gemms();
   absl::StatusOr<Plan*> FindOrCreate(const GemmShape& shape);
-  // The shapes that are computed for this one, the largest first.
+  // The first product that is computed for `shape`: its own shape, or the largest step.
   GemmShape FirstStep(GemmShape shape) const;
   absl::Status ForEachStep(GemmShape shape, absl::FunctionRef<absl::Status(const GemmShape&)> body);
   absl::Status RunStep(const GemmShape& shape, const GemmOperands& operands, void* workspace,

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// HostCollectives (collectives.h): sums and copies among ranks through the memory of their hosts.
 #include <cuda.h>
 
 #include <algorithm>
@@ -21,7 +22,7 @@ absl::Status DriverStatus(CUresult result, const char* call) {
   return absl::UnavailableError(absl::StrCat(call, " failed: error ", static_cast<int>(result)));
 }
 
-// How often who waits for the thread looks whether the stream still works.
+// How often a thread that waits for room in the queue checks that the stream still works.
 constexpr absl::Duration kLook = absl::Seconds(1);
 
 template <typename Function>
@@ -34,7 +35,7 @@ absl::Status FindInDriver(const char* name, Function& function) {
 
 CUdeviceptr AddressOf(const uint32_t* number) { return reinterpret_cast<CUdeviceptr>(number); }
 
-// In the order of numbers that wrap around.
+// Whether the counter has reached `wanted`. Counters wrap around.
 bool HasCome(const uint32_t* number, uint32_t wanted) {
   return static_cast<int32_t>(__atomic_load_n(number, __ATOMIC_ACQUIRE) - wanted) >= 0;
 }
@@ -78,7 +79,8 @@ std::vector<int> HostCollectives::Others() const {
   return others;
 }
 
-// A stream that has failed comes to none of them.
+// A stream that has failed reaches none of the queued exchanges, so room never comes; the loop looks for
+// that.
 absl::Status HostCollectives::AwaitRoom(cudaStream_t stream) {
   const auto has_room = [this] {
     mutex_.AssertHeld();
@@ -108,7 +110,8 @@ absl::Status HostCollectives::Launch(Exchange exchange, cudaStream_t stream) {
                       "cuStreamWaitValue32");
 }
 
-// The thread calls nothing of CUDA, which may wait for the stream while it holds a lock.
+// Calls no function of CUDA: on the object's thread such a call might wait for the stream while it holds a
+// lock.
 bool HostCollectives::AwaitArrival(uint32_t number) const {
   const absl::Time start = clocks::SteadyNow();
   while (!HasCome(arrived(), number)) {
@@ -134,12 +137,12 @@ void HostCollectives::Run() {
     }
     absl::Status status = AwaitArrival(next->number) ? Do(*next) : failure();
     if (!status.ok()) {
-      // What is behind it on the stream goes on, and finds numbers.
+      // The stream continues behind the exchange, and reads zeros instead of old memory.
       for (const int member : next->receive_from) std::memset(Room(member), 0, next->bytes);
       absl::MutexLock lock(&mutex_);
       failure_.Update(std::move(status));
     }
-    // Whoever waits for what is behind it asks for the failure then.
+    // A caller that waits for the work behind the exchange gets the failure there.
     __atomic_store_n(done(), next->number, __ATOMIC_RELEASE);
     absl::MutexLock lock(&mutex_);
     queue_.pop_front();

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// LoadKernelCode (kernel_code.h), by functions of the driver.
 #include "kernels/cuda/device/kernel_code.h"
 
 #include <cuda.h>
@@ -11,7 +12,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr unsigned kFirstVersion = 12040;  // of CUDA, whose driver can load a function
+constexpr unsigned kFirstVersion = 12040;  // the first version of CUDA whose driver can load a function
 
 struct CodeDriver {
   decltype(&cuFuncGetModule) module_of = nullptr;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loads the code of this library's kernels before it is needed. CUDA otherwise loads the code of a kernel at
-// its first launch, and that call waits for all work that is on the GPU. In a process that a server shares
-// with a trainer, such work may itself wait for the server: a collective of the trainer, for a rank that
-// waits for the head.
+// LoadKernelCode loads the code of this library's kernels in advance. Otherwise CUDA loads the code of a
+// kernel at its first launch, and that call waits for all work on the GPU. In a process that a server shares
+// with a trainer, such work may itself wait for the server: for example a collective of the trainer, which
+// waits for a rank that waits for the head.
 //
-// Each source file with kernels says LOSSD_KERNEL_FILE once, outside of namespaces, with a name that no other
-// file has. Thread-safe once static objects have been made.
+// Each source file with kernels uses LOSSD_KERNEL_FILE once, outside of namespaces, with a name that no other
+// file uses. Thread-safe after the initialization of static objects.
 #ifndef LOSSD_KERNELS_CUDA_DEVICE_KERNEL_CODE_H_
 #define LOSSD_KERNELS_CUDA_DEVICE_KERNEL_CODE_H_
 
@@ -15,19 +15,20 @@
 
 namespace lossd::kernels::cuda {
 
-// A kernel of each file.
+// One kernel of each source file, by which the file's code is found.
 inline std::vector<const void*>& KernelFiles() {
   static auto& files = *new std::vector<const void*>;
   return files;
 }
 
+// Registers a source file, by one of its kernels (LOSSD_KERNEL_FILE).
 struct KernelFile {
   explicit KernelFile(const void* kernel) { KernelFiles().push_back(kernel); }
 };
 
-// Loads all kernels of all files for the current GPU; those that are built for other GPUs alone stay. Takes
-// some milliseconds and the memory of the code. UNAVAILABLE with a driver of before CUDA 12.4, or if it
-// fails.
+// Loads all kernels of all files for the current GPU, except those that are built only for other GPUs. Takes
+// some milliseconds and the memory of the code. UNAVAILABLE if the driver is older than CUDA 12.4, or if
+// loading fails.
 absl::Status LoadKernelCode();
 
 }  // namespace lossd::kernels::cuda

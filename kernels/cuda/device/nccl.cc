@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Nccl (collectives.h): sums and copies among GPUs by NCCL.
 #include <nccl.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// Where NCCL may lie, in order: the loader's search path, then the usual places of packages.
+// Where NCCL may be installed, in order: the loader's search path, then the usual places of packages.
 constexpr const char* kNcclFiles[] = {"libnccl.so.2", "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
                                       "/usr/local/cuda/lib64/libnccl.so.2", "/usr/local/lib/libnccl.so.2"};
 
@@ -29,8 +30,8 @@ absl::Status Late(absl::Duration timeout, int device, absl::string_view what) {
                                              absl::FormatDuration(timeout), ": GPU ", device, what));
 }
 
-// What links are made with: exchanges of up to so many bytes of all members, each so many times as large as
-// the one before. NCCL chooses how it exchanges by the size.
+// MakeLinks runs exchanges of growing sizes. The largest has kScratchBytes for all members together; each is
+// at most kLinkStep times as large as the one before. NCCL chooses by the size how it exchanges.
 constexpr int64_t kScratchBytes = int64_t{64} << 20;
 constexpr int64_t kLinkStep = 64;
 
@@ -70,9 +71,10 @@ struct Nccl::Library {
 
   ~Library() { End(destroy); }
 
-  // Gives the communicators up, by ncclCommDestroy or ncclCommAbort. Those of one process lie in each other's
-  // memory, which is freed when the last of them goes. In a group NCCL tells all of them before it frees
-  // anything of any, and works on threads of its own. No other thread may be inside a call of NCCL.
+  // Ends the communicators, by ncclCommDestroy or ncclCommAbort. Communicators of one process use each
+  // other's memory, which is freed when the last of them ends. Within a group NCCL tells all communicators
+  // before it frees memory of any, and works on threads of its own. No other thread may be inside a call of
+  // NCCL.
   void End(ncclResult_t (*end)(ncclComm_t)) {
     if (communicators.empty()) return;
     int device = 0;
@@ -80,7 +82,7 @@ struct Nccl::Library {
     const bool grouped = group_start() == ncclSuccess;
     for (ncclComm_t communicator : std::exchange(communicators, {})) end(communicator);
     if (grouped) group_end();
-    if (has_device) cudaSetDevice(device);  // NCCL below 2.27.6 leaves another one behind
+    if (has_device) cudaSetDevice(device);  // NCCL below 2.27.6 changes the device
   }
 
   absl::Status Load() {
@@ -97,7 +99,8 @@ struct Nccl::Library {
         file.Find("ncclAllReduce", all_reduce) && file.Find("ncclAllGather", all_gather) &&
         file.Find("ncclReduceScatter", reduce_scatter);
     if (!complete) return absl::UnavailableError(absl::StrCat("NCCL lacks ", dlerror()));
-    // It has threads of its own, which outlive communicators, and state of every thread that has called it.
+    // NCCL has threads of its own, which outlive communicators, and it keeps state of every thread that has
+    // called it.
     file.KeepLoaded();
     return absl::OkStatus();
   }
@@ -108,7 +111,7 @@ struct Nccl::Library {
         absl::StrCat(call, " failed: ", error_string(static_cast<ncclResult_t>(result))));
   }
 
-  // As Collectives' functions of the same names, without a look at what has failed before.
+  // As the functions of Collectives with the same names, but without a check for earlier failures.
   absl::Status SumOfAll(const Part& part, int64_t floats) const {
     return Check(all_reduce(part.data, part.data, static_cast<size_t>(floats), ncclFloat32, ncclSum, Of(part),
                             part.stream),
@@ -118,7 +121,7 @@ struct Nccl::Library {
     return Check(all_gather(own, part.data, static_cast<size_t>(bytes), ncclUint8, Of(part), part.stream),
                  "ncclAllGather");
   }
-  // Place `place` of the part's data becomes the sum over all members.
+  // Place `place` of data [members, floats] becomes the sum over all members.
   absl::Status SumPlace(const Part& part, int place, int64_t floats) const {
     return Check(reduce_scatter(part.data, static_cast<float*>(part.data) + place * floats,
                                 static_cast<size_t>(floats), ncclFloat32, ncclSum, Of(part), part.stream),
@@ -171,13 +174,13 @@ absl::StatusOr<std::string> Nccl::Version() {
   LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
   int code = 0;
   LOSSD_RETURN_IF_ERROR(nccl.library_->Check(nccl.library_->version(&code), "ncclGetVersion"));
-  // NCCL_VERSION since 2.9.
+  // The code of NCCL 2.9 and later: major * 10000 + minor * 100 + patch.
   return absl::StrCat(code / 10000, ".", code / 100 % 100, ".", code % 100);
 }
 
-// One attempt to join, which outlives whoever has given up waiting for it.
+// One attempt to join. The thread that joins shares it, and may go on after the caller has given up waiting.
 struct Nccl::Joining {
-  std::unique_ptr<Nccl> nccl;  // the thread's until it is done
+  std::unique_ptr<Nccl> nccl;  // used by the thread alone until `done`
   absl::Mutex mutex;
   bool done ABSL_GUARDED_BY(mutex) = false;
   bool given_up ABSL_GUARDED_BY(mutex) = false;
@@ -197,7 +200,7 @@ absl::Status Nccl::Enter(const std::string& id) {
 
 namespace {
 
-// Memory and a stream to try exchanges out in.
+// Memory and a stream for the exchanges of MakeLinks.
 struct Scratch {
   void* data = nullptr;
   cudaStream_t stream = nullptr;
@@ -264,8 +267,8 @@ absl::Status Nccl::Abort(absl::Status reason) {
   absl::MutexLock lock(&mutex_);
   if (!failure_.ok()) return failure_;
   failure_ = std::move(reason);
-  // On a thread that has chosen a GPU. NCCL gives the calling thread back the one that it had, which makes a
-  // context there: on GPU 0, if the thread has never chosen one.
+  // NCCL restores the current device of the calling thread, which makes a context on that device: on GPU 0 if
+  // the thread has never chosen one. So a thread that has chosen one of the GPUs ends the communicators.
   std::thread([this] {
     if (!devices_.empty()) cudaSetDevice(devices_.front());
     library_->End(library_->abort);
@@ -356,7 +359,7 @@ absl::Status Nccl::Enqueue(absl::FunctionRef<absl::Status()> exchange) {
   const auto group = [&]() -> absl::Status {
     LOSSD_RETURN_IF_ERROR(library_->Check(library_->group_start(), "ncclGroupStart"));
     const absl::Status status = exchange();
-    // Also ends a group that cannot be carried out.
+    // Also ends the group if `exchange` has failed.
     const absl::Status end = library_->Check(library_->group_end(), "ncclGroupEnd");
     return status.ok() ? end : status;
   };
@@ -376,7 +379,7 @@ absl::Status Nccl::AsynchronousError() const {
   return absl::OkStatus();
 }
 
-// After an abort the kernels of NCCL end, and with them what is behind them on the stream.
+// After an abort NCCL's kernels end, so the streams continue behind them.
 absl::Status Nccl::Wait(const std::vector<Part>& parts, absl::Duration timeout) {
   const absl::Time start = clocks::SteadyNow();
   for (const Part& part : parts) {
@@ -407,7 +410,7 @@ absl::Status Nccl::Wait(int local, cudaEvent_t event, absl::Duration timeout) {
   const absl::StatusOr<cudaError_t> happened = waiter.Wait(event, std::min(kErrorsEvery, timeout), look);
   if (!happened.ok()) {
     absl::Status status = Abort(happened.status());
-    waiter.Settle();  // the event happens now
+    waiter.Settle();  // the event happens now, after the abort
     return status;
   }
   return *happened == cudaSuccess ? failure() : Abort(ToStatus(*happened, "cudaEventSynchronize"));

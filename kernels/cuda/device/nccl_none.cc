@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A build without NCCL's header. The file is shorter than 60 lines because it stands in for nccl.cc and only
-// refuses.
+// Nccl (collectives.h) in a build without NCCL's header: every call fails. The file is shorter than 60 lines
+// because it stands in for nccl.cc.
 #include "kernels/cuda/device/collectives.h"
 
 namespace lossd::kernels::cuda {
@@ -21,7 +21,7 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int, Replica, const std::string
   return CheckLoads();
 }
 
-// Never called: there is no object.
+// Never called: no object of the class can be made.
 absl::Status Nccl::Sum(const std::vector<Part>&, int64_t, int) { return failure(); }
 absl::Status Nccl::Spread(const std::vector<Part>&, DType, int64_t, int) { return failure(); }
 absl::Status Nccl::SumOfAll(const Part&, int64_t) { return failure(); }

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// ShareDeviceMemory and ReachDeviceMemory (shared_device_memory.h): functions of the driver create the
+// memory, map it and export it.
 #include "kernels/cuda/device/shared_device_memory.h"
 
 #include <cuda.h>
@@ -14,7 +16,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// The driver's functions, found at run time: this library does not link the driver's.
+// The driver's functions. They are found at run time, because this library is not linked with the driver.
 struct Driver {
   decltype(&cuCtxGetDevice) get_device = nullptr;
   decltype(&cuDeviceGetAttribute) get_attribute = nullptr;
@@ -34,7 +36,7 @@ bool Find(const char* name, Function& function) {
   return FindDriverFunction(name, function) == cudaSuccess && function != nullptr;
 }
 
-// Null if the driver lacks one of them.
+// Null if the driver lacks one of the functions.
 const Driver* FindDriver() {
   static const Driver* const kDriver = [] {
     auto* const driver = new Driver();
@@ -73,13 +75,13 @@ bool CanExport(const Driver& driver, CUdevice device) {
          value != 0;
 }
 
-// To one device more, besides those that have it.
+// Gives one more device access; devices that have access keep it.
 absl::Status GiveAccess(const Driver& driver, CUdeviceptr address, size_t bytes, CUmemLocation location) {
   const CUmemAccessDesc access = {.location = location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
   return SharedMemoryStatus(driver.set_access(address, bytes, &access, 1), "cuMemSetAccess", bytes);
 }
 
-// The driver's number of a device, whose context is current afterwards.
+// Makes the context of `device` current, and returns the driver's number of the device.
 absl::StatusOr<CUdevice> EnterContext(const Driver& driver, Device* device) {
   LOSSD_RETURN_IF_ERROR(device->Enter());
   LOSSD_RETURN_IF_CUDA_ERROR(cudaFree(nullptr), "cudaFree");  // makes the device's context current
@@ -93,7 +95,7 @@ class MappedMemory final : public SharedDeviceMemory {
   MappedMemory(Device* device, const Driver& driver, size_t bytes)
       : device_(device), driver_(driver), bytes_(bytes) {}
 
-  // Call once. What it took when it failed goes with the object.
+  // Call once. After an error the destructor frees what was taken.
   absl::Status Allocate(CUdevice device) {
     const CUmemAllocationProp properties = PropertiesOf(device);
     CUmemGenericAllocationHandle handle = 0;
@@ -110,7 +112,7 @@ class MappedMemory final : public SharedDeviceMemory {
   }
 
   ~MappedMemory() override {
-    device_->Enter().IgnoreError();  // a device that is lost gives its memory back with the process
+    device_->Enter().IgnoreError();  // the memory of a lost device is freed when the process ends
     if (mapped_) driver_.unmap(address_, bytes_);
     if (address_ != 0) driver_.free_address(address_, bytes_);
     if (descriptor_ >= 0) close(descriptor_);

@@ -15,11 +15,11 @@
 
 namespace lossd::kernels::cuda {
 
-// Does what Backend::ShareDeviceMemory says; `device` outlives the result. Thread-safe.
+// Implements Backend::ShareDeviceMemory. `device` outlives the result. Thread-safe.
 absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> ShareDeviceMemory(Device* device, int64_t bytes);
 
-// Does what Backend::ReachDeviceMemory says, with memory that ShareDeviceMemory gave for another
-// device of this process. Thread-safe.
+// Implements Backend::ReachDeviceMemory, for memory that ShareDeviceMemory allocated on another device of
+// this process. Thread-safe.
 absl::Status ReachDeviceMemory(Device* device, absl::Span<uint8_t> memory);
 
 }  // namespace lossd::kernels::cuda

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// CudaHead (cuda_head.h). CudaHead::Enqueue shows a chunk phase by phase. The norm, the planner of chunks and
+// helpers of the phases come first.
 #include "kernels/cuda/heads/cuda_head.h"
 
 #include <algorithm>
@@ -21,7 +23,7 @@
 
 namespace lossd::kernels::cuda {
 
-// Plans what the launches will plan; all matrices of a launch begin where vectors may.
+// Plans what the launches will choose. Every matrix of a launch is aligned for vector accesses.
 void HeadNorm::Plan(const ChunkFacts& chunk, DType hidden_dtype, ChunkPlan& plan) const {
   if (!exists()) return;
   NormParams p;
@@ -79,7 +81,7 @@ absl::Status HeadNorm::Backward(const ChunkJob& job, const ChunkSlot& slot) cons
   NormBackwardParams b;
   b.scale = job.hidden_gradient_factor();
   b.keep = workspace_.keep + begin;
-  if (job.layout.want_hidden_gradient) b.dx = raw;  // in place; the download takes it from there
+  if (job.layout.want_hidden_gradient) b.dx = raw;  // in place: Download reads it there
   float* const sums = SplitRows::Carve(sizes_, workspace_.paths[Region::kSplitRows]).norm_sums;
   if (job.layout.accumulate) {
     b.gain_gradient = sizes_.is_split() ? sums : tensors_->gradients().norm_gain;
@@ -177,7 +179,7 @@ LossTerms TermsOf(const HeadSizes& sizes, const HeadTensors& tensors, const Chun
           .objective = options.objective};
 }
 
-// Says for a head that is split which rows' hidden gradients become complete on this device.
+// For a head that is split: sets which rows' hidden gradients become complete on this device.
 void DivideRows(const ClassExchange& exchange, const ChunkSlot& slot, ChunkJob& job) {
   const int64_t rows = job.rows();
   const auto raw = [&](int64_t compact) {
@@ -188,15 +190,15 @@ void DivideRows(const ClassExchange& exchange, const ChunkSlot& slot, ChunkJob& 
   job.raw_rows_here = {begin == 0 ? 0 : raw(begin), raw(end)};
 }
 
-// Found too late for its slice to fail alone.
+// The error of a chunk whose hidden gradient is not finite, found too late for its slice to fail alone.
 absl::Status HiddenGradientLost(bool accumulated) {
   constexpr absl::string_view kWhat =
       "the gradient of a hidden state is not finite though its loss is (look for infinite weights)";
   return accumulated ? absl::DataLossError(kWhat) : absl::InternalError(kWhat);
 }
 
-// Finds the rows that may not be accumulated, by their results and, afterwards, by their hidden gradients
-// too.
+// Finds the rows that may not be accumulated, from their results; after GuardHiddenGradient also from their
+// hidden gradients.
 absl::Status GuardRows(const ChunkJob& job, const ChunkSlot& slot, int32_t* keep, cudaStream_t stream) {
   const GuardParams p = {.slices = job.layout.device_slices,
                          .slice_begin = slot.device_in.slice_begin,
@@ -211,8 +213,10 @@ absl::Status GuardRows(const ChunkJob& job, const ChunkSlot& slot, int32_t* keep
   return ToStatus(LaunchGuard(p, stream), "guard kernel");
 }
 
-// A path that recomputes logits has added its rows to the weight gradient by now, and of a head that is split
-// the other parts do not know of the rows here: then the chunk fails, and what it has accumulated is lost.
+// Finds rows whose hidden gradient is not finite, and runs GuardRows again. In two cases the slice cannot
+// fail alone, so the whole chunk fails and what it has accumulated is lost: a path that recomputes logits has
+// already added the rows to the weight gradient, and the other parts of a split head do not know of the rows
+// here.
 absl::Status GuardHiddenGradient(const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
                                  const ChunkJob& job, const ChunkSlot& slot, cudaStream_t stream) {
   const bool late = config.logits == Logits::kRecomputed && job.layout.accumulate;
@@ -231,7 +235,8 @@ absl::Status GuardHiddenGradient(const HeadConfig& config, const HeadSizes& size
   return GuardRows(job, slot, workspace.keep, stream);
 }
 
-// What the row kernels know of targets: dot products, and where they are.
+// Computes the dot products of the rows with their targets and, for a split head, the targets' columns on
+// this part.
 absl::Status PlaceTargets(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
                           const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
   auto* const dots = memory.At<float>(Region::kTargetDots);
@@ -247,7 +252,8 @@ absl::Status PlaceTargets(const Device& device, const HeadSizes& sizes, const Pa
   return exchange.Sum(ExchangeKind::kRowStatistics, dots, job.rows());
 }
 
-// The logits of the classes that slices name. Each class lies on one device, and the others have 0 for it.
+// Computes the logits of the classes that slices name. Each class is on one device; the other devices have 0
+// for it.
 absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
                           const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
   const int64_t count = job.layout.class_count;
@@ -279,8 +285,8 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
   return absl::OkStatus();
 }
 
-// Its slices share the memory of their rows. What a part computes without the others need not be finite, and
-// the chunk may say so.
+// Computes one chunk of zeros. All slices share the memory of their rows. A part that computes without the
+// other parts may get values that are not finite; an error that reports this is ignored.
 absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidden_dtype, int64_t rows,
                           bool wants_gradients, bool independent = true) {
   constexpr int64_t kSliceRows = 128;
@@ -317,12 +323,16 @@ absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidd
   return absl::IsUnavailable(results) || absl::IsInvalidArgument(results) ? results : absl::OkStatus();
 }
 
-// Computes chunks of zeros with weights that are 0, so that whatever loads code with its first use has done
-// so before a trainer whose process the head shares has work on the GPU. Products take steps
-// (Gemms::TakeSteps), so chunks of powers of two rows have all of them: with every kind of gradient that a
-// request may ask for, with hidden states in the compute dtype and in fp32, as their gradients are products
-// of different kinds, and without gradients. Sampled chunks that know those before them multiply the classes
-// that these took most often apart. Parts of a head are not connected yet: each computes what it has.
+// Computes chunks of zeros with weights of 0. Code that is loaded at its first use is then loaded before a
+// trainer that shares the process has work on the GPU. Products take steps (Gemms::TakeSteps), so chunks of
+// powers of two rows use all steps. They are computed
+// - without gradients,
+// - with every kind of gradient that a request may ask for,
+// - with hidden states in the compute dtype and in fp32, because the products of their gradients use
+//   different kernels.
+//
+// Sampled chunks that use what earlier chunks have sampled (not `independent`) multiply the most frequent
+// classes in products of their own. The parts of a split head are not connected yet: each computes alone.
 absl::Status RunOnce(CudaHead& head) {
   constexpr Gradients kAll[] = {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled,
                                 Gradients::kAuto};
@@ -337,7 +347,8 @@ absl::Status RunOnce(CudaHead& head) {
         LOSSD_RETURN_IF_ERROR(
             RunChunkOnce(head, {.gradients = gradients}, dtype, rows, /*wants_gradients=*/true));
       }
-      // Fewer rows have no product of such classes of their own, but the last steps of more rows do.
+      // Smaller chunks have no product of frequent classes, but the last steps of larger chunks have these
+      // rows.
       const int64_t with_hot = rows < kLeastHotRows ? kLeastHotRows + rows : rows;
       if (with_hot > head.chunk_rows()) continue;
       LOSSD_RETURN_IF_ERROR(RunChunkOnce(head, {.gradients = Gradients::kSampled}, dtype, with_hot,
@@ -359,7 +370,7 @@ CudaHead::CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& conf
                                                  : std::nullopt),
       tensors_(device, config, sizes_, host_.has_value() ? &*host_ : nullptr) {}
 
-// Before the memory that a copy to the pool reads.
+// Leaves the pool first, because a copy to the pool may still read the head's host memory.
 CudaHead::~CudaHead() {
   cudaSetDevice(device_->options().device);
   LeavePool();
@@ -369,7 +380,7 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, Cu
                                                               const HeadConfig& config) {
   std::unique_ptr<CudaHead> head(new CudaHead(device, pool, config));
   LOSSD_RETURN_IF_ERROR(head->Allocate());
-  // Blocks, and heads that move, take the library's first choice.
+  // Heads that compute in blocks or that move in memory take cuBLAS's first choice.
   const bool may_tune = config.logits == Logits::kStored && config.residency == Residency::kDevice;
   const bool tune = may_tune && device->options().autotune && !device->options().deterministic;
   if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
@@ -381,7 +392,7 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, Cu
     const absl::Status ran = RunOnce(*head);
     device->gemms().LoadCode(false);
     LOSSD_RETURN_IF_ERROR(ran);
-    // Afterwards all is as in a new head.
+    // Leave everything as in a new head.
     LOSSD_RETURN_IF_ERROR(head->Place(head->workspace_buffer_.data(), head->slot_buffer_.data()));
     LOSSD_RETURN_IF_ERROR(Zero(head->workspace_buffer_.data(), head->workspace_.bytes, device->compute()));
     LOSSD_RETURN_IF_ERROR(device->Synchronize());
@@ -502,7 +513,7 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
 
 // ---- a teacher's part of a chunk ----
 
-// Parts of a head have the same rows.
+// All parts of a split head get the same number.
 int64_t CudaHead::Lesson::MostRows(const CudaHead& head) {
   const HeadSizes& sizes = head.sizes_;
   const int64_t matrix = sizes.chunk_rows * sizes.planned_vocab() * sizes.element;  // ClaimGradients
@@ -567,7 +578,7 @@ CudaHead::Lesson::Lesson(CudaHead* teacher, const Chunk& chunk)
   rows_.terms.softcap = distillation.teacher_softcap;
   rows_.logits = teacher->workspace_.paths.At<float>(Region::kLogits);
   rows_.block_rows = MostRows(*teacher);
-  // A lesson has no results, so their place in its slot is free.
+  // A lesson has no results, so the memory for them in its slot is free.
   Carver results(slot_->memory.outputs);
   rows_.rows = DivergenceRows::Carve(results, sizes.chunk_rows);
 }
@@ -590,7 +601,7 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
     embedding_->Prepare(job, slot);
     return absl::OkStatus();
   }
-  for (CudaHead* head : {this, static_cast<CudaHead*>(chunk->teacher)}) {  // CheckTeacher
+  for (CudaHead* head : {this, static_cast<CudaHead*>(chunk->teacher)}) {  // CheckTeacher: it is a CudaHead
     if (head == nullptr || !head->is_pooled() || job.rows() == 0) continue;
     std::unique_ptr<CudaTeacherPool::Copied> copied;
     absl::StatusOr<HostedPlaces> places = head->UsePool(head->host_->data(), copied);
@@ -629,7 +640,7 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.weight_branch = &slot.weight_branch;
 
   const float t = chunk->options.logit_scale;
-  // DistilledRecomputedPath adds to dW where it computes dx.
+  // DistilledRecomputedPath adds to dW where it computes dx, so it computes dx if the chunk accumulates.
   const bool together = chunk->teacher != nullptr && config_.logits == Logits::kRecomputed;
   job.wants_hidden_gradient =
       job.layout.want_hidden_gradient || (job.layout.accumulate && (norm_->exists() || together));
@@ -641,8 +652,8 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   DivideRows(*link_.exchange, slot, job);
 
   if (chunk->teacher != nullptr) {
-    pending.lesson =
-        std::make_unique<Lesson>(static_cast<CudaHead*>(chunk->teacher), *chunk);  // CheckTeacher
+    // CheckTeacher has made sure that the teacher is a CudaHead.
+    pending.lesson = std::make_unique<Lesson>(static_cast<CudaHead*>(chunk->teacher), *chunk);
     job.teacher = pending.lesson->rows();
   }
   job.plan = planner_->Next(*chunk,
@@ -713,8 +724,8 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden,
                         exchange = link_.exchange.get(), reports = sizes_.part == 0, pool = pool_] {
     if (on_device) *final_status = device->Fail(exchange->Wait(pending->slot->results));
-    // Copies to the slices' memory may be under way, which is the caller's again once it hears of the
-    // failure.
+    // Copies to the slices' memory may still be under way. The caller may reuse that memory once it has heard
+    // of the failure, so drain first.
     if (!final_status->ok() && pending->slot != nullptr) *final_status = device->Drain(*final_status);
     if (final_status->ok() && on_device && *pending->slot->host_out.lost != 0) {
       *final_status = HiddenGradientLost(pending->job.layout.accumulate);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head on a GPU: CudaHead is the HeadKernels of the CUDA backend, with the contract of kernels/backend.h.
-// It knows the phases of a chunk; CudaHead::Enqueue lists them. The norm (HeadNorm) and the planner
-// (ChunkPlanner) stand in this file; tensors, slots, transfers and the ways of computing a chunk (paths/)
-// have modules of their own.
+// CudaHead: one head on a GPU. It is the HeadKernels of the CUDA backend, with the contract of
+// kernels/backend.h. CudaHead::Enqueue lists the phases of a chunk. This file also has the norm (HeadNorm)
+// and the planner of chunks (ChunkPlanner). Tensors, slots, transfers, and the ways of computing a chunk
+// (paths/) have files of their own.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
 
@@ -30,11 +30,12 @@
 
 namespace lossd::kernels::cuda {
 
-// The norm of a head's hidden states, before the loss of a chunk and after its hidden gradients; for heads
-// that have one. Enqueues on the device's compute stream. Driven by the backend's thread.
+// The norm of a head's hidden states: it is applied before the loss of a chunk, and its backward pass follows
+// the hidden gradients. Only for heads with a norm. Enqueues on the device's compute stream. Driven by the
+// backend's thread.
 class HeadNorm {
  public:
-  // `device`, `tensors` and `link` outlive it; `workspace` is of the head.
+  // `device`, `tensors` and `link` outlive the object; `workspace` is the head's.
   HeadNorm(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
            HeadTensors* tensors, const ClassLink* link)
       : device_(device),
@@ -45,16 +46,17 @@ class HeadNorm {
         link_(link) {}
 
   bool exists() const { return config_.norm != Norm::kNone; }
-  // The kernels of a chunk's norm, as the launches will choose them.
+  // Plans the kernels of a chunk's norm; the launches choose the same.
   void Plan(const ChunkFacts& chunk, DType hidden_dtype, ChunkPlan& plan) const;
-  // job.hidden from the raw rows of the slot; padding rows become 0.
+  // Computes job.hidden, the normalized rows, from the raw rows of the slot. Padding rows become 0.
   absl::Status Forward(const ChunkJob& job, const ChunkSlot& slot) const;
-  // dL/dx in place of the raw rows, where it is wanted, and the gradients of the norm's parameters, from
-  // Region::kHiddenGradient, of job.rows_here.
+  // Reads the gradient with respect to the normalized rows from Region::kHiddenGradient, for the rows
+  // job.rows_here. Writes dL/dx over the raw rows if it is wanted, and adds to the gradients of the norm's
+  // parameters if the chunk accumulates.
   absl::Status Backward(const ChunkJob& job, const ChunkSlot& slot) const;
 
  private:
-  // y: the compact matrix that is written (forward), or the gradient that is read.
+  // `y`: the normalized rows, which Forward writes, or their gradient, which Backward reads.
   NormParams ParamsOf(const ChunkJob& job, const ChunkSlot& slot, const DeviceMatrix& y) const;
   DeviceMatrix RawRows(const ChunkJob& job, const ChunkSlot& slot) const;
 
@@ -66,17 +68,18 @@ class HeadNorm {
   const ClassLink* const link_;
 };
 
-// Plans the chunks of a head, one after the other. A plan depends on options and device alone, with one
-// exception: a chunk is planned to be exact while filtering pauses after it has been in vain (FilterBackoff
-// in paths/path_steps.h). Driven by the backend's thread.
+// Plans the chunks of a head, one after the other. A plan depends only on options and device, with one
+// exception: after filtering has been in vain, chunks are planned to be exact for a while (FilterBackoff in
+// paths/path_steps.h). Driven by the backend's thread.
 class ChunkPlanner {
  public:
-  // `norm` outlives it.
+  // `norm` outlives the object.
   ChunkPlanner(const Device& device, const HeadConfig& config, const HeadSizes& sizes, const HeadNorm* norm);
 
-  // What a chunk by itself is planned to be.
+  // The plan of a chunk, without regard to earlier chunks.
   ChunkPlan Plan(const LossOptions& options, const ChunkFacts& facts, DType hidden_dtype) const;
-  // The plan of the next chunk, which gets `slot`; notes what became of the slot's last chunk.
+  // The plan of the next chunk, which gets `slot`. First notes whether filtering was worth it for the last
+  // chunk of the slot.
   ChunkPlan Next(const Chunk& chunk, const ChunkFacts& facts, ChunkSlot& slot);
 
  private:
@@ -87,8 +90,8 @@ class ChunkPlanner {
 
 class CudaHead : public PooledKernels {
  public:
-  // `config` is valid and its plan fits; `device` and `pool`, where heads in host memory compute, must
-  // outlive the head.
+  // `config` is valid and its plan fits. `device` and `pool` must outlive the head; heads in host memory
+  // compute in the memory of `pool`.
   static absl::StatusOr<std::unique_ptr<HeadKernels>> Create(Device* device, CudaTeacherPool* pool,
                                                              const HeadConfig& config);
   ~CudaHead() override;
@@ -99,7 +102,8 @@ class CudaHead : public PooledKernels {
   MemoryBytes memory() const override { return plan_; }
   std::vector<Choice> Describe() const override { return choices_; }
 
-  // Both have the same classes. The workspace of the teacher is used for the logits of both.
+  // The teacher must have the same classes as this head, and enough workspace: the logits of both are
+  // computed in it.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -122,25 +126,27 @@ class CudaHead : public PooledKernels {
   absl::Status ZeroGradients() override { return tensors_.ZeroGradients(); }
   absl::Status ZeroMoments() override { return tensors_.ZeroMoments(); }
 
-  // For a head that is split by vocabulary, before its first chunk.
+  // For a head that is split by vocabulary; call before the first chunk.
   void Join(std::unique_ptr<ClassExchange> exchange) { link_.exchange = std::move(exchange); }
-  // For what connects the replicas of a head.
+  // For the code that connects the replicas of a head.
   Device& device() { return *device_; }
   HeadTensors& tensors() { return tensors_; }
 
  private:
-  // What a teacher brings to a chunk: its hidden states of the rows, in a slot of the teacher's. Nothing else
-  // is computed of them there.
+  // The teacher's part of a chunk that is distilled: the teacher's hidden states of the rows, in a slot of
+  // the teacher. The teacher computes nothing else of these rows; the path of the student computes their
+  // logits.
   class Lesson {
    public:
-    // Of `chunk`, whose teacher is `teacher`.
+    // `chunk` has the teacher `teacher`.
     Lesson(CudaHead* teacher, const Chunk& chunk);
     const TeacherRows* rows() const { return &rows_; }
-    // Enqueues the copies to the device; then the hidden states, ready on the compute stream.
+    // Upload enqueues the copies to the device. Enqueue, called afterwards, makes the hidden states ready on
+    // the compute stream.
     absl::Status Upload() const { return teacher_->transfers_->Upload(job_, *slot_); }
     absl::Status Enqueue() const;
     absl::Status EndUse() const { return teacher_->EndUse(); }
-    // How many rows of fp32 logits have room where this head has the logits of a chunk; a multiple of 8.
+    // How many rows of fp32 logits fit where `head` keeps the logits of a chunk; a multiple of 8.
     static int64_t MostRows(const CudaHead& head);
 
    private:
@@ -155,23 +161,27 @@ class CudaHead : public PooledKernels {
   struct Pending {
     ChunkJob job;
     ChunkSlot* slot = nullptr;       // null: nothing to do on the device
-    std::unique_ptr<Lesson> lesson;  // of a chunk that is distilled
-    // Of those of head and teacher that live in host memory and were not on the device.
+    std::unique_ptr<Lesson> lesson;  // if the chunk is distilled
+    // Copies of values to the pool that the chunk needs: of the head and of its teacher, if they live in host
+    // memory and were not on the device.
     std::vector<std::unique_ptr<CudaTeacherPool::Copied>> copied;
   };
 
   CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& config);
   absl::Status Allocate();
-  // Says where chunks work, once or, of a head in host memory, again while no chunk is in flight.
+  // Sets the device memory that chunks work in: once, or for a head in host memory also later, while no chunk
+  // is in flight.
   absl::Status Place(uint8_t* workspace, uint8_t* slots);
   absl::Status Tune();
   // Fills choices_; chooses the algorithms of a full chunk's GEMMs.
   absl::Status MakeChoices();
 
   absl::Status CheckChunk(const Chunk& chunk) const;
-  // Lays the chunk out and plans it. Of heads in host memory, has their values brought if there are rows.
+  // Lays the chunk out and plans it. If it has rows, also makes the pool copy the values of heads in host
+  // memory.
   absl::Status Prepare(Chunk* chunk, Pending& pending);
-  // The phases of a chunk; each enqueues its work and returns.
+  // Enqueue runs the phases of a chunk, which include Loss and HiddenGradient. Each enqueues its work and
+  // returns.
   absl::Status Enqueue(const Pending& pending);
   absl::Status Loss(const Pending& pending, ChunkPath& path);
   absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);
@@ -183,7 +193,7 @@ class CudaHead : public PooledKernels {
   const MemoryBytes plan_;
   std::vector<Choice> choices_;
   ClassLink link_;
-  std::optional<HostTensors> host_;  // of a head in host memory
+  std::optional<HostTensors> host_;  // if the head lives in host memory
   HeadTensors tensors_;
   DeviceBuffer workspace_buffer_, slot_buffer_;
   Workspace workspace_;

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// Exchanges between GPUs: sums of gradients and copies of values over replicas (HeadReplicas), the link of a
+// rank (CudaLink, for CreateCudaLink), and the GPUs of one process (NcclReplicaGroup, for
+// CudaReplicaGroup::Create).
 #include "kernels/cuda/heads/cuda_link.h"
 
 #include <cuda_runtime_api.h>
@@ -30,15 +33,15 @@ namespace lossd::kernels {
 namespace cuda {
 namespace {
 
-// ---- sums of gradients and copies of values over the replicas of a head ----
+// ---- Sums of gradients and copies of values over the replicas of a head ----
 
 class HeadReplicas final : public Replicas {
  public:
   HeadReplicas(std::shared_ptr<Collectives> collectives, std::vector<CudaHead*> heads)
       : collectives_(std::move(collectives)), heads_(std::move(heads)) {}
 
-  // NCCL adds in an order of its own that depends on how many GPUs there are and how they are linked, not on
-  // time; through the hosts, ranks are added in their order.
+  // NCCL adds in an order of its own. The order depends on how many GPUs there are and how they are linked,
+  // but not on time. HostCollectives add in the order of the ranks.
   absl::Status SumGradients() override {
     LOSSD_RETURN_IF_ERROR(Synchronize());
     const auto gradients = [](HeadTensors& tensors) { return tensors.gradients(); };
@@ -62,7 +65,7 @@ class HeadReplicas final : public Replicas {
     return Synchronize();
   }
 
-  // What chunks compute with: the copy of the weight in the compute dtype, and the vectors.
+  // Copies what chunks compute with: the weight in the compute dtype, and the vectors.
   absl::Status SpreadValues() override {
     LOSSD_RETURN_IF_ERROR(Synchronize());
     const DType compute = heads_.front()->compute_dtype();
@@ -96,14 +99,14 @@ class HeadReplicas final : public Replicas {
   using Step = absl::FunctionRef<absl::Status(const std::vector<Collectives::Part>&, int64_t floats)>;
 
   HeadTensors& Tensors(int local) const { return heads_[static_cast<size_t>(local)]->tensors(); }
-  // Of an owner in whatever process.
+  // The shard of an owner, which may be in another process.
   Shard ShardOfOwner(int owner) const {
     return ShardOf(Tensors(0).classes(), {owner, collectives_->members()});
   }
   ShardRanges RangesOf(int owner) const { return Tensors(0).RangesOf(ShardOfOwner(owner)); }
   ShardRange WeightRange(int owner) const { return RangesOf(owner).weight; }
 
-  // Waits until no device has anything left to do.
+  // Waits until all devices are idle.
   absl::Status Synchronize() {
     for (CudaHead* head : heads_) {
       LOSSD_RETURN_IF_ERROR(head->device().Enter());
@@ -120,7 +123,7 @@ class HeadReplicas final : public Replicas {
     return parts;
   }
 
-  // Every part of a block that `owner` updates, on all replicas.
+  // Calls `step` for each range of a block that `owner` updates, with the parts of all replicas.
   absl::Status ForEachRange(int owner, BlockOf block, Step step) const {
     const auto weight = [](const ParamBlock& b) { return b.weight; };
     LOSSD_RETURN_IF_ERROR(OnRange(WeightRange(owner), weight, block, step));
@@ -148,7 +151,7 @@ class HeadReplicas final : public Replicas {
     return step(parts, range.count);
   }
 
-  // All of the weight of a block, on all replicas.
+  // Calls `step` with the whole weight of a block, on all replicas.
   absl::Status OnWeight(BlockOf block,
                         absl::FunctionRef<absl::Status(const std::vector<Collectives::Part>&)> step) const {
     return OnRange(
@@ -156,7 +159,8 @@ class HeadReplicas final : public Replicas {
         [&](const std::vector<Collectives::Part>& parts, int64_t) { return step(parts); });
   }
 
-  // The elements of the weight that each owner has, padding included, if all have as many; else 0.
+  // The number of weight elements of each owner, padding included, if all owners have the same number; else
+  // 0.
   int64_t EvenShard() const {
     const int64_t each = WeightRange(0).count;
     for (int owner = 1; owner < collectives_->members(); ++owner) {
@@ -165,8 +169,8 @@ class HeadReplicas final : public Replicas {
     return each;
   }
 
-  // The weight, all shards at once where they are even, else those of one owner after the other, and the
-  // vectors. Ends when the devices have done it.
+  // Exchanges the weight and the vectors, and waits until the devices are done. The weight goes in one
+  // exchange if all shards have the same size, else by owner.
   absl::Status Exchange(absl::FunctionRef<absl::Status(int64_t each)> of_weight,
                         absl::FunctionRef<absl::Status(int owner, bool with_weight)> of_owner) {
     const int64_t each = EvenShard();
@@ -187,8 +191,8 @@ class HeadReplicas final : public Replicas {
   const std::vector<CudaHead*> heads_;
 };
 
-// The replicas of a head that is split by vocabulary. Each place has replicas on GPUs of its own, so the
-// places work at the same time.
+// The replicas of a head that is split by vocabulary. Each place has its replicas on GPUs of its own, so all
+// places exchange at the same time.
 class PlacesReplicas final : public Replicas {
  public:
   explicit PlacesReplicas(std::vector<std::unique_ptr<Replicas>> places) : places_(std::move(places)) {}
@@ -216,19 +220,19 @@ class PlacesReplicas final : public Replicas {
   const std::vector<std::unique_ptr<Replicas>> places_;
 };
 
-// The replicas of a head whose copies divide the classes: those of each place, which are of other GPUs.
+// Joins the replicas of the places of a split head; each place uses other GPUs.
 std::unique_ptr<Replicas> MakePlacesReplicas(std::vector<std::unique_ptr<Replicas>> places) {
   return std::make_unique<PlacesReplicas>(std::move(places));
 }
 
-// `heads`: of the GPUs of this process, in their order. They and what `collectives` rest on outlive the
-// result.
+// `heads`: one on each GPU of this process, in the order of the GPUs. The heads, and the objects that
+// `collectives` use, outlive the result.
 std::unique_ptr<Replicas> MakeHeadReplicas(std::shared_ptr<Collectives> collectives,
                                            std::vector<CudaHead*> heads) {
   return std::make_unique<HeadReplicas>(std::move(collectives), std::move(heads));
 }
 
-// ---- a GPU of each process ----
+// ---- The link of a process with one GPU to the other ranks ----
 
 absl::StatusOr<CudaHead*> CudaHeadOf(HeadKernels* head) {
   auto* const cuda = dynamic_cast<CudaHead*>(head);
@@ -236,7 +240,7 @@ absl::StatusOr<CudaHead*> CudaHeadOf(HeadKernels* head) {
   return cuda;
 }
 
-// The leader makes NCCL's id, and gives it as its address.
+// RankLink by NCCL or through the hosts. With NCCL, the leader's address is the id that the leader makes.
 class CudaLink final : public RankLink {
  public:
   CudaLink(const CudaLinkOptions& options, std::vector<std::string> offered,
@@ -270,14 +274,14 @@ class CudaLink final : public RankLink {
   const absl::Duration timeout_;
   const std::function<absl::Status(int64_t)> plan_memory_;
   const std::vector<std::string> offered_;
-  const std::unique_ptr<HostTransfers> transfers_;  // null: not offered
+  const std::unique_ptr<HostTransfers> transfers_;  // null: gloo is not offered
   bool by_nccl_ = false;                            // set once, before Address
   ExchangeClocks clocks_;
   StreamTimer timer_{&clocks_};
   OnChunkFailure on_chunk_failure_;
   mutable absl::Mutex mutex_;
   absl::Status aborted_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<Collectives> collectives_ ABSL_GUARDED_BY(mutex_);  // once connected, they stay
+  std::shared_ptr<Collectives> collectives_ ABSL_GUARDED_BY(mutex_);  // never replaced once set
 };
 
 RankTraits CudaLink::Traits() const {
@@ -364,7 +368,7 @@ void CudaLink::Abort(const absl::Status& reason) {
     aborted_.Update(reason);
     collectives = collectives_;
   }
-  if (transfers_ != nullptr) transfers_->Abort(reason);  // they may be connecting
+  if (transfers_ != nullptr) transfers_->Abort(reason);  // they may still be connecting
   if (collectives != nullptr) collectives->Abort(reason).IgnoreError();
 }
 
@@ -410,7 +414,7 @@ class NcclExchange final : public ClassExchange {
     return timer_->Time(ExchangeKind::kRowStatistics, stream_,
                         [&] { return nccl_->Gather(Part(all), own, bytes); });
   }
-  // The rows are divided evenly.
+  // Rows are divided evenly among the parts.
   RowRange RowsHere(int64_t rows) const override {
     const int64_t each = RowsOfEach(rows), begin = std::min(rows, part_ * each);
     return {begin, std::min(rows, begin + each)};
@@ -440,10 +444,10 @@ class NcclExchange final : public ClassExchange {
   StreamTimer* const timer_;
 };
 
-// The connections of replicas that divide classes.
+// The connections among replicas of a head that is split by vocabulary.
 struct Grid {
-  std::vector<std::shared_ptr<Nccl>> replicas;  // of each, its GPUs
-  std::vector<std::shared_ptr<Nccl>> places;    // of each, the GPUs that have the same classes
+  std::vector<std::shared_ptr<Nccl>> replicas;  // for each replica, among its GPUs
+  std::vector<std::shared_ptr<Nccl>> places;    // for each place, among the GPUs that have its classes
 };
 
 absl::StatusOr<std::shared_ptr<Nccl>> ConnectLinked(std::vector<int> devices, absl::Duration timeout) {
@@ -499,8 +503,8 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
     return kernels::PlacesOf(heads.front()->config(), static_cast<int>(heads.size()));
   }
 
-  // Made for the first head that needs it, and kept. One replica on all GPUs, and replicas of one GPU, take
-  // the connection of all.
+  // The connections for `places`. They are made for the first head that needs them, and kept. Where the
+  // connection of all GPUs will do (one replica on all GPUs, or replicas of one GPU each), that is used.
   absl::StatusOr<const Grid*> GridOf(size_t places) {
     const auto made = grids_.find(places);
     if (made != grids_.end()) return &made->second;
@@ -531,9 +535,9 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
   const std::shared_ptr<Nccl> nccl_;
   const std::vector<int> devices_;
   const absl::Duration timeout_;
-  std::map<size_t, Grid> grids_;  // by places
+  std::map<size_t, Grid> grids_;  // key: number of places
   const std::shared_ptr<MemberExchanges> exchanges_;
-  std::vector<std::unique_ptr<StreamTimer>> timers_;  // by replica
+  std::vector<std::unique_ptr<StreamTimer>> timers_;  // one for each GPU
 };
 
 }  // namespace

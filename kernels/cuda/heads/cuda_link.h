@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The class exchange of a head whose parts lie in several processes, a GPU in each; rank 0 delivers all rows.
-// The source has what cuda_backend.h promises of links between ranks and between the GPUs of a process, and
-// the sums of gradients and copies of values over the replicas of a head.
+// RankClassExchange: the class exchange of a head whose parts lie in several processes, with one GPU in each.
+// Rank 0 delivers the results of all rows. cuda_link.cc also implements the links between ranks and between
+// the GPUs of a process (cuda_backend.h), with the sums of gradients and the copies of values over the
+// replicas of a head.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_LINK_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_LINK_H_
 
@@ -16,13 +17,13 @@
 
 namespace lossd::kernels::cuda {
 
-// As RankLink::WatchChunks.
+// Called when a chunk's exchange has failed (RankLink::WatchChunks).
 using OnChunkFailure = std::function<absl::Status(const absl::Status&)>;
 
-// Enqueues each exchange on the compute stream of this process's GPU. Threads and errors are ClassExchange's.
+// Enqueues each exchange on the compute stream of this process's GPU. Threads and errors as ClassExchange.
 class RankClassExchange final : public ClassExchange {
  public:
-  // `timer` and `on_failure` outlive the object; what that is may be set until the first chunk.
+  // `timer` and `on_failure` outlive the object. The function *on_failure may be set until the first chunk.
   RankClassExchange(std::shared_ptr<Collectives> collectives, cudaStream_t stream, StreamTimer* timer,
                     const OnChunkFailure* on_failure)
       : collectives_(std::move(collectives)), stream_(stream), timer_(timer), on_failure_(on_failure) {}

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// CudaTeacherPool (cuda_teacher_pool.h): its buffers, and the order of copies, chunks and transfers.
 #include "kernels/cuda/heads/cuda_teacher_pool.h"
 
 #include <algorithm>
@@ -50,7 +51,8 @@ absl::Status CudaTeacherPool::Grow(const HostedBytes& bytes) {
   LOSSD_RETURN_IF_ERROR(allocate(bytes.slots, memory_.slots, grown.slots));
   const bool other_memory = grown.values.bytes() + grown.workspace.bytes() + grown.slots.bytes() > 0;
   if (!other_memory && *values == pool_.size()) return absl::OkStatus();
-  // TeacherPool::Add forgets where the values lie when its size changes, and nothing waits for them then.
+  // If its size changes, TeacherPool::Add forgets where values lie, and no later copy waits for chunks that
+  // read them. So wait here.
   LOSSD_RETURN_IF_ERROR(device_->Synchronize());
   LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   if (!other_memory) return absl::OkStatus();
@@ -94,7 +96,8 @@ absl::StatusOr<std::unique_ptr<CudaTeacherPool::Copied>> CudaTeacherPool::CopyVa
   copied->id = id;
   LOSSD_RETURN_IF_ERROR(Take(Event::Create(/*timing=*/true), copied->begin));
   LOSSD_RETURN_IF_ERROR(Take(Event::Create(/*timing=*/true), copied->end));
-  // The copies of those that left earlier, and waited for, come before this one on the stream.
+  // Copies of members that left the pool earlier come before this one on the stream, and have waited for
+  // their uses.
   for (const Id other : place.evicted) {
     LOSSD_RETURN_IF_ERROR(Await(members_.at(other).last_use, stream_));
   }
@@ -129,7 +132,7 @@ absl::StatusOr<HostedPlaces> CudaTeacherPool::Use(Id id, const uint8_t* home,
   if (place.copy) {
     absl::StatusOr<std::unique_ptr<Copied>> copy = CopyValues(id, place, home);
     if (!copy.ok()) {
-      pool_.Invalidate(id);  // what lies there is not what it should be
+      pool_.Invalidate(id);  // the memory does not hold the values now
       return copy.status();
     }
     copied = *std::move(copy);

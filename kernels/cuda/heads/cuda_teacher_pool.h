@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory of a GPU for heads that live in host memory (kernels/teacher_pool.h has the decisions): room for
-// their values, and one workspace with slots that all of them compute in, which only the head of a chunk and
-// its teacher do at a time.
+// CudaTeacherPool: the memory of a GPU for heads that live in host memory (kernels/teacher_pool.h makes the
+// decisions). It has room for values of these heads, and one workspace with slots, in which all of them
+// compute. At any time only the head of one chunk and its teacher use the workspace.
 //
-// Copies to the pool have a stream of their own. A copy waits there for the chunks that still read what lies
-// in its place, and the chunk that needs it waits for it on the compute stream. No thread of the host waits.
+// Copies to the pool have a stream of their own. On it, a copy waits for the chunks that still read the
+// values in its place. On the compute stream, the chunk that needs the copy waits for it. No thread of the
+// host waits.
 //
-// Where the workspace goes from one head to another, the compute stream waits for the transfers of the chunks
-// before, zeroes the workspace (heads rely on zeros in their padding), and the upload stream waits for that.
-// That is about a millisecond, beside the copy of a head's values that mostly goes with it.
+// When the workspace goes from one head to another, the compute stream waits for the transfers of earlier
+// chunks and zeroes the workspace (heads rely on zeros in their padding), and the upload stream waits for
+// that. This takes about a millisecond, in addition to the copy of a head's values that is mostly needed then
+// too.
 //
-// Driven by the backend's thread; what is const is thread-safe.
+// Driven by the backend's thread; const members are thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_TEACHER_POOL_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_TEACHER_POOL_H_
 
@@ -31,46 +33,46 @@
 
 namespace lossd::kernels::cuda {
 
-// Where a head in host memory computes.
+// The device memory in which a head in host memory computes.
 struct HostedPlaces {
-  uint8_t* values = nullptr;     // ValueBuffer
-  uint8_t* workspace = nullptr;  // Workspace
-  uint8_t* slots = nullptr;      // likewise
+  uint8_t* values = nullptr;     // laid out as ValueBuffer
+  uint8_t* workspace = nullptr;  // laid out as Workspace
+  uint8_t* slots = nullptr;      // the slots of Workspace
 };
 
 class CudaTeacherPool {
  public:
   using Id = TeacherPool::Id;
-  // Called when the memory of the pool has become another one, with the device idle.
+  // Called with the device idle when the memory of the pool has been replaced.
   using OnMoved = absl::AnyInvocable<absl::Status(const HostedPlaces&)>;
 
-  // A copy of a head's values, whose duration is known when a chunk that waited for it is done.
+  // A copy of a head's values to the pool. Its duration is known when a chunk that waited for it is done.
   struct Copied {
     Id id = 0;
     Event begin, end;
   };
 
-  // `limit_bytes` of values, as TeacherPool; `device` outlives the pool.
+  // `limit_bytes`: as in TeacherPool, for values. `device` outlives the pool.
   CudaTeacherPool(Device* device, int64_t limit_bytes) : device_(device), pool_(limit_bytes) {}
   ~CudaTeacherPool();
 
-  // The memory that Add would allocate before it frees what it replaces. RESOURCE_EXHAUSTED as
+  // The memory that Add would allocate before it frees the memory that it replaces. RESOURCE_EXHAUSTED as
   // TeacherPool::SizeWith.
   absl::StatusOr<MemoryBytes> GrowthWith(const HostedBytes& bytes) const;
-  // A new member. `moved` is called at once, and whenever the memory moves. After an error nothing has
-  // changed, unless a head could not be moved.
+  // Adds a member. Calls `moved` at once, and again whenever the memory moves. After an error nothing has
+  // changed, except if a head could not be moved.
   absl::StatusOr<Id> Add(const HostedBytes& bytes, OnMoved moved);
   void Remove(Id id);  // waits for copies
 
-  // Before a chunk of the member, or with it as the teacher, is enqueued: what is enqueued on compute() and
-  // upload() from now on finds the values, `bytes` copied from pinned `home` if they were not there, and the
-  // workspace, in the places returned. `copied` is set if they were copied.
+  // Call before a chunk that has the member as its head or teacher is enqueued. Work that is enqueued on
+  // compute() and upload() from now on finds the values and the workspace in the places returned. If the
+  // values were not on the device, they are copied from `home` (pinned), and `copied` is set.
   absl::StatusOr<HostedPlaces> Use(Id id, const uint8_t* home, std::unique_ptr<Copied>& copied);
-  // The chunk has been enqueued.
+  // Call when the chunk has been enqueued.
   absl::Status EndUse(Id id);
-  // No chunk of the member is in flight; its values in host memory are about to change.
+  // Call when no chunk of the member is in flight, before its values in host memory change.
   void Invalidate(Id id) { pool_.Invalidate(id); }
-  // After the chunk is done; from any thread.
+  // Adds the duration of a copy to stats(). Call after the chunk is done, from any thread.
   void Count(const Copied& copied);
   PagingStats stats(Id id) const { return pool_.stats(id); }
 
@@ -78,9 +80,9 @@ class CudaTeacherPool {
   struct Member {
     HostedBytes bytes;
     OnMoved moved;
-    Event last_use;  // of its values, on the compute stream
+    Event last_use;  // on the compute stream, after the last use of its values
   };
-  // Buffers of a pool with some members.
+  // The buffers of the pool; empty while it has no members.
   struct Memory {
     DeviceBuffer values, workspace, slots;
   };
@@ -93,20 +95,20 @@ class CudaTeacherPool {
   // Enqueues the copy.
   absl::StatusOr<std::unique_ptr<Copied>> CopyValues(Id id, const TeacherPool::Place& place,
                                                      const uint8_t* home);
-  // The workspace is this member's from now on.
+  // Gives the workspace to this member.
   absl::Status TakeWorkspace(Id id);
 
   Device* const device_;
   TeacherPool pool_;
   std::map<Id, Member> members_;
   Memory memory_;
-  cudaStream_t stream_ = nullptr;  // of the copies
+  cudaStream_t stream_ = nullptr;  // for the copies
   Event copied_;
   Event downloads_end_, uploads_end_, workspace_free_;
-  Id workspace_of_ = 0;  // the member that used it last; 0: none since it was allocated
+  Id workspace_of_ = 0;  // the member that used the workspace last; 0: none since it was allocated
 };
 
-// A head that may live in host memory: its membership in the pool, which ends with it.
+// A head that may live in host memory. It leaves the pool when it is destroyed.
 class PooledKernels : public HeadKernels {
  public:
   std::optional<PagingStats> paging() const override {
@@ -115,7 +117,7 @@ class PooledKernels : public HeadKernels {
   }
 
  protected:
-  // `pool` outlives it.
+  // `pool` outlives the object.
   explicit PooledKernels(CudaTeacherPool* pool) : pool_(pool) {}
   ~PooledKernels() override { LeavePool(); }
   void LeavePool() {
@@ -123,7 +125,7 @@ class PooledKernels : public HeadKernels {
     id_.reset();
   }
 
-  // As the members of CudaTeacherPool; of a head that has joined, except for the first.
+  // JoinPool and UsePool call Add and Use of CudaTeacherPool. UsePool is for a head that has joined.
   absl::Status JoinPool(const HostedBytes& bytes, CudaTeacherPool::OnMoved moved);
   bool is_pooled() const { return id_.has_value(); }
   absl::StatusOr<HostedPlaces> UsePool(const uint8_t* home,

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// EmbeddingRows (embedding_rows.h): where the rows lie, rows that go out (LookUp), and gradients that come in
+// (TakeGradients).
 #include "kernels/cuda/heads/embedding_rows.h"
 
 #include <algorithm>
@@ -15,7 +17,8 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// Whether kernels of this GPU may write there: in its own memory. What lies elsewhere is copied.
+// Whether kernels of this GPU may write to `data`: it is the GPU's own memory. Rows for other memory are
+// copied.
 absl::StatusOr<bool> IsMemoryOf(int device, const void* data) {
   cudaPointerAttributes attributes = {};
   LOSSD_RETURN_IF_CUDA_ERROR(cudaPointerGetAttributes(&attributes, data), "cudaPointerGetAttributes");
@@ -37,7 +40,7 @@ Choice EmbeddingChoice(const ChunkJob& job, DType source) {
 }  // namespace
 
 void EmbeddingRows::Prepare(ChunkJob& job, ChunkSlot& slot) const {
-  *slot.host_out.lost = 0;  // the device says nothing of it
+  *slot.host_out.lost = 0;  // no kernel of these chunks writes it
   if (job.layout.accumulate) job.layout.runs = OrderByClass(job.layout, sizes_.vocab, slot.host_in);
   job.chunk->choices = {EmbeddingChoice(job, SourceFor(job.chunk->hidden_dtype).dtype)};
 }
@@ -52,8 +55,9 @@ absl::Status EmbeddingRows::Enqueue(const ChunkJob& job, const ChunkSlot& slot) 
 
 // ---- where the rows lie ----
 
-// Slots have room for rows in the compute dtype, or, of a head with a norm, in any. Of rows that are wider
-// the slot has half of a full chunk, and the region of hidden gradients the other.
+// A slot has room for the rows of a full chunk in the compute dtype; in a head with a norm, in any dtype. If
+// the rows are wider, the slot takes half of a full chunk, and the region of hidden gradients takes the other
+// half.
 RawRows EmbeddingRows::PlaceOf(const ChunkJob& job, const ChunkSlot& slot) const {
   RawRows place;
   place.dtype = job.chunk->hidden_dtype;
@@ -89,7 +93,8 @@ absl::Status EmbeddingRows::ForPieces(const RawRows& place, int64_t begin, int64
 
 // ---- rows that go out ----
 
-// Of several replicas each has fp32 values of its own shard alone, and the others' in the compute dtype.
+// If there are several replicas, each has fp32 values of its own shard only; it has the other classes in the
+// compute dtype.
 DeviceMatrix EmbeddingRows::SourceFor(DType dtype) const {
   const ValueBuffer& values = tensors_->values();
   const bool has_replicas = CopyOf(config_, device_->options().replica).count > 1;
@@ -111,8 +116,9 @@ absl::Status EmbeddingRows::Gather(const ChunkJob& job, const ChunkSlot& slot, i
   return ToStatus(LaunchGatherClasses(p, device_->download()), "gather kernel");
 }
 
-// All on the download stream, so that the rows need not wait for the weight gradient of the chunk before.
-// Rows that are wanted in this GPU's memory are written there, others to the slot and then copied.
+// All work is on the download stream, so that the rows need not wait for the weight gradient of the chunk
+// before. Rows whose destination is this GPU's memory are written there. Other rows are written to the slot
+// and then copied.
 absl::Status EmbeddingRows::LookUp(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t stream = device_->download();
   const int64_t row_bytes = sizes_.hidden * static_cast<int64_t>(SizeOf(job.chunk->hidden_dtype));
@@ -136,7 +142,7 @@ absl::Status EmbeddingRows::LookUp(const ChunkJob& job, const ChunkSlot& slot) c
         place, 0, job.layout.raw_rows,
         [&](uint8_t* at, int64_t first, int64_t count) { return Gather(job, slot, first, count, at); }));
   }
-  // What comes next on the compute stream may change the weight.
+  // Later work on the compute stream may change the weight.
   LOSSD_RETURN_IF_ERROR(Record(slot.row_results, stream));
   LOSSD_RETURN_IF_ERROR(Await(slot.row_results, device_->compute()));
   for (const SliceLayout* const slice : to_copy) {
@@ -151,8 +157,8 @@ absl::Status EmbeddingRows::LookUp(const ChunkJob& job, const ChunkSlot& slot) c
   return Record(slot.done, stream);
 }
 
-// Each part has the rows of its classes, and zeros for the others: the sum over the parts is the row. It goes
-// where hidden gradients go, each row from the part that has its sum.
+// Each part has the rows of its classes, and zeros for the others, so the sum over the parts is the row. The
+// sums go to the region of hidden gradients, and each part delivers the rows whose sum it has.
 absl::Status EmbeddingRows::LookUpParts(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t compute = device_->compute(), download = device_->download();
   const int64_t d = sizes_.padded_hidden;
@@ -231,11 +237,11 @@ absl::Status EmbeddingRows::UploadGradients(const ChunkJob& job, const ChunkSlot
   return Record(slot.uploaded, stream);
 }
 
-// Each part of a head has read the rows by itself. If they change meanwhile, all parts still leave out the
-// same slices.
+// Each part of a split head has read the rows by itself, so if they change meanwhile, parts may see different
+// values. The sum of `bad` over the parts makes all parts leave out the same slices.
 absl::Status EmbeddingRows::GuardGradients(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t stream = device_->compute();
-  float* const bad = slot.device_out.loss;  // such rows have no loss
+  float* const bad = slot.device_out.loss;  // these chunks have no loss; its memory is free
   const CheckRowGradientsParams check = {.gradients = PlaceOf(job, slot),
                                          .raw_of_compact = slot.device_in.raw_of_compact,
                                          .factors = slot.device_in.coef_loss,

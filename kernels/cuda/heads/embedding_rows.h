@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks of a head whose rows are rows of its weight (LossOptions::embedding): rows go out, or gradients
-// of rows come in. No product, norm or loss is computed of them. They use the slots and the memory that other
-// chunks use, and need none of their own.
+// EmbeddingRows: the chunks of a head whose rows are rows of its weight (LossOptions::embedding). Either rows
+// of the weight go out, or gradients of rows come in; no product, norm or loss is computed. These chunks use
+// the slots and the memory of other chunks, and need no memory of their own.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_EMBEDDING_ROWS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_EMBEDDING_ROWS_H_
 
@@ -22,7 +22,7 @@ namespace lossd::kernels::cuda {
 // Driven by the backend's thread.
 class EmbeddingRows {
  public:
-  // All outlive it; `workspace` is of the head.
+  // All pointers outlive the object; `workspace` is the head's.
   EmbeddingRows(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
                 HeadTensors* tensors, const ClassLink* link, const RowTransfers* transfers)
       : device_(device),
@@ -33,31 +33,31 @@ class EmbeddingRows {
         link_(link),
         transfers_(transfers) {}
 
-  // Decides what has to be decided of a chunk that is laid out in `slot`, and says it in its choices.
+  // Plans a chunk that is laid out in `slot`, and describes the plan in the chunk's choices.
   void Prepare(ChunkJob& job, ChunkSlot& slot) const;
-  // Enqueues all that is to be done of a chunk with rows; records slot.results and slot.done.
+  // Enqueues all the work of a chunk with rows. Records slot.results and slot.done.
   absl::Status Enqueue(const ChunkJob& job, const ChunkSlot& slot) const;
 
  private:
-  // Where the raw rows of a chunk lie on the device, [raw_rows, D] of the chunk's hidden_dtype.
+  // Where the raw rows of a chunk lie on the device: [raw_rows, D] of the chunk's hidden_dtype.
   RawRows PlaceOf(const ChunkJob& job, const ChunkSlot& slot) const;
-  // Whether a part of them lies in Region::kHiddenGradient, which chunks share.
+  // Whether part of the raw rows lies in Region::kHiddenGradient, which chunks share.
   bool SharesRegion(const ChunkJob& job) const;
-  // What is enqueued on `stream` from now on may write there: other chunks have done with it.
+  // Makes `stream` wait until other chunks no longer use Region::kHiddenGradient.
   absl::Status AwaitRegion(const ChunkSlot& slot, cudaStream_t stream) const;
-  // Calls `fn` for the pieces of raw rows [begin, begin + rows) that lie one after the other: where the piece
-  // is, and which rows it has, counted from `begin`.
+  // Calls `fn` for each contiguous piece of the raw rows [begin, begin + rows): `at` is where the piece lies,
+  // `first` its first row, counted from `begin`, and `count` its rows.
   using PieceFn = absl::FunctionRef<absl::Status(uint8_t* at, int64_t first, int64_t count)>;
   absl::Status ForPieces(const RawRows& place, int64_t begin, int64_t rows, PieceFn fn) const;
 
   absl::Status LookUp(const ChunkJob& job, const ChunkSlot& slot) const;
-  // Raw rows [begin, begin + rows) to `to`, on the download stream.
+  // Copies rows of the weight for the raw rows [begin, begin + rows) to `to`, on the download stream.
   absl::Status Gather(const ChunkJob& job, const ChunkSlot& slot, int64_t begin, int64_t rows,
                       void* to) const;
-  // Of a head that is split by vocabulary.
+  // For a head that is split by vocabulary.
   absl::Status LookUpParts(const ChunkJob& job, const ChunkSlot& slot) const;
   absl::Status DownloadPart(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place) const;
-  // The weight that rows of this dtype are taken from, [classes here, D].
+  // The weight from which rows of `dtype` are made: [classes here, D].
   DeviceMatrix SourceFor(DType dtype) const;
 
   absl::Status TakeGradients(const ChunkJob& job, const ChunkSlot& slot) const;

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The sizes, the memory and the plan of a head (head_memory.h). SizesFor computes how many rows a chunk has;
+// PlanHead makes the whole plan.
 #include "kernels/cuda/heads/head_memory.h"
 
 #include <algorithm>
@@ -26,14 +28,15 @@ namespace {
 
 constexpr int64_t kPad = 8;  // elements: 16 bytes of a 16-bit type
 constexpr int64_t kTransferBytes = int64_t{8} << 20;
-// A transfer buffer of a head that recomputes logits is this part of the head's limit at most.
+// The transfer buffer of a head that recomputes logits takes at most 1 / kTransferParts of the head's limit.
 constexpr int64_t kTransferParts = 32;
-// Rows of a chunk of an embedding alone at most: a microbatch of the usual size. More are no faster.
+// The most rows of a chunk of a head without logits (Logits::kNone): a microbatch of the usual size. More are
+// no faster.
 constexpr int64_t kEmbeddingChunkRows = 8192;
 
 bool Recomputes(const HeadConfig& config) { return config.logits == Logits::kRecomputed; }
 
-// Rows of a chunk, however much memory there is.
+// The most rows of a chunk, however much memory there is.
 int64_t MostRows(const HeadConfig& config, int64_t max_chunk_rows) {
   switch (config.logits) {
     case Logits::kStored:
@@ -53,7 +56,7 @@ HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
   return sizes;
 }
 
-// The regions: what the paths of the head claim, and what the head does itself.
+// The bytes of each region: those that the paths of the head claim, and those that the head itself uses.
 PathClaims AllClaims(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
   PathClaims claims = ClaimsOf(config, sizes);
   claims.Claim(Region::kHiddenGradient,
@@ -91,29 +94,29 @@ int64_t WorkspaceLimit(const HeadConfig& config, int64_t workspace_bytes) {
   return Recomputes(config) ? std::min(workspace_bytes, kRecomputedWorkspaceBytes) : workspace_bytes;
 }
 
-// What counts against the limit.
+// The bytes that count against the workspace limit.
 int64_t LimitedBytes(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
   const Workspace w = Workspace::Carve(config, sizes, multiprocessors, nullptr, nullptr);
   return Recomputes(config) ? w.bytes : w.bytes + w.slot_bytes;
 }
 
 // The time of one row in a chunk of `rows`, in units of one of the three products. Logits and hidden
-// gradients are computed in panels of whole rows; adding to the weight gradient costs each chunk what some
-// 350 rows of its product do (8 V D bytes beside 2 V D operations a row, measured on an H200; V and D make no
-// difference).
+// gradients are computed in panels of whole rows. Adding to the weight gradient costs each chunk as much as
+// some 350 rows of its product (8 V D bytes beside 2 V D operations a row, measured on an H200; V and D make
+// no difference).
 double RowCost(int64_t rows) {
   constexpr int64_t kAddRows = 350;
   const int64_t in_panels = hopper::Panels(rows) * hopper::kPanelRows;
   return static_cast<double>(2 * in_panels + rows + kAddRows) / static_cast<double>(rows);
 }
 
-// All rows that fit, or as many as fill panels.
+// All rows that fit, or the largest number of whole panels if a row is cheaper then.
 int64_t CheapestRows(int64_t fit) {
   const int64_t full = fit - fit % hopper::kPanelRows;
   return full > 0 && RowCost(full) < RowCost(fit) ? full : fit;
 }
 
-// Bisection over chunk rows in units of 8; the workspace grows with them.
+// Bisection over chunk rows, in units of 8: more rows need more workspace.
 HeadSizes WithRowsThatFit(const HeadConfig& config, const HeadSizes& sizes, int64_t limit,
                           int64_t max_chunk_rows, int multiprocessors) {
   int64_t fits = 1;
@@ -126,10 +129,10 @@ HeadSizes WithRowsThatFit(const HeadConfig& config, const HeadSizes& sizes, int6
   return WithRows(sizes, sizes.fused ? CheapestRows(fits * kPad) : fits * kPad);
 }
 
-// The arena gets what the rest leaves of the limit; fewer rows leave more.
+// The arena gets the part of the limit that nothing else takes. Fewer rows leave more for it.
 HeadSizes WithArena(const HeadConfig& config, HeadSizes sizes, int64_t limit, int64_t max_chunk_rows,
                     int multiprocessors) {
-  if (limit >= kDevicePage) limit -= limit % kDevicePage;  // what is allocated is whole pages
+  if (limit >= kDevicePage) limit -= limit % kDevicePage;  // whole pages are allocated
   for (int64_t rows = max_chunk_rows;; rows /= 2) {
     sizes = WithRows(sizes, rows);
     sizes.transfer_bytes = std::max(std::min(sizes.transfer_bytes, limit / kTransferParts),
@@ -162,7 +165,7 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   sizes.most_classes = MostClassesOf(config, replica.count);
   sizes.fused = fused && config.compute_dtype != DType::kFloat32 && config.logits != Logits::kNone;
   sizes.hidden = config.hidden_size;
-  sizes.vocab = sizes.most_classes;  // so that all parts have the same sizes
+  sizes.vocab = sizes.most_classes;  // so that all parts get the same rows and arena
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
   sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
   sizes.element = static_cast<int64_t>(SizeOf(config.compute_dtype));
@@ -290,7 +293,7 @@ absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& de
 
 ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
   const int64_t end = shard.end_class() == sizes.vocab ? sizes.padded_vocab : shard.end_class();
-  // A replica by rows without classes updates none; a part without any still has its padding.
+  // A replica without classes updates no rows. A part of a split head without classes still has padding rows.
   const int64_t rows = shard.classes > 0 || sizes.vocab == 0 ? end - shard.first_class : 0;
   return {.weight = {shard.first_class * sizes.padded_hidden, rows * sizes.padded_hidden},
           .bias = {shard.first_class, rows},

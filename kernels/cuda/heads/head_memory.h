@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a head keeps on the device and where: the sizes of a head (SizesFor), the memory of its chunks
-// (Workspace), the memory of its tensors (ParamBlock, ValueBuffer), and the plan of all that (PlanHead). One
-// function lays out a buffer for counting (null base) and for use. The backend creates a head by the same
-// arithmetic as PlanHead, so that a plan made on another machine is what the server allocates.
+// What a head keeps on the device, and where: the sizes of a head (SizesFor), the memory of its chunks
+// (Workspace), the memory of its tensors (ParamBlock, ValueBuffer), and the plan of all memory (PlanHead).
+// The Carve functions lay out a buffer; with a null base they only count bytes. The backend creates a head by
+// the same arithmetic as PlanHead, so a plan made on another machine is what the server allocates.
 //
-// The ways of computing chunks say themselves what they need (paths/path_memory.h). Pure functions;
-// thread-safe; also of programs without CUDA.
+// paths/path_memory.h says what each way of computing chunks needs. All functions are pure and thread-safe,
+// and programs without CUDA can use them.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_MEMORY_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_MEMORY_H_
 
@@ -26,18 +26,21 @@ namespace lossd::kernels::cuda {
 
 inline constexpr int kChunkSlots = 2;  // chunks of a head that may be in flight
 
-// The largest chunk that keeps workspace and slots within workspace_bytes, at least 8 rows and at most
-// max_chunk_rows rounded up; where losses are fused, a somewhat smaller one if that leaves less of the
-// kernels' tiles empty. config.workspace_bytes goes before workspace_bytes. A head that recomputes logits
-// gets at most kRecomputedChunkRows rows, and an arena that keeps the workspace alone within the limit, by
-// default kRecomputedWorkspaceBytes if that is less. fused: the device can compute fused losses, if the
-// compute dtype is a 16-bit type.
+// The sizes of a head. chunk_rows is the largest number of rows for which workspace and slots stay within the
+// limit: at least 8, and at most max_chunk_rows rounded up. Where losses are fused it may be somewhat
+// smaller, if that leaves less of the kernels' tiles empty. The limit is config.workspace_bytes if that is
+// set, else workspace_bytes.
 //
-// The parts of a head that is split by vocabulary all get the same number of rows.
+// A head that recomputes logits gets at most kRecomputedChunkRows rows, and an arena that keeps the workspace
+// without the slots within the limit. Its default limit is kRecomputedWorkspaceBytes, if that is less.
+//
+// `fused`: whether the device can compute fused losses, for a 16-bit compute dtype.
+//
+// All parts of a head that is split by vocabulary get the same number of rows.
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
                    int multiprocessors, bool fused, Replica replica = {});
 
-// What one chunk slot keeps on the device.
+// The device memory of one chunk slot.
 struct SlotMemory {
   void* hidden = nullptr;     // [chunk_rows, padded_hidden] compute dtype; shared by the slots of a norm head
   void* raw = nullptr;        // [chunk_rows, D] hidden dtype of the chunk; norm heads only
@@ -45,7 +48,7 @@ struct SlotMemory {
   uint8_t* outputs = nullptr;  // RowOutputBlock
 };
 
-// What chunks need on the device: MemoryKind::kSlots (slots and Region::kHiddenGradient) and kWorkspace.
+// The device memory of chunks: MemoryKind::kSlots (slots and Region::kHiddenGradient) and kWorkspace.
 struct Workspace {
   SlotMemory slots[kChunkSlots];
   PathMemory paths;
@@ -58,24 +61,23 @@ struct Workspace {
   int64_t bytes = 0;
   int64_t slot_bytes = 0;
 
-  // `slot_base`: of slot_bytes, the other: of bytes.
+  // `base` has `bytes`, `slot_base` has `slot_bytes`; both null: only counts.
   static Workspace Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors, uint8_t* base,
                          uint8_t* slot_base);
 };
 
-// INVALID_ARGUMENT if the head cannot do with config.workspace_bytes.
+// INVALID_ARGUMENT if config.workspace_bytes is too small for the head.
 absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
-// What a head takes, by kind, as allocated; of a replica, with the moments of its shard.
-// A head in host memory takes nothing of the device for itself: its values have room in the pool
-// (HostedBytes).
+// The memory that a head takes, by kind, as allocated; for a replica, with the moments of its shard. A head
+// in host memory takes no device memory for itself: its values have room in the pool (HostedBytes).
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica = {});
 
-// What a head in host memory takes of the device while it computes.
+// The device memory that a head in host memory takes while it computes.
 struct HostedBytes {
-  int64_t values = 0;     // of the pool (kernels/teacher_pool.h)
-  int64_t workspace = 0;  // Workspace::bytes and slot_bytes, of memory that all such heads share
+  int64_t values = 0;     // in the pool (kernels/teacher_pool.h)
+  int64_t workspace = 0;  // Workspace::bytes; like `slots` (slot_bytes), in memory that all such heads share
   int64_t slots = 0;
 
   static HostedBytes Of(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
@@ -90,21 +92,21 @@ struct PlanDevice {
   Replica replica;
 };
 
-// What the CUDA backend would do with a head: its memory, the rows of its chunks, and how a full chunk is
-// computed.
+// What the CUDA backend would do with a head: its memory, the rows of its chunks, and how it computes a full
+// chunk.
 struct HeadPlan {
   HeadSizes sizes;
   MemoryBytes memory;  // by kind, as allocated
-  // The rows of a chunk, the blocks of one whose logits are recomputed, and the kernels of a full chunk with
-  // gradients and default options. The library's algorithms are chosen when the head is created, and norms by
-  // the GPU.
+  // The rows of a chunk, the blocks of a chunk whose logits are recomputed, and the kernels of a full chunk
+  // with gradients and default options. The algorithms of cuBLAS are not in it: they are chosen when the head
+  // is created. Nor are the kernels of the norm, which the GPU decides.
   std::vector<Choice> choices;
 };
 
-// INVALID_ARGUMENT naming the field if the config is invalid or its workspace too small.
+// Errors: INVALID_ARGUMENT naming the field if the config is invalid or its workspace is too small.
 absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& device);
 
-// How many rows a chunk has, and why no more.
+// How many rows a chunk has, and why not more.
 Choice ChunkChoice(const HeadConfig& config, const HeadSizes& sizes, const MemoryBytes& memory,
                    int64_t max_chunk_rows);
 
@@ -114,19 +116,20 @@ struct ShardRange {
   int64_t count = 0;
 };
 
-// What a replica updates of each tensor: whole rows of the weight; all of the norm's two vectors or nothing.
+// The part of each tensor that a replica updates: whole rows of the weight; all of the norm's two vectors, or
+// nothing.
 struct ShardRanges {
   ShardRange weight, bias, norm;
 
   static ShardRanges Of(const HeadSizes& sizes, const Shard& shard);
 };
 
-// What a replica updates, its classes counted as those here: its shard among the copies of the head
-// (validation.h), which is all that it has where there is one copy.
+// The part of the classes here that a replica updates: its shard among the copies of the head (validation.h).
+// Where there is one copy, that is all classes here. Classes are counted from the first one here.
 Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica);
 
-// The tensors of one role (value, gradient or a moment) and where they lie in their buffer: all trained
-// parameters one after the other.
+// The tensors of one role (value, gradient or a moment) in their buffer: all trained parameters, one after
+// the other.
 struct ParamBlock {
   float* weight = nullptr;      // [padded_vocab, padded_hidden]
   float* bias = nullptr;        // [padded_vocab] or null
@@ -136,14 +139,14 @@ struct ParamBlock {
 
   static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base,
                           bool with_weight = true);
-  // Of the ranges alone: every tensor begins with its range, and those with none are null.
+  // Lays out the ranges alone: each tensor begins with its range, and a tensor with an empty range is null.
   static ParamBlock CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base);
   float* first() const { return weight; }
   int64_t floats() const { return bytes / static_cast<int64_t>(sizeof(float)); }
 };
 
-// Values, class weights and the 16-bit copy of the weight, which of a head in host memory has no fp32 weight
-// beside it.
+// The values of a head in their buffer: parameters, class weights and the 16-bit copy of the weight. A head
+// in host memory has no fp32 weight if it has a 16-bit copy.
 struct ValueBuffer {
   ParamBlock params;
   float* class_weights = nullptr;  // [all_classes], rounded up, or null

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// HeadTensors (head_tensors.h): allocation, access to tensors block by block, and the optimizer's step.
 #include "kernels/cuda/heads/head_tensors.h"
 
 #include <algorithm>
@@ -169,7 +170,7 @@ absl::StatusOr<double> HeadTensors::GradNorm() {
   const cudaStream_t stream = device_->compute();
   double* result = scratch_.square_sums + kSquareSumPartials;
   double sum = 0.0;
-  // The norm's, which are the last, are on every part and count once.
+  // The gradients of the norm come last. Every part of a split head has them, so only part 0 counts them.
   const bool without_norm = sizes_.part > 0 && gradients_.norm_gain != nullptr;
   const int64_t floats = without_norm ? gradients_.norm_gain - gradients_.first() : gradients_.floats();
   const auto compute = [&]() -> absl::Status {

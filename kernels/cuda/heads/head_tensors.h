@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors of one head on the device: values, gradients and moments, what may be read, written and added
-// to between chunks, and the optimizer's step. Everything but the accessors waits for the device. Driven by
-// the backend's thread; a chunk in flight may use the tensors.
+// HeadTensors: the tensors of one head on the device (values, gradients and moments). Between chunks they may
+// be read, written and added to, and the optimizer's step is applied. All functions except accessors and
+// those that enqueue wait for the device. Driven by the backend's thread; a chunk in flight may use the
+// tensors.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
 
@@ -25,13 +26,14 @@ namespace lossd::kernels::cuda {
 
 class HeadTensors {
  public:
-  // Device memory that these functions work in. Owned by the head.
+  // Device memory that the functions below work in. Owned by the head.
   struct Scratch {
     uint8_t* transfer = nullptr;    // HeadSizes::transfer_bytes
     double* square_sums = nullptr;  // [kSquareSumPartials + 1]
   };
 
-  // `device` outlives it. `host`: the tensors of a head in host memory, which outlive it too; else null.
+  // `device` outlives the object. `host`: the tensors of a head in host memory, which outlive the object too;
+  // else null.
   HeadTensors(Device* device, const HeadConfig& config, const HeadSizes& sizes, HostTensors* host)
       : host_(host),
         device_(device),
@@ -41,12 +43,13 @@ class HeadTensors {
         ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
-  // Zeros, but for norm gain and class weights, which are 1. Enqueued on the compute stream. Of a head in
-  // host memory only there, and values() are null until PlaceValues.
+  // Allocates the tensors: zeros, except norm gain and class weights, which are 1. Enqueues on the compute
+  // stream. The tensors of a head in host memory are allocated only there, and values() are null until
+  // PlaceValues.
   absl::Status Allocate();
-  // Of a head in host memory: its values are at `base` on the device for the chunks that follow.
+  // For a head in host memory: chunks from now on find its values at `base` on the device.
   void PlaceValues(uint8_t* base) { values_ = ValueBuffer::Carve(config_, sizes_, base); }
-  // Before any function below.
+  // Call before any function below.
   void Use(const Scratch& scratch) { scratch_ = scratch; }
 
   // As HeadKernels.
@@ -64,14 +67,15 @@ class HeadTensors {
   WeightAccumulators& accumulators() { return accumulators_; }
   const Shard& shard() const { return shard_; }
   const ShardRanges& ranges() const { return ranges_; }
-  int64_t classes() const { return sizes_.vocab; }  // here
+  int64_t classes() const { return sizes_.vocab; }  // classes that are here
   ShardRanges RangesOf(const Shard& shard) const { return ShardRanges::Of(sizes_, shard); }
-  // The weight that chunks are computed with, from this class on.
+  // The weight that chunks are computed with, beginning at class `first_class`.
   void* ComputeWeightFrom(int64_t first_class) const {
     return static_cast<uint8_t*>(values_.compute_weight) +
            first_class * sizes_.padded_hidden * sizes_.element;
   }
-  // gradient += sums, [padded_hidden] each; `shift` may be null. Enqueued on the compute stream.
+  // Adds the sums [padded_hidden] to the gradients of norm gain and norm shift; `shift` may be null. Enqueued
+  // on the compute stream.
   absl::Status AddNormGradients(const float* gain, const float* shift);
   // Zeroes the gradients of another replica's shard. Enqueued on the compute stream.
   absl::Status ZeroGradientsOf(const Shard& shard);
@@ -79,26 +83,27 @@ class HeadTensors {
   float largest_class_weight() const { return largest_class_weight_; }  // by magnitude; 1 without
 
  private:
-  // Rows of a tensor on their way between host and device.
+  // Rows of a tensor, in a copy between host and device.
   struct TransferBlock {
-    DeviceMatrix tensor;  // their place in the tensor
+    DeviceMatrix tensor;  // the rows in the tensor
     DeviceMatrix buffer;  // the transfer buffer, in the host's dtype
     int64_t rows = 0;
-    int64_t offset = 0;  // in the host's memory, bytes
+    int64_t offset = 0;  // bytes, in the host's memory
     int64_t bytes = 0;
   };
 
   // A tensor from row `row_begin` on, as a matrix on the device.
   DeviceMatrix Find(TensorId id, int64_t row_begin) const;
-  // Enters the device and checks an access to rows of a tensor; then waits for the chunks in flight.
+  // Makes the device current, checks an access to rows of a tensor, and waits for the chunks in flight.
   absl::Status Begin(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes);
-  // Each block ends before the next begins: host memory need not be pinned, and the buffer is shared.
+  // Calls `step` for blocks of rows that fit the transfer buffer. Each block ends before the next begins,
+  // because host memory need not be pinned and the buffer is shared.
   absl::Status ForEachBlock(const DeviceMatrix& tensor, int64_t rows, DType dtype,
                             absl::FunctionRef<absl::Status(const TransferBlock&)> step);
   // One step of the optimizer on a range of a tensor. The other pointers may be null.
   absl::Status StepRange(OptimizerStepParams params, bool matrix, const ShardRange& range, float* values,
                          float* gradients, float* moment1, float* moment2);
-  // The first row that is here.
+  // The first row of the tensor that is here.
   int64_t FirstRow(TensorId id) const { return StoredRowsOf(config_, id, device_->options().replica).first; }
   absl::Status RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows);
   absl::Status ReadClassWeights();
@@ -112,7 +117,7 @@ class HeadTensors {
   DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_;
   ValueBuffer values_;
   ParamBlock gradients_;
-  ParamBlock moments_[2];  // of the shard
+  ParamBlock moments_[2];  // of the shard alone
   WeightAccumulators accumulators_;
   Scratch scratch_;
   float class_weight_sum_;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// HostTensors (host_tensors.h): tensors in host memory, with conversions between dtypes.
 #include "kernels/cuda/heads/host_tensors.h"
 
 #include <cuda_bf16.h>

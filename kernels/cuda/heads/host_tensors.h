@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors of a head that lives in host memory, in pinned memory that is laid out as on the device, so
-// that one copy brings them there. The weight is rounded to the compute dtype when it is written, to nearest
-// even as on the device; bias, norm and class weights are fp32.
+// HostTensors: the tensors of a head that lives in host memory. They are in pinned memory, laid out as on the
+// device, so that one copy brings them there. The weight is rounded to the compute dtype when it is written
+// (to nearest even, as on the device); bias, norm and class weights are fp32.
 //
 // Driven by the backend's thread, while no copy to the device is under way.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HOST_TENSORS_H_
@@ -21,10 +21,11 @@ class HostTensors {
  public:
   HostTensors(const HeadConfig& config, const HeadSizes& sizes) : config_(config), sizes_(sizes) {}
 
-  // Zeros, but for norm gain and class weights, which are 1. RESOURCE_EXHAUSTED if the host has not so much.
+  // Allocates zeros, except norm gain and class weights, which are 1. RESOURCE_EXHAUSTED if the host has too
+  // little memory.
   absl::Status Allocate(MemoryLedger* ledger);
 
-  // As HeadKernels, of values; the arguments have been checked.
+  // As ReadTensor and WriteTensor of HeadKernels, for values. The caller has checked the arguments.
   void Read(Param param, int64_t row_begin, int64_t rows, DType dtype, absl::Span<uint8_t> out) const;
   void Write(Param param, int64_t row_begin, int64_t rows, DType dtype, absl::Span<const uint8_t> in);
 
@@ -32,7 +33,7 @@ class HostTensors {
   const float* class_weights() const { return values_.class_weights; }  // [vocab_size] or null
 
  private:
-  // A tensor from row `row_begin` on.
+  // Where a tensor lies from row `row_begin` on.
   struct Place {
     uint8_t* data = nullptr;
     DType dtype = DType::kFloat32;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// ChunkSlots and RowTransfers (row_transfers.h): rows to the device (Upload) and back (Download).
 #include "kernels/cuda/heads/row_transfers.h"
 
 #include <algorithm>
@@ -79,11 +80,11 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
   if (place.slice->retained_offset >= 0) {
     uint8_t* const retained =
         static_cast<CudaRetained*>(job.chunk->retained)->data() + place.slice->retained_offset;
-    // Of the parts of a head the first keeps them.
+    // The first part of a split head retains the rows.
     if (from != nullptr && sizes_.part == 0) keep = retained;
     if (from == nullptr) from = retained;
   }
-  // That memory may be another GPU's, so what is to be kept comes from this one's.
+  // `from` may be memory of another GPU, so the retained copy is made from this GPU's copy.
   const auto bring = [&](void* to, int64_t first, int64_t count) {
     LOSSD_RETURN_IF_ERROR(Copy(to, from + first * row_bytes, count * row_bytes, stream));
     if (keep == nullptr) return absl::OkStatus();
@@ -111,7 +112,7 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
 
 absl::Status RowTransfers::Download(const ChunkJob& job, const ChunkSlot& slot) {
   const cudaStream_t stream = device_->download();
-  // The guard of hidden gradients has the last word on what the rows' results say.
+  // Wait for the guard of hidden gradients too, because it can still change the rows' results.
   LOSSD_RETURN_IF_ERROR(Await(job.wants_hidden_gradient ? slot.hidden_gradient : slot.row_results, stream));
   LOSSD_RETURN_IF_ERROR(
       Copy(slot.host_outputs.data(), slot.memory.outputs, slot.host_outputs.bytes(), stream));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of chunks on their way between host and device (RowTransfers), and what belongs to one chunk of a
-// head from Submit to its end (ChunkSlot).
+// RowTransfers copies the rows of chunks between host and device. ChunkSlot holds what belongs to one chunk
+// of a head from Submit to its end.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 
@@ -17,8 +17,8 @@
 
 namespace lossd::kernels::cuda {
 
-// What belongs to one chunk from Submit to its end. A plain owner, driven by the backend's thread, except for
-// the host blocks and events of a chunk in flight, which the completion thread reads.
+// The memory and events of one chunk, from Submit to its end. A plain owner, driven by the backend's thread,
+// except that the completion thread reads the host blocks and events of a chunk in flight.
 struct ChunkSlot {
   SlotMemory memory;
   PinnedBuffer host_inputs;
@@ -29,7 +29,8 @@ struct ChunkSlot {
   RowClassBlock classes;
   Event uploaded, row_results, hidden_gradient, results, done;
   DeviceBranch loss_branch, weight_branch;  // of a filtered chunk
-  // The options of its chunk if that says whether others should try the filter, in host_out.decision.
+  // The options of the slot's chunk, if the chunk is a trial: host_out.decision then says whether later
+  // chunks should try the filter.
   std::optional<LossOptions> trial;
 };
 
@@ -37,9 +38,9 @@ struct ChunkSlot {
 class ChunkSlots {
  public:
   absl::Status Allocate(MemoryLedger* ledger, const HeadSizes& sizes);
-  // Where they lie on the device, once or again while no chunk is in flight.
+  // Sets where the slots lie on the device: once, or again while no chunk is in flight.
   void Place(const HeadSizes& sizes, const Workspace& workspace);
-  // The slots take turns. The chunk that had it before has left the device.
+  // Returns the slots in turn. The slot's last chunk must have left the device.
   ChunkSlot& Next();
   const ChunkSlot& first() const { return slots_[0]; }
 
@@ -48,12 +49,12 @@ class ChunkSlots {
   size_t next_ = 0;
 };
 
-// Moves rows between host and device, on the streams for that: hidden states and per-row inputs up, results
-// and hidden gradients down, converted and compacted where host and device differ. Driven by the backend's
-// thread.
+// Moves rows between host and device, on the upload and download streams: hidden states and per-row inputs to
+// the device, results and hidden gradients to the host. Where host and device differ, rows are converted and
+// compacted. Driven by the backend's thread.
 class RowTransfers {
  public:
-  // `device` outlives it; `workspace` is of the head.
+  // `device` outlives the object; `workspace` is the head's.
   RowTransfers(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace)
       : device_(device), config_(config), sizes_(sizes), workspace_(workspace) {}
   absl::Status Start();  // before any function below
@@ -63,15 +64,15 @@ class RowTransfers {
   // Enqueues the download of the row results after slot.row_results, and of hidden gradients after
   // slot.hidden_gradient; records slot.results.
   absl::Status Download(const ChunkJob& job, const ChunkSlot& slot);
-  // The last download from Region::kHiddenGradient.
+  // Recorded after the last download from Region::kHiddenGradient.
   const Event& download_idle() const { return download_idle_; }
 
  private:
   absl::Status UploadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
   absl::Status DownloadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
-  // Whether a slice is copied as it is.
+  // Whether the slice is copied without conversion.
   bool IsDirect(const ChunkJob& job, const SliceLayout& place, int64_t rows) const;
-  int64_t RowBytes(const ChunkJob& job) const;  // of the host's rows
+  int64_t RowBytes(const ChunkJob& job) const;  // of one row of the host
 
   Device* const device_;
   const HeadConfig config_;
@@ -80,8 +81,8 @@ class RowTransfers {
   Event download_idle_;
 };
 
-// Zeroes the hidden gradient of slices without any target, which no kernel writes to, and waits for it. On
-// the completion thread of the device.
+// Zeroes the hidden gradients of slices without any target, which no kernel writes, and waits for it. Called
+// on the device's completion thread.
 absl::Status ZeroUntouchedGradients(const Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size);
 
 }  // namespace lossd::kernels::cuda

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels share. On the device: 16-byte vectors of any element type as fp32, fast base-2
-// exponentials, reductions whose order never changes, and copies to shared memory that a thread starts and
-// waits for later. On the host: the element type of a matrix as a template argument (WithElement), and
-// launches whose blocks may start early (EarlyLaunch).
+// Helpers that all kernels share. On the device: 16-byte vectors of any element type as fp32, fast base-2
+// exponentials, reductions in a fixed order, and asynchronous copies to shared memory. On the host: the
+// element type of a matrix as a template argument (WithElement), and launches whose blocks may start early
+// (EarlyLaunch).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_DEVICE_MATH_CUH_
 
@@ -34,21 +34,22 @@ __device__ __forceinline__ float SaturateHalf(float x) {
   return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
 }
 
-// A kernel launched to start early waits here until the one before it has ended and its writes are visible.
+// In a kernel that was launched to start early: waits until the previous kernel has ended and its writes are
+// visible.
 __device__ __forceinline__ void AwaitKernelBefore() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the blocks of such a kernel start where there is room.
+// Lets the blocks of such a kernel start where there is room, while this kernel still runs.
 __device__ __forceinline__ void LetNextKernelStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// One 16-byte vector of T: its elements in fp32, and the largest of them that is not NaN.
+// One 16-byte vector of T: its elements as fp32, and their maximum without NaN.
 template <typename T>
 struct Vec;
 
@@ -126,7 +127,7 @@ struct Vec<__half> {
   }
 };
 
-// Element `index` of an array whose element type is known at run time only.
+// Element `index` of an array whose element type is known only at run time.
 __device__ __forceinline__ float LoadElement(const void* base, DType dtype, int64_t index) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(base)[index];
   if (dtype == DType::kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[index]);
@@ -143,7 +144,7 @@ __device__ __forceinline__ void StoreElement(void* base, DType dtype, int64_t in
   }
 }
 
-// Eight consecutive elements from `index` on as fp32; those at or past `end` are 0. `aligned`: every
+// Eight consecutive elements from `index` on, as fp32; elements at or past `end` are 0. `aligned`: every
 // group of eight starts on a 16-byte boundary.
 __device__ __forceinline__ void Load8(const void* base, DType dtype, int64_t index, int64_t end, bool aligned,
                                       float (&x)[8]) {
@@ -194,8 +195,8 @@ __device__ __forceinline__ void Store8(void* base, DType dtype, int64_t index, i
   }
 }
 
-// Sum over the block, the same bits in every thread. `scratch`: 33 floats of shared memory; the
-// caller must not touch it before the next barrier.
+// The sum over the block, the same bits in every thread. `scratch`: 33 floats of shared memory; the caller
+// must not touch it before the next barrier.
 __device__ __forceinline__ float BlockSum(float value, float* scratch) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
@@ -214,10 +215,10 @@ __device__ __forceinline__ float BlockSum(float value, float* scratch) {
 
 inline constexpr int kGuardThreads = 1024;  // of a block; often one block for all rows
 
-// The end of a guard whose block s guards slice s, rows [begin, end). `first` is the first bad row that the
-// thread has found, or INT32_MAX. first_bad[s] becomes the first bad row of the block; then no row is kept.
-// If there is none it becomes -1, and those rows are kept that are to be accumulated. Params has first_bad,
-// accumulate and keep. A kernel calls this once.
+// The end of a guard kernel whose block s guards slice s, with the rows [begin, end). `first`: the first bad
+// row that the thread has found, or INT32_MAX. If the block has found a bad row, first_bad[s] becomes the
+// first one, and no row is kept. Otherwise first_bad[s] becomes -1, and the rows that are to be accumulated
+// are kept. Params has first_bad, accumulate and keep. A kernel calls this once.
 template <typename Params>
 __device__ __forceinline__ void GuardSlice(const Params& p, int32_t begin, int32_t end, int32_t first) {
   __shared__ int32_t warp_first[kGuardThreads / 32];
@@ -234,28 +235,29 @@ __device__ __forceinline__ void GuardSlice(const Params& p, int32_t begin, int32
   }
 }
 
-// ---- copies from device to shared memory that a thread starts and waits for later ----
+// ---- asynchronous copies from device memory to shared memory ----
 //
-// The copies a thread has started since its last CommitCopies() are one batch; batches end in order. A thread
-// sees what it has copied itself after waiting; the others after a barrier that follows the wait.
+// The copies that a thread has started since its last CommitCopies() are one batch; batches end in order.
+// After waiting, a thread sees the data that it has copied itself; other threads see it after a barrier that
+// follows the wait.
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// 16 bytes, aligned to 16, past L1.
+// Copies 16 bytes, aligned to 16, bypassing L1.
 __device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const void* from_global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global) : "memory");
 }
 
-// 4 bytes, aligned to 4.
+// Copies 4 bytes, aligned to 4.
 __device__ __forceinline__ void CopyAsync4(uint32_t to_shared, const void* from_global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to_shared), "l"(from_global) : "memory");
 }
 
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most `pending` (0 to 3) of the thread's batches are under way.
+// Waits until at most `pending` (0 to 3) of the thread's batches are not complete.
 __device__ __forceinline__ void AwaitCopies(int pending) {
   switch (pending) {
     case 1:
@@ -275,15 +277,14 @@ __device__ __forceinline__ void AwaitCopies(int pending) {
 // Waits for all copies of the thread, committed or not.
 __device__ __forceinline__ void AwaitAllCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// ---- host: the element type of a matrix, known when the program runs, as a template argument of a kernel
-// ----
+// ---- host: a run-time element type as a template argument of a kernel ----
 
 template <typename T>
 struct Element {
   using Type = T;
 };
 
-// launch(Element<T>()) for the T of `dtype`, and what it returns. For example:
+// Calls launch(Element<T>()) for the T of `dtype`, and returns its result. For example:
 //   WithElement(dtype, [&](auto element) { return Launch<typename decltype(element)::Type>(params); })
 template <typename LaunchFn>
 cudaError_t WithElement(DType dtype, LaunchFn launch) {
@@ -300,11 +301,12 @@ cudaError_t WithElement(DType dtype, LaunchFn launch) {
 
 // ---- host: early launches ----
 
-// A launch whose blocks may take their places while the kernel before it in the stream ends. The kernel waits
-// for that one itself (AwaitKernelBefore). Plain data.
+// A launch whose blocks may be scheduled while the previous kernel of the stream still runs. The kernel
+// itself waits for that one (AwaitKernelBefore). Plain data.
 class EarlyLaunch {
  public:
-  // possible: the device can (compute capability 9.0 or later); else an ordinary launch.
+  // `possible`: the device supports it (compute capability 9.0 or later); otherwise this is an ordinary
+  // launch.
   EarlyLaunch(dim3 grid, dim3 block, size_t shared_bytes, bool possible, cudaStream_t stream) {
     attributes_[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes_[0].val.programmaticStreamSerializationAllowed = 1;
@@ -318,7 +320,7 @@ class EarlyLaunch {
   EarlyLaunch(const EarlyLaunch&) = delete;  // config_ points into it
   EarlyLaunch& operator=(const EarlyLaunch&) = delete;
 
-  // `blocks` that follow each other are a cluster.
+  // Each `blocks` consecutive blocks form a cluster.
   void SetCluster(unsigned blocks) {
     cudaLaunchAttribute& cluster = attributes_[config_.numAttrs++];
     cluster.id = cudaLaunchAttributeClusterDimension;

@@ -1,33 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that have a teacher. With y = z / T of the student and y' = z' / T of the teacher, q = softmax(y) and
-// p = softmax(y'), the divergence of a row is a sum over classes of a function of p and q, and
+// Kernels for rows that have a teacher.
+//
+// Math. With y = z / T of the student, y' = z' / T of the teacher, q = softmax(y) and p = softmax(y'), the
+// divergence of a row is a sum over classes of a function of p and q, and
 //
 //   dD/ds_v = (dz_v/ds_v) / T (f_v - q_v sum f),   f = q times the derivative by q
 //
-// without the logit scale. docs/math.md has f of each divergence. A KL divergence takes no pass of its own:
-// with u_v = y_v - max y, u'_v = y'_v - max y' and C = sum_v exp(u'_v) (u'_v - u_v), which is summed up with
-// the softmaxes,
+// without the logit scale. docs/math.md has f of each divergence. A KL divergence needs no pass of its own.
+// With u_v = y_v - max y, u'_v = y'_v - max y', and C = sum_v exp(u'_v) (u'_v - u_v), which is summed up
+// together with the softmaxes,
 //
 //   KL(p || q) = C / sum_v exp(u'_v) - log sum_v exp(u'_v) + log sum_v exp(u_v),   sum f = -1
 //
-// and KL(q || p), whose sum f is the divergence itself, with p and q changed over.
+// and KL(q || p) follows by exchanging p and q; its sum f is the divergence itself.
 //
-// Plan where one device has all classes and the loss with targets does not count (WholeDivergenceKernel): one
-// block a row. The first pass sums up the softmax at temperature 1 too, from which the row's other results
-// come. Several blocks a row, with rows that stay in L2 from the first pass to the last, are slower: each
-// thread has too few classes for what a pass costs besides them.
+// Plan if one device has all classes and the loss with targets does not count (WholeDivergenceKernel): one
+// block a row. The first pass also sums up the softmax at temperature 1, which gives the row's other results.
+// Several blocks a row, with rows that stay in L2 from the first pass to the last, are slower, because each
+// thread then has too few classes to pay for the fixed cost of a pass.
 //
-// Plan where, besides, the divergence is KL(p || q) and the products have left the softmaxes of their tiles
-// (KnownDivergenceKernel): one block a row, which adds the tiles up and then goes over the logits once, since
-// the gradient of a class needs nothing else.
+// Plan if, in addition, the divergence is KL(p || q) and the products have computed the softmaxes of their
+// tiles (KnownDivergenceKernel): one block a row. It adds up the tiles and then reads the logits once,
+// because the gradient of a class needs nothing else.
 //
-// Plan otherwise: one block a row, which goes over both rows of logits once for the softmaxes, once more for
-// a divergence that is none of the two KL, and once for the gradient. Sums are combined in a fixed order.
+// Plan otherwise: one block a row. It reads the logits of both heads once for the softmaxes, once more for a
+// divergence other than the two KL, and once for the gradient. Sums are combined in a fixed order.
 //
-// Bytes a pass: rows * V * 8 read; with the last rows * V * 4 written, or, where the loss with targets does
-// not count, the gradient itself in the compute dtype. Operations: 2 exponentials an element and pass, by
-// ex2.approx (relative error 2^-22), and some 16 others: exponentials are relative to a reference that
-// follows the largest logit only from a distance, so that sums are hardly ever rescaled.
+// Bytes: each pass reads rows * V * 8. The last pass also writes rows * V * 4, or, if the loss with targets
+// does not count, the gradient in the compute dtype. Operations: 2 exponentials an element and pass, by
+// ex2.approx (relative error 2^-22), and some 16 others. Exponentials are relative to a reference that
+// follows the largest logit only when it is far away, so sums are rarely rescaled.
 
 #include <type_traits>
 
@@ -42,14 +44,14 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMergeThreads = 256;
-constexpr int kLane = 4;  // elements that a thread takes at once
+constexpr int kLane = 4;  // elements that a thread processes at once
 
 // ---- a row ----
 
 template <Divergence kDivergence>
 constexpr bool kIsKl = kDivergence == Divergence::kForwardKl || kDivergence == Divergence::kReverseKl;
 
-// Of one class: z, and dz/ds without the logit scale. kPlain: there is neither bias, nor softcap, nor a
+// Computes z of a class, and dz/ds without the logit scale. kPlain: there is no bias, no softcap and no
 // masked class.
 template <bool kPlain>
 struct Logits {
@@ -66,7 +68,7 @@ struct Lane {
   float x[kLane];
 };
 
-// kLast: nobody reads it again.
+// kLast: the matrix is not read again.
 template <bool kLast>
 __device__ __forceinline__ Lane LoadLane(const LogitMatrix& matrix, int64_t row, int v) {
   const float4* const from =
@@ -75,9 +77,9 @@ __device__ __forceinline__ Lane LoadLane(const LogitMatrix& matrix, int64_t row,
   return {x.x, x.y, x.z, x.w};
 }
 
-// The logits of both heads, `kLane` classes at a time: calls body(column, student, teacher) with those from
-// `column` on, for those of the first `count` vectors that are this thread's. Rows are padded to whole
-// vectors. Two vectors are loaded before the first is used.
+// Calls body(column, student, teacher) with `kLane` dot products of each head, from `column` on, for this
+// thread's vectors among the first `count`. Rows are padded to whole vectors. Two vectors are loaded before
+// the first is used.
 template <bool kLast = false, typename Body>
 __device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t row, int count, Body body) {
   const auto student = [&](int v) { return LoadLane<kLast>(p.student, row, v); };
@@ -93,7 +95,7 @@ __device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t
 
 __device__ __forceinline__ int VectorsOf(int columns) { return (columns + kLane - 1) / kLane; }
 
-// z of some classes; with `classes` -infinity of what is none.
+// z of some classes; -infinity for columns at or past `classes`.
 template <bool kPlain>
 __device__ __forceinline__ Lane LogitsOf(const Logits<kPlain>& logits, const Lane& dots, int column,
                                          int classes = INT32_MAX) {
@@ -111,10 +113,11 @@ __device__ __forceinline__ float TopOf(const Lane& z) {
 
 __device__ __forceinline__ float Exp(float x) { return Exp2(x * kLog2E); }
 
-// What logits are subtracted from: -infinity, of none, must not become NaN.
+// The value that is subtracted from logits. If there is no logit yet (top is -infinity), it is 0, so that the
+// difference is not NaN.
 __device__ __forceinline__ float BaseOf(float top) { return top == NegativeInfinity() ? 0.0f : top; }
 
-// One softmax of a row.
+// The logarithm of one softmax of a row.
 struct LogSoftmax {
   float top;
   float inverse;  // of the temperature
@@ -127,18 +130,18 @@ struct LogSoftmax {
 
 // ---- softmaxes ----
 
-// Which softmax a KL divergence is an expectation over (own), and which is the other. Without kCross the two
-// are only two softmaxes, own that of the teacher.
+// Which softmax a KL divergence is an expectation over ("own"), and which is the other one. Without kCross
+// the divergence is no KL: then the two are just two softmaxes, and own is the teacher's.
 template <Divergence kDivergence>
 struct Sides {
   static constexpr bool kCross = kIsKl<kDivergence>;
   static constexpr bool kOwnIsStudent = kDivergence == Divergence::kReverseKl;
 };
 
-// Both softmaxes of a row while they are being summed up: sums of exp((z - top) / T), and, over the classes
-// of the own one, cross = sum of exp((own - own_top) / T) ((own - own_top) - (other - other_top)) / T.
-// Relative to the tops, it is exact where the two agree about the most probable class. A top is the largest
-// logit, or less by at most kSlack T.
+// Both softmaxes of a row while they are summed up: sums of exp((z - top) / T), and
+//   cross = sum of exp((own - own_top) / T) ((own - own_top) - (other - other_top)) / T
+// over all classes. Because cross is relative to the tops, it is exact where both softmaxes have the same
+// most probable class. A top is the largest logit, or less by at most kSlack T.
 constexpr float kSlack = 12.0f;
 
 struct Running {
@@ -153,12 +156,12 @@ __device__ __forceinline__ Running NothingYet() {
   return {NegativeInfinity(), 0.0f, NegativeInfinity(), 0.0f, 0.0f};
 }
 
-// Whether sums that are relative to `top` have to be made relative to a larger logit.
+// Whether `logit` exceeds `top` by so much that sums relative to `top` have to be rescaled.
 __device__ __forceinline__ bool IsFar(float logit, float top, float inverse) {
   return (logit - top) * inverse > kSlack;
 }
 
-// Makes the sums relative to tops that are at least as large. A sum is 0 only where there is no class yet.
+// Makes the sums relative to tops that are at least as large. A sum is 0 only if no class has been added.
 template <bool kCross>
 __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_top, float inverse) {
   if (r.own_top != own_top) {
@@ -176,8 +179,8 @@ __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_to
   }
 }
 
-// Some classes. Masked ones add nothing to their softmax; NaN shows in the sums. kMasks: there may be masked
-// ones.
+// Adds some classes. Masked classes add nothing to their softmax. NaN shows in the sums. kMasks: some classes
+// may be masked.
 template <bool kCross, bool kMasks>
 __device__ __forceinline__ void Take(Running& r, const Lane& own, const Lane& other, float inverse) {
   const float own_top = TopOf(own), other_top = TopOf(other);
@@ -205,7 +208,7 @@ __device__ __forceinline__ Running Both(Running a, Running b, float inverse) {
   return {own_top, a.own_sum + b.own_sum, other_top, a.other_sum + b.other_sum, a.cross + b.cross};
 }
 
-// Over all threads of the block; complete in the first warp.
+// Combines the sums of all threads of the block; complete in the first warp.
 template <bool kCross>
 __device__ __forceinline__ Running Reduce(Running r, Running* scratch, float inverse) {
 #pragma unroll
@@ -255,7 +258,7 @@ __global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__
   p.rows.target_coefs[row] = p.in.coef_loss[row] * p.distillation.target_weight;
 }
 
-// One thread a row.
+// Grid: one thread a row.
 template <Divergence kDivergence>
 __global__ void MergeSoftenedKernel(const __grid_constant__ MergeTaughtParams p) {
   using Of = Sides<kDivergence>;
@@ -283,7 +286,7 @@ __global__ void AddDivergencesKernel(const __grid_constant__ MergeTaughtParams p
 
 // ---- sums and gradients ----
 
-// Both components over all threads of the block, the same in each.
+// The sums of both components over all threads of the block, the same in each thread.
 __device__ __forceinline__ float2 Add(float2 x, float2* scratch) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) {
@@ -300,12 +303,12 @@ __device__ __forceinline__ float2 Add(float2 x, float2* scratch) {
   return all;
 }
 
-// p log(p / other), which is 0 where p is.
+// p log(p / other); 0 where p is 0.
 __device__ __forceinline__ float Relative(float p, float log_p, float log_other) {
   return p == 0.0f ? 0.0f : p * (log_p - log_other);
 }
 
-// x: what one class adds to the divergence; y: f.
+// x: what one class adds to the divergence. y: f.
 template <Divergence kDivergence>
 __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float log_q, float beta) {
   if constexpr (kDivergence == Divergence::kForwardKl) {
@@ -314,13 +317,14 @@ __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float lo
     const float value = Relative(q, log_q, log_p);
     return make_float2(value, value);
   } else if constexpr (kDivergence == Divergence::kJensenShannon) {
-    // Relative to the larger one, so that m is not 0 where p or q is not. Not used where both are 0.
+    // Relative to the larger logarithm, so that m is not 0 where p or q is not 0. If both are 0, the result
+    // is not used.
     const float top = fmaxf(log_p, log_q);
     const float log_m = top + logf(beta * Exp(log_p - top) + (1.0f - beta) * Exp(log_q - top));
     const float of_student = (1.0f - beta) * Relative(q, log_q, log_m);
     return make_float2(beta * Relative(p, log_p, log_m) + of_student, of_student);
   } else {
-    // By the logarithms, which have no rounding of an exponential.
+    // Compares the logarithms, which have no rounding error of an exponential.
     const float half = log_q > log_p ? 0.5f : log_q < log_p ? -0.5f : 0.0f;
     return make_float2(half * (q - p), half * q);
   }
@@ -354,7 +358,7 @@ __global__ __launch_bounds__(kThreads) void SumDivergenceKernel(const __grid_con
   p.rows.records[row].slope = total.y;
 }
 
-// A row whose record is of all classes: its divergence, and the gradient of a class.
+// A row whose record is of all classes: gives its divergence, and the gradient of each class.
 template <Divergence kDivergence>
 struct RowDivergence {
   LogSoftmax student;
@@ -414,7 +418,7 @@ __device__ __forceinline__ T Rounded(float x) {
   return static_cast<T>(x);
 }
 
-// Some elements of a gradient, which begin where vectors of them may.
+// Some elements of a gradient, aligned for vector accesses.
 template <typename T>
 struct alignas(kLane * sizeof(T)) GradientLane {
   T x[kLane];
@@ -430,7 +434,7 @@ __device__ __forceinline__ void ZeroRow(const LogitMatrix& gradient, int64_t row
     to[v] = zeros;
 }
 
-// The results of a row, by one thread; whether they are finite.
+// Writes the results of a row, by one thread. Returns whether they are finite.
 template <Divergence kDivergence>
 __device__ __forceinline__ bool FinishRow(const DivergenceParams& p, int64_t row, float divergence) {
   const Distillation& distillation = p.distillation;
@@ -454,7 +458,7 @@ __device__ __forceinline__ bool FinishRow(const DivergenceParams& p, int64_t row
   return valid;
 }
 
-// T: the compute dtype. Absent rows have no divergence and no gradient.
+// T: the compute dtype. Absent rows have a divergence and a gradient of 0.
 template <Divergence kDivergence, typename T>
 __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
     const __grid_constant__ DivergenceParams p) {
@@ -535,8 +539,8 @@ __device__ __forceinline__ void StoreLane(const LogitMatrix& gradient, int64_t r
   }
 }
 
-// What is summed up of the student at temperature 1, relative to its top: the sum of exp(z - top), and of
-// exp(z - top) (z - top). The top is the largest logit, or less by at most kSlack.
+// Sums of the student's row at temperature 1, relative to `top`: the sum of exp(z - top), and of exp(z - top)
+// (z - top) (`moment`). The top is the largest logit, or less by at most kSlack.
 struct Plain {
   float top;
   float sum;
@@ -558,7 +562,7 @@ __device__ __forceinline__ void Rebase(Plain& r, float top) {
   r.top = top;
 }
 
-// Some classes, from `column` on. A thread takes them in ascending order.
+// Adds some classes, from `column` on. A thread adds classes in ascending order.
 template <bool kMasks>
 __device__ __forceinline__ void Take(Plain& r, const Lane& z, int column) {
   const float top = TopOf(z);
@@ -596,7 +600,7 @@ __device__ __forceinline__ RowPartial Both(const RowPartial& a, const RowPartial
   return {Both<kCross>(a.softened, b.softened, inverse), Both(a.plain, b.plain)};
 }
 
-// Sums over the row, from those of each thread, in every thread.
+// Combines the sums of all threads; every thread gets the sums over the row.
 template <bool kCross>
 __device__ __forceinline__ RowPartial ReduceOfRow(RowPartial r, float inverse, RowPartial* scratch) {
 #pragma unroll
@@ -621,21 +625,21 @@ __device__ __forceinline__ RowPartial ReduceOfRow(RowPartial r, float inverse, R
   return all;
 }
 
-// The results of a row whose loss with the target does not count, by one thread.
+// Writes the results of a row, by one thread, if the loss with the target does not count.
 __device__ __forceinline__ void WritePlain(const DivergenceParams& p, int64_t row, const Plain& plain,
                                            float target) {
   const float log_sum = logf(plain.sum);
   p.out.lse[row] = plain.top + log_sum;
   p.out.entropy[row] = log_sum - plain.moment / plain.sum;
-  // NaN stays what it is.
+  // A NaN stays NaN.
   const float logprob = (target - plain.top) - log_sum;
   p.out.target_logprob[row] = logprob > 0.0f ? 0.0f : logprob;
   p.out.argmax[row] =
       plain.arg == INT32_MAX ? -1 : plain.arg + static_cast<int32_t>(p.student_terms.first_class);
 }
 
-// All threads call this; thread 0 writes the results of WritePlain, the divergence and the loss. Whether
-// these results are finite.
+// All threads call this. Thread 0 writes the results of WritePlain, the divergence and the loss. Returns
+// whether these results are finite.
 __device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t row, const Plain& plain,
                                            float target, float divergence) {
   const float weight = p.in.weights[row];
@@ -653,7 +657,7 @@ __device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t ro
   return valid;
 }
 
-// z of the row's target, which is one of the classes here.
+// z of the row's target; the target must be one of the classes here.
 template <bool kPlain>
 __device__ __forceinline__ float TargetLogit(const DivergenceParams& p, int64_t row,
                                              const Logits<kPlain>& logits) {
@@ -755,7 +759,7 @@ __device__ __forceinline__ SoftmaxPart Both(const SoftmaxPart& a, const SoftmaxP
   return {top, moved(a) + moved(b)};
 }
 
-// The softmax of a row, of which `parts` has `count` parts, in every thread.
+// The softmax of a row from its `count` parts, in every thread.
 __device__ __forceinline__ SoftmaxPart Whole(const SoftmaxPart* parts, int count, float inverse,
                                              SoftmaxPart* scratch) {
   SoftmaxPart all = {NegativeInfinity(), 0.0f};
@@ -844,7 +848,7 @@ __global__ __launch_bounds__(kThreads,
 
 // ---- launches ----
 
-// Calls launch(std::integral_constant) for the divergence.
+// Calls launch(std::integral_constant) with the divergence as a constant.
 template <typename LaunchFn>
 cudaError_t WithDivergence(Divergence divergence, LaunchFn launch) {
   switch (divergence) {
@@ -909,7 +913,7 @@ cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t 
 
 namespace {
 
-// Whether Logits<true> has what these terms say.
+// Whether Logits<true> can be used with these terms.
 bool IsPlain(const LossTerms& terms) { return terms.bias == nullptr && terms.softcap == 0.0f && !terms.soft; }
 
 }  // namespace

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels that compare rows with a teacher (docs/math.md, "Distillation"): fp32 logits of
-// the same rows and classes of student and teacher in; the divergence of each row out, and its gradient.
+// Launchers of the kernels that compare rows with a teacher (docs/math.md, "Distillation"). Input: fp32
+// logits of student and teacher, for the same rows and classes. Output: the divergence of each row, and its
+// gradient.
 //
-// The classes of a row may lie on several devices. Each has a record of the classes here, and between the
-// kernels the records of all devices are added up. In this order:
+// The classes of a row may lie on several devices. Each device has a record of its own classes for each row,
+// and between the kernels the records of all devices are added up. The launchers are called in this order:
 //
-//   LaunchSoften, LaunchMergeSoftened       either softmax, of a KL divergence the divergence too
-//   LaunchSumDivergence, LaunchAddDivergences   the sums of the other divergences (NeedsSums)
-//   LaunchDivergenceGradient                if the loss with targets counts (MixesTargets)
-//   the row loss kernels, which overwrite the logits if they write a gradient
-//   LaunchFinishDivergence                  the row's loss and its gradient
+//   LaunchSoften, LaunchMergeSoftened          both softmaxes; for a KL divergence also the divergence
+//   LaunchSumDivergence, LaunchAddDivergences  sums of the other divergences (if NeedsSums)
+//   LaunchDivergenceGradient                   if the loss with targets counts (MixesTargets)
+//   the row loss kernels                       they overwrite the logits if they write a gradient
+//   LaunchFinishDivergence                     the row's loss and its gradient
 //
-// Where one device has all classes and the loss with targets does not count, LaunchWholeDivergence does all
-// of that in one kernel, or LaunchKnownDivergence where the softmaxes are known already.
+// If one device has all classes and the loss with targets does not count, one kernel does all of this:
+// LaunchWholeDivergence, or LaunchKnownDivergence if the softmaxes are already known.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_DISTILL_ROWS_H_
@@ -29,25 +30,25 @@
 
 namespace lossd::kernels::cuda {
 
-// What the classes of one device, or of all, say of a row.
+// Sums of a row over the classes of one device, or over all classes.
 struct TaughtRecord {
   float student_top;  // about the largest z (distill_rows.cu); -infinity if all are
   float student_sum;  // of exp((z - top) / T)
   float teacher_top;
   float teacher_sum;
-  float value;  // of the divergence; of a KL divergence before it is finished: distill_rows.cu
+  float value;  // of the divergence; for a KL divergence before it is finished (distill_rows.cu)
   float slope;  // the sum of f
 };
 static_assert(sizeof(TaughtRecord) <= sizeof(RowRecord), "records of rows have room for these");
 
-// What is kept of rows between the kernels, [rows] each.
+// What the kernels keep of rows between launches, [rows] each.
 struct DivergenceRows {
   TaughtRecord* records = nullptr;
-  // RowInputs::weights and coef_loss times the weight of the loss with targets: what the row loss kernel
-  // takes.
+  // RowInputs::weights and coef_loss times the weight of the loss with targets; inputs of the row loss
+  // kernel.
   float* target_weights = nullptr;
   float* target_coefs = nullptr;
-  float* factors = nullptr;  // kappa of docs/math.md, over the gradient unit
+  float* factors = nullptr;  // kappa of docs/math.md, over the gradient unit; output
 
   static DivergenceRows Carve(Carver& carver, int64_t rows) {
     DivergenceRows of;
@@ -62,16 +63,16 @@ struct DivergenceRows {
   }
 };
 
-// Whether a divergence has sums that need both softmaxes, LaunchSumDivergence; whether the loss with targets
-// is a part of the loss.
+// NeedsSums: whether the divergence has sums that need both softmaxes (LaunchSumDivergence). MixesTargets:
+// whether the loss with targets is part of the loss.
 inline bool NeedsSums(const Distillation& distillation) {
   return distillation.divergence == Divergence::kJensenShannon ||
          distillation.divergence == Divergence::kTotalVariation;
 }
 inline bool MixesTargets(const Distillation& distillation) { return distillation.target_weight != 0.0f; }
 
-// `student` and `teacher`: W x of each, fp32; scale, bias and softcap are in the terms, and of the student
-// what the loss with targets needs.
+// `student` and `teacher`: W x of each head, in fp32. The terms have scale, bias and softcap, and those of
+// the student also what the loss with targets needs.
 struct DivergenceParams {
   LogitMatrix student;
   LogitMatrix teacher;
@@ -82,35 +83,36 @@ struct DivergenceParams {
   RowResults out;
   DivergenceRows rows;
   float* divergence = nullptr;  // [rows], out, before its weight
-  LogitMatrix gradient;         // in the compute dtype; data null: none is wanted
-  // [rows, parts] of both heads at the temperature, or null: LaunchKnownDivergence takes them.
+  LogitMatrix gradient;         // in the compute dtype; data null: not wanted
+  // [rows, parts] of both heads at the temperature, for LaunchKnownDivergence; else null.
   const SoftmaxPart* student_parts = nullptr;
   const SoftmaxPart* teacher_parts = nullptr;
   int parts = 0;
-  // Some row's log p of the target is a result. Else, where the loss with targets does not count, one that is
-  // infinite becomes 0, and is no reason to refuse the row.
+  // Whether the log p of some row's target is a result. If not, and the loss with targets does not count, an
+  // infinite log p becomes 0 and the row does not fail because of it.
   bool wants_logprob = true;
 };
-// Records of the classes here; and target_weights, target_coefs.
+// Writes records of the classes here, and target_weights and target_coefs.
 cudaError_t LaunchSoften(const DivergenceParams& params, cudaStream_t stream);
-// Adds the value and the slope of the classes here to the records, which are of all classes.
+// Adds value and slope of the classes here to the records, whose other members are of all classes.
 cudaError_t LaunchSumDivergence(const DivergenceParams& params, cudaStream_t stream);
-// The teacher's logits of a row become dD/ds of the student without its logit scale, where D is finite.
+// Replaces the teacher's logits of a row by dD/ds of the student, without its logit scale, where D is finite.
 cudaError_t LaunchDivergenceGradient(const DivergenceParams& params, cudaStream_t stream);
-// Adds to the losses and, where gradient.data is not null, to the gradient that the row loss kernel has
-// written with target_weights and target_coefs. Without MixesTargets that has written none, and the logits of
-// both heads are as they were. A row whose loss is not finite then has a gradient of 0. Also factors.
+// Adds the divergence to the losses, and to the gradient if gradient.data is not null. With MixesTargets the
+// row loss kernel has written that gradient with target_weights and target_coefs. Without MixesTargets there
+// is no such gradient, and the logits of both heads are unchanged. A row whose loss is not finite gets a
+// gradient of 0. Also writes factors.
 cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t stream);
 
-// Row results, divergence, factors and gradient of rows of which all classes are here, without MixesTargets.
-// Nothing is taken from `rows` but factors. The student's logits are left as they are.
+// Computes row results, divergence, factors and gradient of rows whose classes are all here, without
+// MixesTargets. Of `rows` it uses only factors. The student's logits stay unchanged.
 cudaError_t LaunchWholeDivergence(const DivergenceParams& params, cudaStream_t stream);
 
-// The same of a forward KL divergence whose softmaxes are known from parts of them: each logit is read once.
+// The same for a forward KL divergence whose softmaxes are known in parts: each logit is read once.
 cudaError_t LaunchKnownDivergence(const DivergenceParams& params, cudaStream_t stream);
 
-// From the records `all` [parts, rows] of as many devices, added up in their order: those of all classes, and
-// their value and slope alone.
+// Both add up the records `all` [parts, rows] of the devices, in order. LaunchMergeSoftened writes complete
+// records of all classes, LaunchAddDivergences only their value and slope.
 struct MergeTaughtParams {
   Distillation distillation;
   const TaughtRecord* all = nullptr;

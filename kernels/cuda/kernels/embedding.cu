@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the weight that go out, and gradients of such rows that come in. All kernels are bound by memory.
+// Kernels for rows of the weight that go out, and for gradients of such rows that come in. All are bound by
+// memory.
 //
-// Gather: a warp a row. Where the element types are the same and rows begin on 16 bytes, a lane copies
-// vectors of 16 bytes, four under way; else eight elements at a time are converted. Bytes: 2 N D elements;
+// Gather: one warp a row. If the element types are the same and rows are 16-byte aligned, a lane copies
+// 16-byte vectors, four at a time; otherwise eight elements at a time are converted. Bytes: 2 N D elements;
 // the rows of frequent classes come from L2.
 //
-// Scatter-add: the host has ordered the rows by class (ClassRuns). A warp owns kTileColumns columns of a
-// short run, adds its rows in order, and touches the gradient once. A block owns the same columns of a long
-// run: its warps take every kWarps-th row, and the sums of the warps are added in order. Nothing uses
-// atomics, so the same rows give the same bits. Bytes: 2 N D elements, for the check and for the sum; 8 D of
-// the gradient a class that has rows.
+// Scatter-add: the host has ordered the rows by class (ClassRuns). For a short run, a warp sums kTileColumns
+// columns of the run's rows in order, and reads and writes the gradient once. For a long run, a block does
+// this: each of its warps takes every kWarps-th row, and the sums of the warps are added in order. Nothing
+// uses atomics, so the same rows give the same bits. Bytes: 2 N D elements, for the check and for the sum,
+// and 8 D of the gradient for each class that has rows.
 #include <algorithm>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -21,21 +22,22 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTileColumns = 32 * 8;  // eight a lane
-constexpr int kAtOnce = 4;            // loads of a lane under way
+constexpr int kTileColumns = 32 * 8;  // eight columns a lane
+constexpr int kAtOnce = 4;            // loads of a lane in flight
 
 __host__ __device__ constexpr int64_t BytesOf(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // ---- gather ----
 
-// The class of row i, or -1: it is 0.
+// The class of row i, or -1: the row becomes 0.
 __device__ __forceinline__ int64_t ClassOfRow(const GatherClassesParams& p, int64_t i) {
   const int64_t at = p.map != nullptr ? p.map[i] : i;
   const int64_t place = at < 0 ? -1 : p.targets[at];
   return place < p.classes ? place : -1;
 }
 
-// `vectors` of 16 bytes a row; both matrices have the same dtype, and their rows begin on 16 bytes.
+// Copies `vectors` 16-byte vectors of each row. Both matrices have the same dtype, and their rows are 16-byte
+// aligned.
 __global__ void CopyClassesKernel(const __grid_constant__ GatherClassesParams p, int64_t vectors) {
   const int64_t row = blockIdx.x * int64_t{kWarps} + (threadIdx.x >> 5);
   if (row >= p.rows) return;
@@ -93,7 +95,7 @@ __host__ __device__ __forceinline__ bool IsAligned(const RawRows& g) {
          (reinterpret_cast<uintptr_t>(g.first) | reinterpret_cast<uintptr_t>(g.second)) % 16 == 0;
 }
 
-// A warp a row.
+// Grid: one warp a row.
 template <typename T>
 __global__ void CheckRowGradientsKernel(const __grid_constant__ CheckRowGradientsParams p) {
   const int64_t row = blockIdx.x * int64_t{kWarps} + (threadIdx.x >> 5);
@@ -114,7 +116,7 @@ __global__ void CheckRowGradientsKernel(const __grid_constant__ CheckRowGradient
   if (lane == 0) p.bad[row] = bad ? 1.0f : 0.0f;
 }
 
-// A block a slice.
+// Grid: one block a slice.
 __global__ void GuardRowGradientsKernel(const __grid_constant__ GuardRowGradientsParams p) {
   const int32_t begin = p.slice_begin[blockIdx.x];
   const int32_t end = p.slice_begin[blockIdx.x + 1];
@@ -125,8 +127,8 @@ __global__ void GuardRowGradientsKernel(const __grid_constant__ GuardRowGradient
   GuardSlice(p, begin, end, first);
 }
 
-// Adds kRows rows at row_order[at], [at + stride] ... to `sums`, the columns from c on. Says whether one of
-// them is kept.
+// Adds the kRows rows at row_order[at], row_order[at + stride], ... to `sums`, for the columns from c on.
+// Returns whether one of them is kept.
 template <typename T, int kRows>
 __device__ __forceinline__ bool AddRowsInOrder(const AddClassRunsParams& p, int64_t at, int64_t stride,
                                                int64_t c, bool aligned, float (&sums)[8]) {
@@ -164,7 +166,7 @@ __device__ __forceinline__ bool SumRowsInOrder(const AddClassRunsParams& p, int6
   return any;
 }
 
-// The columns of a class from c on; rows past the last column stay.
+// Adds `sums` to the gradient of a class, for the columns from c on; columns past the last one stay.
 __device__ __forceinline__ void AddToClass(const AddClassRunsParams& p, int64_t place, int64_t c,
                                            const float (&sums)[8]) {
   float* const to = p.weight_gradient + place * p.ld;
@@ -175,8 +177,8 @@ __device__ __forceinline__ void AddToClass(const AddClassRunsParams& p, int64_t 
   Store8(to, DType::kFloat32, c, p.gradients.cols, true, total);
 }
 
-// The first long_runs * tiles blocks take a tile of a long run each; the warps of the others take one of a
-// short run.
+// Grid: each of the first long_runs * tiles blocks takes one tile of columns of a long run. Each warp of the
+// other blocks takes one tile of a short run.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void AddClassRunsKernel(const __grid_constant__ AddClassRunsParams p,
                                                                int64_t tiles) {

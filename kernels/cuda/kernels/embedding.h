@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels of chunks whose rows are rows of the weight (LossOptions::embedding): rows of
-// classes are gathered, and gradients of rows are checked, guarded and added to the gradient of the weight.
+// Launchers of the kernels for chunks whose rows are rows of the weight (LossOptions::embedding). They gather
+// the rows of classes; and they check gradients of rows, guard them, and add them to the gradient of the
+// weight.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe. "Raw" and "compact"
 // rows as in rows.h.
@@ -16,10 +17,10 @@
 
 namespace lossd::kernels::cuda {
 
-// out[i] = weight[targets[map[i]]] for i in [0, rows), rounded to the dtype of `out`; 0 where map[i] < 0 and
-// where the class is none of [0, classes).
+// out[i] = weight[targets[map[i]]] for i in [0, rows), rounded to the dtype of `out`. 0 where map[i] < 0, and
+// where the class is not in [0, classes).
 struct GatherClassesParams {
-  DeviceMatrix weight;  // [classes, out.cols]; ld a multiple of 8, data on 16 bytes
+  DeviceMatrix weight;  // [classes, out.cols]; ld a multiple of 8, data 16-byte aligned
   int64_t classes = 0;
   const int32_t* map = nullptr;  // [rows]; null: map[i] is i
   const int32_t* targets = nullptr;
@@ -28,7 +29,7 @@ struct GatherClassesParams {
 };
 cudaError_t LaunchGatherClasses(const GatherClassesParams& params, cudaStream_t stream);
 
-// Raw rows [cols] one after the other: the first `first_rows` from `first` on, the others from `second` on.
+// Raw rows [cols] in two contiguous pieces: `first_rows` rows at `first`, the others at `second`.
 struct RawRows {
   const void* first = nullptr;
   const void* second = nullptr;
@@ -37,7 +38,7 @@ struct RawRows {
   int64_t cols = 0;
 };
 
-// bad[r] = 1 if a value of compact row r is not finite, or is not once it is multiplied by factors[r]; else
+// bad[r] = 1 if a value of compact row r is not finite, before or after it is multiplied by factors[r]; else
 // 0.
 struct CheckRowGradientsParams {
   RawRows gradients;
@@ -48,8 +49,8 @@ struct CheckRowGradientsParams {
 };
 cudaError_t LaunchCheckRowGradients(const CheckRowGradientsParams& params, cudaStream_t stream);
 
-// keep[r] = accumulate[r], unless a row of r's slice is bad: not 0 in `bad`. first_bad[s]: the first bad
-// compact row of slice s, or -1. Slice s has the compact rows [slice_begin[s], slice_begin[s + 1]).
+// keep[r] = accumulate[r], unless the slice of r has a bad row (bad[...] != 0); then 0. first_bad[s]: the
+// first bad compact row of slice s, or -1. Slice s has the compact rows [slice_begin[s], slice_begin[s + 1]).
 struct GuardRowGradientsParams {
   int64_t slices = 0;
   const int32_t* slice_begin = nullptr;  // [slices + 1]
@@ -60,22 +61,23 @@ struct GuardRowGradientsParams {
 };
 cudaError_t LaunchGuardRowGradients(const GuardRowGradientsParams& params, cudaStream_t stream);
 
-// weight_gradient[v] += the sum of factors[r] * gradients[r] over the kept rows r of class v, for each run of
-// a class. The sum is formed in fp32 before it is added, in an order that the run's length alone decides.
+// For each run, which has the rows of one class v: weight_gradient[v] += the sum of factors[r] * gradients[r]
+// over its kept rows r. The sum is computed in fp32 before it is added, in an order that depends only on the
+// run's length.
 struct AddClassRunsParams {
   RawRows gradients;
   const int32_t* raw_of_compact = nullptr;  // [rows]
   const float* factors = nullptr;           // [rows]
   const int32_t* keep = nullptr;            // [rows]
   const int32_t* targets = nullptr;         // [rows]
-  // ClassRuns (paths/chunk_plan.h).
+  // The runs of classes; ClassRuns of paths/chunk_plan.h.
   const int32_t* row_order = nullptr;
   const int32_t* run_begin = nullptr;
   const int32_t* run_rows = nullptr;
   int64_t runs = 0;
   int64_t long_runs = 0;
-  float* weight_gradient = nullptr;  // rows begin on 16 bytes
-  int64_t ld = 0;                    // of it; a multiple of 8
+  float* weight_gradient = nullptr;  // rows are 16-byte aligned
+  int64_t ld = 0;                    // of weight_gradient; a multiple of 8
 };
 cudaError_t LaunchAddClassRuns(const AddClassRunsParams& params, cudaStream_t stream);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of launches without a GPU: the memory that they need beside their operands and results, and
-// the kernel that a norm takes (NormPlan). Pure functions; thread-safe. The header needs no CUDA, so that
-// plans can be made anywhere.
+// Facts about kernel launches that are known without a GPU: the memory that launches need in addition to
+// operands and results, and the kernel that a norm uses (NormPlan). Pure functions; thread-safe. The header
+// needs no CUDA, so plans can be made on any machine.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_LAUNCH_PLAN_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_LAUNCH_PLAN_H_
 
@@ -12,33 +12,32 @@
 
 namespace lossd::kernels::cuda {
 
-// Most row groups that a column sum is divided into (rows.h).
+// The most groups of rows into which a column sum is divided (rows.h).
 inline constexpr int64_t kColumnSplits = 64;
-// Floats of LaunchColumnSum's partials.
+// Number of floats of LaunchColumnSum's `partials`.
 constexpr int64_t ColumnSumScratch(int64_t cols) { return kColumnSplits * cols; }
 
-// Doubles of LaunchSquareSum's partials (tensor_ops.h).
+// Number of doubles of LaunchSquareSum's `partials` (tensor_ops.h).
 inline constexpr int kSquareSumPartials = 1024;
 
-// How many floats LaunchNormBackward needs for its first stage (norm.h).
+// Number of floats that LaunchNormBackward needs for its first stage (norm.h).
 constexpr int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors) {
   return 2 * int64_t{multiprocessors} * hidden_size;
 }
 
-// Bytes of SortParams::scratch (filtered/filtered.h): an upper bound of what CUB asks for (it can only be
-// asked with a device at hand), counters of every tile of a few thousand entries, for each of up to eight
+// Bytes of SortParams::scratch (filtered/filtered.h): an upper bound of what CUB asks for, because CUB can
+// only be asked with a device. CUB needs counters for each tile of a few thousand entries, for up to eight
 // passes.
 constexpr size_t SortScratchBytes(int64_t count) {
   return (size_t{512} << 10) + 2 * static_cast<size_t>(count);
 }
 
-// Where a kernel of a norm has a row between the passes over it.
+// Where a kernel of a norm keeps a row between the passes over it.
 enum class NormRows : uint8_t {
   kRegisters,   // forward
-  kBulkCopies,  // backward on Hopper (hopper/norm_backward.cu): in a ring that one thread copies whole rows
-                // into
-  kWarpCopies,  // backward: in a ring that each warp copies its part into
-  kNowhere,     // rows of any kind, which are read again for each pass
+  kBulkCopies,  // backward on Hopper (hopper/norm_backward.cu): a ring; one thread copies whole rows
+  kWarpCopies,  // backward: a ring; each warp copies its part of a row
+  kNowhere,     // any row: it is read again for each pass
 };
 inline absl::string_view Name(NormRows rows) {
   switch (rows) {
@@ -54,7 +53,8 @@ inline absl::string_view Name(NormRows rows) {
   return "";
 }
 
-// Which kernel the launch of a norm (norm.h) takes; decided by dtypes, sizes, alignment and the device alone.
+// Which kernel the launch of a norm (norm.h) uses. This depends only on dtypes, sizes, alignment and the
+// device.
 struct NormPlan {
   NormRows rows = NormRows::kNowhere;
   absl::string_view reason;  // why not the kernel before it in NormRows; "": it is the first

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// LayerNorm and RMSNorm, forward and backward. The plan of the backward pass stands above its kernels.
+// LayerNorm and RMSNorm, forward and backward; norm.h has the formulas. The plan of the backward pass stands
+// above its kernels.
 //
-// Forward: bytes: reads x, writes y, and gain and shift from L1 or L2. A block holds a row in registers, a
-// long one together with the next: of long rows gain and shift, in fp32, are twice what x and y are and would
-// not stay in L1 beside them. Rows of more than kMostNormColumns columns or of a number that 8 does not
-// divide are read again for each pass (the "any" kernel).
+// Forward. A block holds a row in registers, so x is read once and y is written once; gain and shift come
+// from L1 or L2. A block that works on long rows holds two rows: gain and shift, in fp32, are twice as large
+// as x and y of a row, and would not stay in L1 beside them. Rows with more than kMostNormColumns columns, or
+// with a number of columns that is not a multiple of 8, are read again for each pass (NormForwardAnyKernel).
 #include <algorithm>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -17,9 +18,9 @@ namespace {
 
 // ---- forward ----
 
-constexpr int64_t kPairColumns = 4096;  // rows of at least as many are worked on in pairs
+constexpr int64_t kPairColumns = 4096;  // rows with at least so many columns are processed in pairs
 
-// Any dtype and number of columns; one block a row.
+// Any dtype and number of columns. Grid: one block a row.
 __global__ __launch_bounds__(kNormThreads) void NormForwardAnyKernel(const __grid_constant__ NormParams p) {
   __shared__ float scratch[33];
   const int64_t row = blockIdx.x;
@@ -71,7 +72,7 @@ __global__ __launch_bounds__(kNormThreads) void NormForwardAnyKernel(const __gri
 // One thread's vectors of a row.
 template <typename T>
 struct HeldRow {
-  static constexpr int kPieces = sizeof(T) / 2;  // of 16 bytes in a vector
+  static constexpr int kPieces = sizeof(T) / 2;  // 16-byte pieces of a vector
   uint4 raw[kMostNormVectors][kPieces];
 
   __device__ __forceinline__ void Load(const T* row, const RowGroup<true>& group, int vectors) {
@@ -82,14 +83,14 @@ struct HeldRow {
 #pragma unroll
       for (int k = 0; k < kPieces; ++k) {
         raw[i][k] =
-            v < vectors ? __ldcs(from + v * kPieces + k) : make_uint4(0, 0, 0, 0);  // read once: spare L1
+            v < vectors ? __ldcs(from + v * kPieces + k) : make_uint4(0, 0, 0, 0);  // read once: bypass L1
       }
     }
   }
   __device__ __forceinline__ void Unpack(int i, float (&x)[8]) const { UnpackEight<T>(raw[i], x); }
 };
 
-// A block works on kRows rows at once, so that gain and shift are loaded once for them.
+// A block processes kRows rows at once, so that gain and shift are loaded once for all of them.
 template <typename T, int kRows>
 __global__ __launch_bounds__(kNormThreads, 2) void NormForwardKernel(const __grid_constant__ NormParams p) {
   using Sums = GroupValues<kRows>;
@@ -210,28 +211,28 @@ cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limi
 //
 // Bytes: reads x and dy, writes dx.
 //
-// One block a multiprocessor; its groups take rows in turn. Rows come through a ring of kStages rows a warp
-// in shared memory, into which each warp copies its own threads' vectors of rows to come: no barrier stands
-// between loads and arithmetic, only the sums over a row need one. A thread sums the parameter gradients of
-// its columns in registers over all rows of its group; groups are added in shared memory, blocks by a second
-// kernel over their partial sums: always in the same order.
+// Plan: one block a multiprocessor; its groups take rows in turn. Each warp has a ring of kStages parts of
+// rows in shared memory, into which it copies its own threads' vectors of the next rows. So no barrier is
+// needed between loads and arithmetic; only the sums over a row need one. A thread sums the parameter
+// gradients of its columns in registers, over all rows of its group. Groups are added in shared memory, and
+// blocks by a second kernel over their partial sums, always in the same order.
 //
-// Short rows have two vectors a thread and the gain in registers; long rows, and rows that leave fewer
-// threads idle that way, four vectors and the gain in shared memory. Rows that do not fit kStages times into
-// shared memory, with a number of columns that 8 does not divide, or of a rare pair of dtypes are read again
-// for each pass (the "any" kernel). On Hopper most rows of 1024 to 32768 columns take
+// Short rows have two vectors a thread and the gain in registers. Long rows, and rows for which fewer threads
+// are idle that way, have four vectors a thread and the gain in shared memory. Rows of which kStages do not
+// fit into shared memory, rows with a number of columns that is not a multiple of 8, and rare pairs of dtypes
+// are read again for each pass (NormBackwardAnyKernel). On Hopper most rows of 1024 to 32768 columns use
 // hopper/norm_backward.cu.
 
 namespace {
 
-constexpr int kStages = 2;  // a third gained nothing and starts later
+constexpr int kStages = 2;  // a third stage gains nothing and starts later
 
 __device__ __forceinline__ void AddEight(float* sums, int64_t c, int64_t cols, const float (&x)[8]) {
   for (int j = 0; j < 8 && c + j < cols; ++j) sums[c + j] += x[j];
 }
 
-// partials: [gridDim.x, D] of the gain's sums, then as many of the shift's. All kernels of this file use
-// partials so.
+// partials: [gridDim.x, D] for the sums of the gain, then as many for the shift. All kernels of this file lay
+// out partials in this way.
 __global__ __launch_bounds__(kNormThreads) void NormBackwardAnyKernel(
     const __grid_constant__ NormParams p, const __grid_constant__ NormBackwardParams b) {
   __shared__ float scratch[2][33];
@@ -256,8 +257,8 @@ __global__ __launch_bounds__(kNormThreads) void NormBackwardAnyKernel(
     const float mean = p.centred ? p.mean[row] : 0.0f;
     const float r = p.inverse_deviation[row];
     const bool kept = b.partials != nullptr && (b.keep == nullptr || b.keep[row] != 0);
-    float sum_g = 0.0f;       // of gain dy
-    float sum_g_unit = 0.0f;  // of gain dy unit
+    float sum_g = 0.0f;       // sum of gain dy
+    float sum_g_unit = 0.0f;  // sum of gain dy unit
     ForEachEight(cols, [&](int64_t c) {
       float unit[8], dy[8], gain[8], product[8];
       Load8(x_row, p.x.dtype, c, cols, x_aligned, unit);
@@ -296,7 +297,7 @@ __global__ __launch_bounds__(kNormThreads) void NormBackwardAnyKernel(
 
 // ---- backward, with rows through shared memory ----
 
-// What a warp holds of a row, in 16-byte units: RowFacts, x, dy.
+// A warp's part of a row in shared memory, in 16-byte units: RowFacts, x, dy.
 template <typename X, typename Dy, int kVectors>
 struct Stage {
   using XPart = WarpPart<X, kVectors>;
@@ -306,7 +307,7 @@ struct Stage {
   static constexpr int kLength = kDy + DyPart::kLength;
 };
 
-// Where a lane copies its word of RowFacts from; null: the word keeps its first value.
+// The array from which a lane copies its word of RowFacts; null: the word keeps its initial value.
 __device__ __forceinline__ const void* FactColumn(const NormParams& p, const NormBackwardParams& b,
                                                   int lane) {
   if (lane == 0) return p.inverse_deviation;
@@ -315,13 +316,14 @@ __device__ __forceinline__ const void* FactColumn(const NormParams& p, const Nor
   return lane == 3 ? p.source : nullptr;
 }
 
-// A warp's rows to come: each stage of its ring is filled with the next row of its group.
+// The next rows of a warp's group, in the stages of its ring.
 template <typename X, typename Dy, int kVectors>
 class RowQueue {
  public:
   using Layout = Stage<X, Dy, kVectors>;
 
-  // All lanes. ring: [kStages][stride] units, of which each stage's first Layout::kLength are the warp's.
+  // Called by all lanes. ring: [kStages][stride] units; the first Layout::kLength units of each stage are the
+  // warp's.
   __device__ __forceinline__ RowQueue(const NormParams& p, const NormBackwardParams& b,
                                       const RowGroup<false>& group, uint4* ring, int stride, int64_t first,
                                       int64_t step)
@@ -339,7 +341,8 @@ class RowQueue {
     __syncwarp();
     for (int stage = 0; stage < kStages; ++stage) Fetch(stage);
   }
-  // One batch of copies, empty past the last row. All lanes have read what was in the stage.
+  // Starts one batch of copies, which is empty past the last row. All lanes must have read the old contents
+  // of the stage.
   __device__ __forceinline__ void Fetch(int stage) {
     const int64_t row = sources_.row();
     const int64_t raw_row = sources_.Take();
@@ -389,7 +392,8 @@ __global__ __launch_bounds__(kNormThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
                                                         const __grid_constant__ NormBackwardParams b,
                                                         int group_size) {
-  // [kStages][warps] parts of rows, at the end the groups' sums; then the gain, unless it is in registers.
+  // [kStages][warps] parts of rows, at the end reused for the groups' sums; then the gain, unless it is in
+  // registers.
   extern __shared__ uint4 shared[];
   __shared__ GroupValues<2> scratch[2 * kNormThreads / 32];
   constexpr int kLength = Stage<X, Dy, kVectors>::kLength;
@@ -411,7 +415,7 @@ __global__ __launch_bounds__(kNormThreads,
 
   ColumnSums<kVectors> sums;
   int stage = 0;
-  // All groups take part in every round, with a row or without.
+  // All groups take part in every round, even without a row.
   for (int64_t round = blockIdx.x; round < p.rows; round += step) {
     const int64_t row = round + group_offset;
     AwaitCopies(kStages - 1);
@@ -435,9 +439,9 @@ __global__ __launch_bounds__(kNormThreads,
   WritePartials(sums, reinterpret_cast<float4*>(shared), vectors, group, p.centred, b.scale, to);
 }
 
-// How a launch divides a block; groups == 0: rows of this kind do not fit.
+// How a launch divides a block. groups == 0: such rows do not fit.
 struct Plan {
-  int group = 0;  // threads a row
+  int group = 0;  // threads for each row
   int groups = 0;
   int shared_bytes = 0;
 
@@ -447,7 +451,7 @@ struct Plan {
 template <typename X, typename Dy, int kVectors>
 Plan MakePlan(int64_t cols, const DeviceLimits& limits) {
   constexpr int kWarpBytes = kStages * Stage<X, Dy, kVectors>::kLength * static_cast<int>(sizeof(uint4));
-  // A group's ring has room for its sums of both parameters.
+  // A group's ring is reused for its sums of both parameters.
   static_assert(kWarpBytes >= 2 * kVectors * 8 * 32 * static_cast<int>(sizeof(float)));
   Plan plan;
   if (cols % 8 != 0 || cols > int64_t{kNormThreads} * kVectors * 8) return plan;
@@ -461,14 +465,14 @@ Plan MakePlan(int64_t cols, const DeviceLimits& limits) {
   return plan;
 }
 
-// A launch of the kernel for rows through shared memory.
+// A launch of the kernel that copies rows to shared memory.
 struct Launch {
   const NormParams& p;
   const NormBackwardParams& b;
   const DeviceLimits& limits;
   unsigned blocks;
   cudaStream_t stream;
-  bool asks = false;  // whether it would fit; launches nothing
+  bool asks = false;  // only tests whether rows fit; launches nothing
 
   template <typename X, typename Dy, int kVectors>
   cudaError_t Run(const Plan& plan) const {
@@ -479,7 +483,7 @@ struct Launch {
     EarlyLaunch launch(blocks, plan.threads(), plan.shared_bytes, limits.has_clusters, stream);
     return cudaLaunchKernelEx(launch.config(), kernel, p, b, plan.group);
   }
-  // False for rows that do not fit; otherwise *error is the launch's.
+  // Returns false if the rows do not fit. Otherwise *error is the error of the launch.
   template <typename X, typename Dy>
   bool IfFits(cudaError_t* error) const {
     const Plan two = MakePlan<X, Dy, 2>(p.x.cols, limits);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launchers of LayerNorm and RMSNorm over the rows of a chunk, forward and backward.
 //
-//   LayerNorm: y = (x - mean) r gain + shift, r = 1 / sqrt(var + eps);  RMSNorm: y = x r gain, r = 1 /
-//   sqrt(mean x^2 + eps)
-// Everything is computed in fp32. Launchers enqueue on `stream`; device memory; thread-safe.
+//   LayerNorm: y = (x - mean) r gain + shift,  r = 1 / sqrt(var + eps)
+//   RMSNorm:   y = x r gain,                   r = 1 / sqrt(mean x^2 + eps)
+//
+// Everything is computed in fp32. Launchers enqueue on `stream`; pointers are device memory. Thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_NORM_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_NORM_H_
 
@@ -18,27 +19,29 @@
 
 namespace lossd::kernels::cuda {
 
+// The operands of the forward pass; the backward pass uses them too.
 struct NormParams {
   bool centred = true;  // LayerNorm; false: RMSNorm
   float epsilon = 1e-5f;
   const float* gain = nullptr;         // [D]
   const float* shift = nullptr;        // [D], LayerNorm only
   int64_t rows = 0;                    // compact rows
-  const int32_t* source = nullptr;     // [rows]: the raw row of a compact row; null: the same
+  const int32_t* source = nullptr;     // [rows]: the raw row of each compact row; null: the same row
   DeviceMatrix x;                      // raw rows, D columns
-  DeviceMatrix y;                      // compact rows; forward: out (zero from D to ld); backward: dL/dy in
-  float* mean = nullptr;               // [rows]: out in forward, in in backward
-  float* inverse_deviation = nullptr;  // [rows]: r; out in forward, in in backward
+  DeviceMatrix y;                      // compact rows; forward: out (zero from D to ld); backward: dL/dy
+  float* mean = nullptr;               // [rows]: forward: out; backward: in
+  float* inverse_deviation = nullptr;  // [rows]: r; forward: out; backward: in
 };
 
 NormPlan PlanNormForward(const NormParams& params);
 cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
+// The additional operands of the backward pass.
 struct NormBackwardParams {
   float scale = 1.0f;             // dL/dy is scale * y
-  const int32_t* keep = nullptr;  // [rows]: 0 keeps a row out of the parameter gradients; null: all in
+  const int32_t* keep = nullptr;  // [rows]: 0 keeps a row out of the parameter gradients; null: none
   DeviceMatrix dx;                // raw rows; may be x itself; data null: not wanted
-  // Parameter gradients, added to; null: not wanted. partials: NormPartialFloats() floats.
+  // The parameter gradients are added to these; null: not wanted. partials: NormPartialFloats() floats.
   float* gain_gradient = nullptr;   // [D]
   float* shift_gradient = nullptr;  // [D], LayerNorm only
   float* partials = nullptr;
@@ -51,13 +54,14 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
 
 namespace hopper {
 
-// ---- the first stage of the backward pass on Hopper: rows come through shared memory by bulk copies ----
+// ---- the first stage of the backward pass on Hopper: bulk copies bring rows to shared memory ----
 
-// Why this kernel is not for the device or for rows of this kind, or "". Launches nothing.
+// "" if this kernel can be used for the device and for such rows, else the reason why not. Launches nothing.
 absl::string_view WhyNoNormBackward(const NormParams& params, const NormBackwardParams& backward,
                                     const DeviceLimits& limits);
-// dx and, if backward.partials is not null, partial sums: *partial_rows rows of them for the gain, then as
-// many for the shift. False if WhyNoNormBackward gives a reason; otherwise *error is the launch's.
+// Computes dx and, if backward.partials is not null, partial sums: *partial_rows rows of them for the gain,
+// then as many for the shift. Returns false if WhyNoNormBackward gives a reason. Otherwise *error is the
+// error of the launch.
 bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
                               const DeviceLimits& limits, cudaStream_t stream, int64_t* partial_rows,
                               cudaError_t* error);

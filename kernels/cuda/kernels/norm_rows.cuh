@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the norm kernels share: groups of threads that work on a row together, their sums, rows that come
-// through shared memory; and, for the kernels of the backward pass, a row's part of the sums, its gradient,
-// and a block's sums over its rows.
+// Helpers that the norm kernels share: groups of threads that work on a row together, their sums, and rows in
+// shared memory. For the kernels of the backward pass also: a row's part of the sums, its gradient, and a
+// block's sums over its rows.
 //
-// A group's thread t has the vectors (of eight columns) t, t + size, ... of a row, at most kVectors.
+// Thread t of a group has the vectors t, t + size, ... of a row, at most kVectors of them. A vector has eight
+// columns.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_NORM_ROWS_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_NORM_ROWS_CUH_
 
@@ -14,17 +15,18 @@
 
 namespace lossd::kernels::cuda {
 
-inline constexpr int kNormThreads = 512;    // most of a block
-inline constexpr int kMostNormVectors = 4;  // of a thread
+inline constexpr int kNormThreads = 512;    // the most threads of a block
+inline constexpr int kMostNormVectors = 4;  // the most vectors of a thread
 inline constexpr int64_t kMostNormColumns = int64_t{kNormThreads} * kMostNormVectors * 8;
 
-// The threads that share a row: `size` of them, a multiple of 32. A block has one group (kAlone) or several;
-// a kernel that names more barriers than the block's own leaves room for few blocks on a multiprocessor.
+// The threads that share a row: `size` of them, a multiple of 32. A block has one group (kAlone) or several.
+// Kernels with kAlone use only the block's own barrier, because a kernel that uses more barriers leaves room
+// for few blocks on a multiprocessor.
 template <bool kAlone>
 struct RowGroup {
   int size;
-  int index;   // of the group in the block
-  int thread;  // in the group
+  int index;   // of the group, in the block
+  int thread;  // of the thread, in the group
   int lane;
 
   __device__ __forceinline__ explicit RowGroup(int group_size)
@@ -32,7 +34,7 @@ struct RowGroup {
         index(kAlone ? 0 : static_cast<int>(threadIdx.x) / group_size),
         thread(kAlone ? static_cast<int>(threadIdx.x) : static_cast<int>(threadIdx.x) % group_size),
         lane(static_cast<int>(threadIdx.x) % 32) {}
-  // For groups of more than a warp; there are at most 8 of them in a block.
+  // For groups of more than one warp; a block has at most 8 of them.
   __device__ __forceinline__ void Sync() const {
     if constexpr (kAlone) {
       __syncthreads();
@@ -42,14 +44,14 @@ struct RowGroup {
   }
 };
 
-// Numbers that are summed over a group together.
+// Values that are summed over a group together.
 template <int kCount>
 struct GroupValues {
   float at[kCount];
 };
 
-// Sums over a group, the same bits in all its threads. Two scratch arrays are used in turn, so that one
-// barrier a sum is enough.
+// Computes sums over a group, with the same bits in all its threads. Two scratch arrays are used in turn, so
+// that one barrier a sum is enough.
 template <bool kAlone, int kCount>
 class GroupSum {
  public:
@@ -102,13 +104,13 @@ __device__ __forceinline__ void UnpackEight(const uint4 (&pieces)[kPieces], floa
 }
 
 // The vectors of a row that belong to one warp, as they lie in shared memory. The warp copies them itself, so
-// that it needs no barrier but its own.
+// it needs no barrier but its own.
 template <typename T, int kVectors>
 struct WarpPart {
-  static constexpr int kPieces = sizeof(T) / 2;            // of 16 bytes in a vector
+  static constexpr int kPieces = sizeof(T) / 2;            // 16-byte pieces of a vector
   static constexpr int kLength = kVectors * 32 * kPieces;  // in pieces
 
-  // fp32 pieces are swapped in places, so that eight threads that read every second one hit all banks.
+  // fp32 pieces are swapped in pairs, so that eight threads that read every second piece use all banks.
   __device__ __forceinline__ static int Place(int piece) {
     return kPieces == 1 ? piece : piece ^ ((piece >> 3) & 1);
   }
@@ -141,7 +143,7 @@ struct WarpPart {
   }
 };
 
-// The rows a group takes in turn, as raw rows; the next one's place is read ahead.
+// The rows that a group takes in turn, as raw rows. The number of the next row is read in advance.
 class SourceRows {
  public:
   __device__ __forceinline__ SourceRows(const NormParams& p, int64_t first, int64_t step)
@@ -149,7 +151,7 @@ class SourceRows {
 
   // The compact row that Take() is about to return.
   __device__ __forceinline__ int64_t row() const { return row_; }
-  // -1 past the last row.
+  // The next raw row; -1 past the last row.
   __device__ __forceinline__ int64_t Take() {
     const int64_t taken = raw_;
     row_ += step_;
@@ -175,7 +177,7 @@ __device__ __forceinline__ T* NormRow(const DeviceMatrix& m, int64_t row) {
   return static_cast<T*>(m.data) + row * m.ld;
 }
 
-// Vector v of a row.
+// Writes vector v of a row.
 template <typename T>
 __device__ __forceinline__ void StoreVector(T* row, int v, const float (&x)[8]) {
   constexpr int kPieces = sizeof(T) / 2;
@@ -188,7 +190,7 @@ __device__ __forceinline__ void StoreVector(T* row, int v, const float (&x)[8]) 
   }
 }
 
-// How many threads a row takes, with `vectors` vectors each.
+// How many threads work on a row, with `vectors` vectors each.
 inline int NormGroupSize(int64_t cols, int vectors) {
   const int64_t warp_columns = int64_t{vectors} * 8 * 32;
   return static_cast<int>((cols + warp_columns - 1) / warp_columns) * 32;
@@ -199,7 +201,7 @@ __host__ __device__ __forceinline__ bool NormAligned(const DeviceMatrix& m) {
   return m.ld % 8 == 0 && reinterpret_cast<uintptr_t>(m.data) % 16 == 0;
 }
 
-// ---- rows of any kind, which a block reads again for each pass ----
+// ---- rows of any kind, which a block reads again for each pass over them ----
 
 __device__ __forceinline__ void* AnyNormRow(const DeviceMatrix& m, int64_t row) {
   return static_cast<uint8_t*>(m.data) + row * m.ld * (m.dtype == DType::kFloat32 ? 4 : 2);
@@ -218,8 +220,10 @@ inline int NormThreadsForAny(int64_t cols) {
 
 // ---- backward pass ----
 //
-// A Row has `facts`, `offset` (unit = x r + offset) and Load(i, x, dy), which gives the thread's vector i.
+// A Row has `facts`, `offset` (unit = x r + offset is the normalized value) and Load(i, x, dy), which loads
+// the thread's vector i.
 
+// What the backward pass needs to know of a row, apart from x and dy.
 struct alignas(16) RowFacts {
   float inverse_deviation;
   float mean;
@@ -228,14 +232,14 @@ struct alignas(16) RowFacts {
 };
 static_assert(sizeof(RowFacts) == sizeof(uint4));
 
-// The gain of a thread's columns, in registers or, of many columns, in the block's shared memory: there
-// [vectors] low halves, then as many high halves.
+// The gain of a thread's columns: in registers or, for many columns, in the block's shared memory. There,
+// [vectors] low halves come first, then as many high halves.
 template <int kVectors>
 class Gain {
  public:
   static constexpr bool kHeld = kVectors <= 3;
 
-  // shared: 2 * vectors places, usable after the next barrier of the block.
+  // shared: room for 2 * vectors; readable after the next barrier of the block.
   __device__ __forceinline__ Gain(const float* gain, float4* shared, int vectors,
                                   const RowGroup<false>& group)
       : shared_(shared), vectors_(vectors) {
@@ -251,7 +255,7 @@ class Gain {
       }
     }
   }
-  // Of the thread's vector i, which is the row's vector v.
+  // The gain for the thread's vector i, which is vector v of the row.
   __device__ __forceinline__ void Load(int i, int v, float (&gain)[8]) const {
     if constexpr (kHeld) {
 #pragma unroll
@@ -269,14 +273,14 @@ class Gain {
   int vectors_;
 };
 
-// One thread's sums over its rows, without the scale of dy.
+// One thread's sums over its rows, before they are multiplied by the scale of dy.
 template <int kVectors>
 struct ColumnSums {
   float gain[kVectors][8] = {};
   float shift[kVectors][8] = {};
 
-  // Calls visit(plane, the row's vector, four sums): planes 0 and 1 are the halves of the gain's vectors, 2
-  // and 3 those of the shift's.
+  // Calls visit(plane, vector of the row, four sums). Planes 0 and 1 are the halves of the gain's vectors,
+  // planes 2 and 3 those of the shift's.
   template <typename Visit>
   __device__ __forceinline__ void ForEach(int vectors, const RowGroup<false>& group, int planes,
                                           Visit visit) const {
@@ -294,7 +298,8 @@ struct ColumnSums {
   }
 };
 
-// The row's sums of gain dy and gain dy unit over this thread's columns; adds the row to the column sums.
+// The row's sums of gain dy and of gain dy unit over this thread's columns. Also adds the row to the column
+// sums.
 template <typename Row, int kVectors>
 __device__ __forceinline__ GroupValues<2> AddRow(const Row& row, const RowGroup<false>& group, int vectors,
                                                  const Gain<kVectors>& gains, ColumnSums<kVectors>& sums) {
@@ -343,24 +348,24 @@ __device__ __forceinline__ void WriteGradient(const Row& row, const RowGroup<fal
 }
 
 // Where the sums over a block's rows go: part of row `row` of the gain's matrix [rows, 8 * row_vectors] at
-// `partials`, likewise of the shift's, which follows it.
+// `partials`, and of the shift's matrix, which follows it.
 struct PartialRow {
   float* partials;
   int rows;
   int row;
   int row_vectors;
-  int first_vector;  // of the part
+  int first_vector;  // first vector of the part
 
-  // Of the part's vector v; planes as ColumnSums has them.
+  // The place of the part's vector v; planes as in ColumnSums.
   __device__ __forceinline__ float4* Place(int plane, int v) const {
     const int64_t at = (int64_t{plane / 2} * rows + row) * row_vectors + first_vector + v;
     return reinterpret_cast<float4*>(partials) + at * 2 + plane % 2;
   }
 };
 
-// Writes scale * the sums of the block's groups, of `vectors` vectors. shared: for each group, if there are
-// several, the low and high halves of the gain's vectors, then of the shift's, [groups][4][vectors],
-// which no thread reads any more.
+// Writes scale * the sums of the block's groups, for `vectors` vectors. shared: if there are several groups,
+// [groups][4][vectors]: for each group the low and high halves of the gain's vectors, then of the shift's. No
+// thread may still read it.
 template <int kVectors>
 __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, float4* shared, int vectors,
                                               const RowGroup<false>& group, bool centred, float scale,
@@ -392,7 +397,7 @@ __device__ __forceinline__ void WritePartials(const ColumnSums<kVectors>& sums, 
   }
 }
 
-// Why rows cannot be taken as vectors of eight elements, or "".
+// "" if rows can be processed as vectors of eight elements, else the reason why not.
 inline absl::string_view WhyNotInVectors(const NormParams& p, const NormBackwardParams& b) {
   if (p.x.cols % 8 != 0) return "8 does not divide the columns";
   if (!NormAligned(p.x) || !NormAligned(p.y)) return "rows that are not aligned";
@@ -405,8 +410,8 @@ inline absl::string_view WhyNotInVectors(const NormParams& p, const NormBackward
   return rare ? "a rare pair of dtypes" : "";
 }
 
-// launch.IfFits<X, Dy>(error) for the dtypes of x and dy, if they are a pair that heads use (dy in the
-// compute dtype, for fp16 also in fp32) and rows are vectors; false if not.
+// Calls launch.IfFits<X, Dy>(error) for the dtypes of x and dy, if they are a pair that heads use (dy in the
+// compute dtype, for fp16 also in fp32) and rows are vectors. Otherwise returns false.
 template <typename Launch>
 bool LaunchIfPaired(const Launch& launch, const NormParams& p, const NormBackwardParams& b,
                     cudaError_t* error) {

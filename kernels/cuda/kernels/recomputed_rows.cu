@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows whose logits come a block of classes at a time, one thread block a row. The formulas are those of
-// row_loss.cu in their general form, with bias, class weights and target counted from the first class of the
-// block; the statistics of the blocks are combined in the order of classes.
+// Row kernels for logits that come one block of classes after the other. Grid: one thread block a row. The
+// formulas are those of row_loss.cu in their general form; bias, class weights and target are counted from
+// the first class of the block. The statistics of the blocks are combined in the order of classes.
 //
-// Bytes: a block of fp32 logits read once for its statistics, and read once more and written in the compute
-// dtype for its gradient; as long as a block stays in L2 it is bound by arithmetic.
+// Bytes: fp32 logits of a block are read once for the statistics. For the gradient they are read once more,
+// and the gradient is written in the compute dtype. As long as a block stays in L2, the kernels are bound by
+// arithmetic.
 #include "kernels/cuda/device/kernel_code.h"
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/recomputed_rows.h"
@@ -17,7 +18,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// A block of classes of some rows; the terms count classes from the first of the block.
+// A block of classes of some rows; the terms count classes from the first class of the block.
 struct BlockParams {
   LogitMatrix logits;
   LogitMatrix gradient;
@@ -37,7 +38,7 @@ __device__ __forceinline__ Stats ToStats(const RunningRow& r) {
   return {r.max, r.sum, r.spread, r.weighted, r.arg};
 }
 
-// The statistics of the blocks before and of the next one.
+// The combined statistics of the earlier blocks and the next one.
 __device__ __forceinline__ Stats Join(Stats before, Stats next, float f) {
   const float max = fmaxf(before.max, next.max);
   const int32_t arg = before.max == max ? before.arg : next.arg;
@@ -46,7 +47,7 @@ __device__ __forceinline__ Stats Join(Stats before, Stats next, float f) {
   return {max, before.sum + next.sum, before.spread + next.spread, before.weighted + next.weighted, arg};
 }
 
-// T: the compute dtype, or another that is as precise.
+// T: the compute dtype, or another one with the same precision.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constant__ BlockParams p,
                                                             int first_class, RunningRow* running) {
@@ -66,7 +67,7 @@ __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constan
   if (all.arg != INT32_MAX) all.arg += first_class;
   float stored_target = first_class > 0 ? running[row].stored_target : 0.0f;
   if (target.column >= 0 && target.column < p.logits.classes) {
-    stored_target = map(part.row[target.column], target.column).z;  // LaunchTakeTargets leaves it there
+    stored_target = map(part.row[target.column], target.column).z;  // LaunchTakeTargets does not mask it
   }
   if (first_class > 0) all = Join(ToStats(running[row]), all, map.f);
   running[row] = {all.max, all.sum, all.spread, all.weighted, all.arg, stored_target};
@@ -95,7 +96,7 @@ __global__ void SettleRulesKernel(const __grid_constant__ SettleParams p) {
   const bool padding = row >= p.rows;
   const bool dropped = !padding && p.accumulate[row] != 0 && p.keep[row] == 0;
   if (!padding && !dropped && p.rules[row].valid) return;
-  __syncthreads();  // all have read the rule
+  __syncthreads();  // all threads have read the rule
   if (threadIdx.x == 0) p.rules[row] = GradientRule{};
   if (padding) return;
   const float zeros[8] = {};
@@ -135,7 +136,7 @@ __global__ __launch_bounds__(kThreads) void FilteredBlockKernel(const __grid_con
   if (rule.valid) {
     const LogitMap<T, true> map(p.terms);
     const Target target = MakeTargetOf<T>(p.terms, p.in, map, row, first_class);
-    GradientRule rest = rule;  // of what is dropped
+    GradientRule rest = rule;  // the rule for dropped classes
     rest.softmax = 0.0f;
     WriteElements(map, part, static_cast<int>(p.logits.classes), target, rule, to,
                   [&](const Logit& logit, int column) {

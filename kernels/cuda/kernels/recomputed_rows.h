@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the row kernels of heads that recompute logits: statistics of rows whose logits come a block
-// of classes at a time, and the gradient over such a block once the statistics are complete.
-// docs/kernels/recomputed.md has the whole picture.
+// Launchers of the row kernels of heads that recompute logits. They compute statistics of rows whose logits
+// come one block of classes after the other, and, when the statistics are complete, the gradient of such a
+// block. docs/kernels/recomputed.md describes the whole path.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_RECOMPUTED_ROWS_H_
@@ -19,24 +19,27 @@ namespace lossd::kernels::cuda {
 // A block of classes, [first_class, first_class + logits.classes), of some rows.
 struct ClassBlock {
   LogitMatrix logits;    // fp32
-  LogitMatrix gradient;  // InPlaceOf(logits) in the compute dtype
+  LogitMatrix gradient;  // in the compute dtype; InPlaceOf(logits), or packed
   int64_t first_class = 0;
 };
 
-// running[r] = that of the block, or, unless it is the first, of it and the blocks before. `terms` and `in`
-// are of the whole vocabulary; `in` has target_dots.
+// running[r] becomes the statistics of the block if it is the first; otherwise the block is added to the
+// statistics of earlier blocks. `terms` and `in` are of the whole vocabulary; `in` has target_dots.
 cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                             RunningRow* running, cudaStream_t stream);
 
-// Row results and rules from the statistics of all blocks. `in` has target_dots. with_uniform: the rules have
-// the uniform part of label smoothing.
+// Computes row results and rules from the statistics of all blocks. `in` has target_dots. with_uniform: the
+// rules include the uniform part of label smoothing.
 cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DType compute,
                                 const RowResults& out, const RunningRow* running, GradientRule* rules,
                                 bool with_uniform, cudaStream_t stream);
 
-// Makes the rules final: rows that may add nothing to any sum get a gradient of 0, and the first two kinds
-// hidden states of 0: those whose loss is not finite, those that are accumulated but not kept (LaunchGuard),
-// and padding rows, [rows, padded_rows).
+// Makes the rules final, for rows that must not add to any sum. Such rows are
+// - rows whose loss is not finite,
+// - rows that are accumulated but not kept (LaunchGuard),
+// - padding rows, [rows, padded_rows).
+//
+// All of them get a gradient of 0, and the first two kinds also hidden states of 0.
 struct SettleParams {
   GradientRule* rules = nullptr;  // [padded_rows]
   DeviceMatrix hidden;            // [rows]
@@ -47,17 +50,17 @@ struct SettleParams {
 };
 cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream);
 
-// Turns the logits of a block into its gradient, dL/ds over (scale * gradient unit), 0 in padding rows and
-// columns. `terms` and `in` as for LaunchFoldBlock(); rules: [padded_rows].
+// Turns the logits of a block into its gradient: dL/ds over (scale * gradient unit), 0 in padding rows and
+// columns. `terms` and `in` as for LaunchFoldBlock(). rules: [padded_rows].
 cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                                 const GradientRule* rules, cudaStream_t stream);
-// The same without the probabilities below epsilon, the target's excepted; no row has a gradient of its
-// entropy.
+// The same, but classes with a probability below epsilon get 0, except the target. No row may have a gradient
+// of its entropy.
 struct BlockFilter {
   float epsilon = 0.0f;
-  bool with_uniform = true;                // the uniform part of label smoothing is among the elements
-  const int32_t* with_gradient = nullptr;  // [rows]; the others drop nothing
-  float* dropped_mass = nullptr;           // out: [rows], of the block
+  bool with_uniform = true;                // the elements include the uniform part of label smoothing
+  const int32_t* with_gradient = nullptr;  // [rows]; other rows drop nothing
+  float* dropped_mass = nullptr;           // out: [rows], of this block
 };
 cudaError_t LaunchFilteredBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                                 const GradientRule* rules, const BlockFilter& filter, cudaStream_t stream);

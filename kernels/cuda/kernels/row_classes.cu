@@ -1,25 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Single classes of a row.
+// Kernels for single classes of a row: the top k, and classes that are given.
 //
-// A class is compared as one number of 64 bits: its logit, in an order of unsigned numbers, and below it the
-// complement of its place, so that a larger number comes first and no two are equal.
+// Classes are compared by a 64-bit key: the upper half is the logit, as an unsigned number with the same
+// order, and the lower half is the complement of the class. So a larger key comes first, and no two keys are
+// equal.
 //
-// Selection, one thread block a row: classes that come before the k-th best so far go into a list in shared
-// memory; when it may become too long it is sorted, all but the first k are dropped, and the k-th is the new
-// threshold. The row is read once. Of logits in a random order some k ln(V / k) get into the list; in the
-// worst order, ascending, all do, and the list is sorted for every kSubTile classes.
+// Selection (SelectTopKernel). Grid: one thread block a row; the row is read once. Classes that come before
+// the k-th best class so far go into a list in shared memory. Before the list becomes too long, it is sorted,
+// all but the first k are dropped, and the k-th becomes the new threshold. If logits are in random order,
+// about k ln(V / k) get into the list. In the worst order, ascending, all do, and the list is sorted for
+// every kSubTile classes.
 //
-// Selection from exponentials, likewise, in two steps. Exponentials are compared by their bits. If z_a >=
-// z_b, the bits of a's are at most one below those of b's, so the first k classes by their logits are among
-// those whose bits are at most one below the k-th bits. Most rows have few more than k of those; their logits
-// are computed, a warp a class, and sorted. Where ties are so many that the list would become too long, the
-// logits of what is in it are computed before, and the first k kept. The target's exponential need not be in
-// the order of the others, so its logit is computed in any case. The k-th of the maxima that each thread
-// finds in its first classes is the first threshold.
+// Selection from exponentials (SelectTopOfExponentialsKernel) works in the same way, in two steps.
+// Exponentials are compared by their bits. If z_a >= z_b, the bits of b's exponential exceed those of a's by
+// at most one. So the first k classes by logits are among those whose bits are at least the k-th largest bits
+// minus one. Most rows have few more than k such classes. Their logits are computed, a warp for each class,
+// and sorted. If there are so many ties that the list would become too long, the logits of the listed classes
+// are computed earlier, and the first k are kept. The target's exponential need not fit the order of the
+// others, so the target's logit is always computed. The first threshold is the k-th of the maxima that the
+// threads find in their first classes.
 //
-// Bytes: rows * V * 4 read, of exponentials rows * V * 2 and rows * k * D * 2 of the weight. The logits of
-// given classes: rows * count * D * (2 or 4) of the weight, most of it from L2 where rows name the same
-// classes.
+// Bytes: rows * V * 4 are read; from exponentials rows * V * 2, and rows * k * D * 2 of the weight. Logits of
+// given classes: rows * count * D * (2 or 4) of the weight, most of it from L2 if rows name the same classes.
 #include "kernels/cuda/kernels/device_math.cuh"
 #include "kernels/cuda/kernels/row_classes.h"
 #include "kernels/cuda/kernels/row_loss_math.cuh"
@@ -30,15 +32,15 @@ namespace {
 using Key = unsigned long long;
 
 constexpr int kThreads = 256;
-constexpr int kVectors = 4;             // that a thread loads ahead
+constexpr int kVectors = 4;             // vectors that a thread loads ahead
 constexpr int kSubTile = kThreads * 4;  // classes of one vector of each thread
 constexpr int kListKeys = 2048;         // a power of two; at least kMostSelected + kSubTile
-constexpr int kMostCount = 256;         // given classes of a row
+constexpr int kMostCount = 256;         // most given classes of a row
 static_assert(kListKeys >= kMostSelected + kSubTile);
 
 __device__ __forceinline__ Key KeyOf(float z, int32_t place) {
   if (isnan(z)) z = NegativeInfinity();
-  if (z == 0.0f) z = 0.0f;  // not -0
+  if (z == 0.0f) z = 0.0f;  // turns -0 into 0
   const uint32_t bits = __float_as_uint(z);
   const uint32_t ordered = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
   return static_cast<Key>(ordered) << 32 | ~static_cast<uint32_t>(place);
@@ -55,7 +57,7 @@ __device__ __forceinline__ int32_t PlaceOf(Key key) {
 
 __device__ __forceinline__ Key NoKey() { return KeyOf(NegativeInfinity(), INT32_MAX); }
 
-// The dot product of two rows of n elements, which the lanes of a warp share; the same in each lane.
+// The dot product of two rows of n elements, computed by a warp; every lane gets it.
 template <typename T>
 __device__ __forceinline__ float WarpDot(const uint4* x, const uint4* w, int64_t n) {
   constexpr int kSize = Vec<T>::kSize;
@@ -73,11 +75,12 @@ __device__ __forceinline__ float WarpDot(const uint4* x, const uint4* w, int64_t
 
 struct SharedList {
   Key keys[kListKeys];
-  Key threshold;  // what does not exceed it need not be looked at
+  Key threshold;  // smaller or equal keys need not be listed
   int count;
 };
 
-// All threads: sorts `count` keys, the largest first. There is room for the next power of two.
+// Sorts `count` keys, the largest first. Called by all threads. `keys` must have room for the next power of
+// two.
 __device__ void Sort(Key* keys, int count) {
   int size = 2;
   while (size < count) size *= 2;
@@ -98,7 +101,7 @@ __device__ void Sort(Key* keys, int count) {
   __syncthreads();
 }
 
-// All threads: sorts the list and drops all but the first k.
+// Sorts the list and drops all but the first k. Called by all threads.
 __device__ void Prune(SharedList& list, int k) {
   __syncthreads();
   const int count = list.count;
@@ -110,12 +113,12 @@ __device__ void Prune(SharedList& list, int k) {
   __syncthreads();
 }
 
-// T: what the product multiplied.
+// T: the dtype that the product multiplied.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void SelectTopKernel(const __grid_constant__ SelectTopParams p) {
   __shared__ SharedList list;
   const int64_t row = blockIdx.x;
-  const LogitMap<T, true> map(p.terms);  // the terms count classes from the first of the block
+  const LogitMap<T, true> map(p.terms);  // the terms count classes from the block's first class
   const auto* const vectors =
       reinterpret_cast<const float4*>(static_cast<const float*>(p.logits.data) + row * p.logits.ld);
   const int classes = static_cast<int>(p.logits.classes);
@@ -153,7 +156,7 @@ __global__ __launch_bounds__(kThreads) void SelectTopKernel(const __grid_constan
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int count = list.count;
-      __syncthreads();  // all have read it
+      __syncthreads();  // all threads have read it
       if (count > kListKeys - kSubTile) Prune(list, p.k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -175,27 +178,26 @@ __global__ __launch_bounds__(kThreads) void SelectTopKernel(const __grid_constan
 
 // ---- from exponentials ----
 
-constexpr int kExpLane = 8;                       // exponentials of a uint4
+constexpr int kExpLane = 8;                       // exponentials in a uint4
 constexpr int kExpSubTile = kThreads * kExpLane;  // classes of one vector of each thread
-constexpr int kExpTile = kExpSubTile * kVectors;  // of all that a thread loads ahead
+constexpr int kExpTile = kExpSubTile * kVectors;  // classes that all threads load ahead
 constexpr int kExpListKeys = 4096;                // a power of two
-constexpr int kFull = 1024;                       // the list is pruned when it has more keys
-constexpr int kMostTies = 512;                    // logits are computed if it has more after that
-constexpr uint32_t kInfiniteBits = 0x7f80;        // of bf16
+constexpr int kFull = 1024;                       // the list is pruned when it has more keys than this
+constexpr int kMostTies = 512;                    // if it has more after that, logits are computed
+constexpr uint32_t kInfiniteBits = 0x7f80;        // infinity in bf16
 static_assert(kExpListKeys >= kFull + kExpSubTile + kMostSelected + 1);
 static_assert(kThreads >= kMostSelected, "a maximum of each thread");
 
-// While classes are listed, a key is the bits of the exponential and, below them, the complement of the
-// class.
+// A key of the list: the bits of the exponential and, below them, the complement of the class.
 struct ExponentialList {
   Key keys[kExpListKeys];
   int count;
-  uint32_t floor;           // smaller bits need not be looked at
-  Key best[kMostSelected];  // the first of those whose logits have been computed, as KeyOf has them
+  uint32_t floor;           // classes with smaller bits need not be listed
+  Key best[kMostSelected];  // the best classes whose logits have been computed; keys of KeyOf
   int best_count;
 };
 
-// NaN is smaller than every number here; it fails its row.
+// The bits by which exponentials are compared. NaN counts as the smallest; it makes its row fail anyway.
 __device__ __forceinline__ uint32_t BitsOf(uint32_t half) { return half > kInfiniteBits ? 0u : half; }
 
 __device__ __forceinline__ uint32_t HalfOf(const uint4& v, int i) {
@@ -210,8 +212,8 @@ __device__ __forceinline__ uint32_t LargestHalf(const uint4& v) {
 
 __device__ __forceinline__ uint32_t FloorOf(uint32_t bits) { return bits == 0 ? 0u : bits - 1; }
 
-// All threads: the logits of the classes in the list; of these and of best the first k become best, and the
-// list is empty.
+// Computes the logits of the classes in the list. The first k of these classes and of `best` become `best`,
+// and the list becomes empty. Called by all threads.
 __device__ void Resolve(ExponentialList& list, const SelectTopOfExponentialsParams& p, int64_t row) {
   using T = __nv_bfloat16;
   __syncthreads();
@@ -240,7 +242,7 @@ __device__ void Resolve(ExponentialList& list, const SelectTopOfExponentialsPara
   __syncthreads();
 }
 
-// All threads: drops what is below the floor that the list itself gives.
+// Drops the classes below the floor that follows from the list itself. Called by all threads.
 __device__ void Prune(ExponentialList& list, const SelectTopOfExponentialsParams& p, int64_t row) {
   __syncthreads();
   const int count = list.count;
@@ -254,11 +256,11 @@ __device__ void Prune(ExponentialList& list, const SelectTopOfExponentialsParams
   if (threadIdx.x == 0) list.floor = floor;
   __syncthreads();
   const bool resolves = list.count > kMostTies;
-  __syncthreads();  // all have read it
+  __syncthreads();  // all threads have read it
   if (resolves) Resolve(list, p, row);
 }
 
-// One thread block a row.
+// Grid: one thread block a row.
 __global__ __launch_bounds__(kThreads) void SelectTopOfExponentialsKernel(
     const __grid_constant__ SelectTopOfExponentialsParams p) {
   __shared__ ExponentialList list;
@@ -307,7 +309,7 @@ __global__ __launch_bounds__(kThreads) void SelectTopOfExponentialsKernel(
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int count = list.count;
-      __syncthreads();  // all have read it
+      __syncthreads();  // all threads have read it
       if (count > kFull) Prune(list, p, row);
       if (const uint32_t floor = list.floor; LargestHalf(v[i]) >= floor) {
 #pragma unroll
@@ -334,8 +336,8 @@ __global__ __launch_bounds__(kThreads) void SelectTopOfExponentialsKernel(
   }
 }
 
-// One thread block a row, one thread a rank of every part: an entry's rank among all is its rank in its own
-// part and how many of each other part come before it.
+// Grid: one thread block a row, one thread for each rank within a part. The rank of an entry among all
+// entries is its rank in its own part plus, for each other part, the number of entries that come before it.
 __global__ __launch_bounds__(kMostSelected) void MergeTopKernel(const __grid_constant__ MergeTopParams p) {
   const int64_t row = blockIdx.x;
   const auto key_at = [&](int part, int i) {
@@ -349,7 +351,7 @@ __global__ __launch_bounds__(kMostSelected) void MergeTopKernel(const __grid_con
     int rank = i;
     for (int other = 0; other < p.parts && rank < p.k; ++other) {
       if (other == part) continue;
-      int low = 0, high = p.k;  // the first entry that does not come before it lies in [low, high]
+      int low = 0, high = p.k;  // the first entry that does not come before it is in [low, high]
       while (low < high) {
         const int middle = (low + high) / 2;
         if (key_at(other, middle) > key) {
@@ -366,7 +368,7 @@ __global__ __launch_bounds__(kMostSelected) void MergeTopKernel(const __grid_con
   }
 }
 
-// One thread block a row, one warp a class at a time.
+// Grid: one thread block a row. Each warp computes one class at a time.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void ClassLogitsKernel(const __grid_constant__ ClassLogitsParams p) {
   __shared__ int32_t places[kMostCount];
@@ -374,7 +376,7 @@ __global__ __launch_bounds__(kThreads) void ClassLogitsKernel(const __grid_const
   for (int i = static_cast<int>(threadIdx.x); i < p.count; i += kThreads) {
     places[i] = p.classes[row * p.count + i] - static_cast<int32_t>(p.terms.first_class);
   }
-  __syncthreads();  // all have been read: the logits may take their place
+  __syncthreads();  // all have been read, so logits may overwrite them
   const LogitMap<T, true> map(p.terms);
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const auto* x = reinterpret_cast<const uint4*>(static_cast<const T*>(p.hidden) + row * p.ld);

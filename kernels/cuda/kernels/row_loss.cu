@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused loss kernel. Per row, with z the logit after bias, scale and softcap in fp32, f = log2(e) and
-// d_v = z_v f - M (one fused multiply-add, so that common offsets of any size cancel exactly):
+// The row loss kernel: row results and gradients from fp32 logits.
+//
+// Math, for one row. z is the logit after bias, scale and softcap in fp32, f = log2(e), and d_v = z_v f - M
+// (one fused multiply-add, so that a common offset of any size cancels exactly). u is the class weight, U the
+// sum of all class weights, y the target, alpha the smoothing, w the row weight, and c, c_lse and c_H are the
+// factors of loss, lse and entropy (RowInputs):
 //
 //   M = f max z,  S = sum 2^d,  lse = (M + log2 S) ln 2,  p_v = 2^d_v / S
 //   nll = ln 2 (log2 S - d_y),  H = ln 2 (log2 S - sum 2^d d / S)
@@ -8,20 +12,20 @@
 //   dL/dz_v = p_v (c A + c_lse - c_H (log p_v + H)) - c alpha / V u_v - [v = y] c u_y (1 - alpha)
 //     with A = u_y (1 - alpha) + alpha U / V + 2 lambda lse
 //
-// The target is kept out of M, S and so on until the row's sums are complete: with S' the sum of the
-// others, 1 - p_y = S' / S and, for a confident row, nll = log1p(S' / e_y) are exact to fp32.
+// The target is kept out of M, S and the other sums until they are complete. With S' the sum over the other
+// classes, 1 - p_y = S' / S and, for a confident row, nll = log1p(S' / e_y) are exact to fp32.
 //
-// The plain case (no bias, softcap, class weights, smoothing, entropy; scale > 0) keeps z f implicit: z is
-// the dot product and f = scale log2(e).
+// The plain case has no bias, softcap, class weights, smoothing or entropy, and scale > 0. It keeps z f
+// implicit: z is the dot product, and f = scale log2(e).
 //
-// Plan: one thread block cluster (1, 2, 4 or 8 blocks) per row; each block holds its part of the row in
-// shared memory (cp.async), so a row is read once and written once. Rows that do not fit, and GPUs without
-// clusters, read the row a second time (mostly from L2). The statistics of threads, warps and blocks
-// are combined in a fixed order.
+// Plan: one thread block cluster (1, 2, 4 or 8 blocks) a row. Each block holds its part of the row in shared
+// memory (cp.async), so a row is read once and written once. Rows that do not fit, and all rows on GPUs
+// without clusters, are read a second time (mostly from L2). The statistics of threads, warps and blocks are
+// combined in a fixed order.
 //
 // Bytes: rows * V * 4 read and, with the gradient, rows * V * (2 or 4) written. Operations: 2 exponentials
-// and about 20 others an element, which is below the time of the bytes as long as several blocks
-// share a multiprocessor: hence at most kTargetBlockBytes a block.
+// and about 20 others an element. They take less time than the bytes if several blocks share a
+// multiprocessor, so a block has at most kTargetBlockBytes.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -58,23 +62,23 @@ __device__ __forceinline__ uint32_t ClusterSize() {
   return size;
 }
 
-// A mailbox in the shared memory of each block of a cluster: every block puts its words into all of them,
-// and reads its own when all have come. One use a launch. Why that is ordered:
-// - a barrier's initialisation is released to the cluster before its block arrives at the cluster's barrier,
-// and
-//   every sender waits at that barrier first;
-// - bytes may come before the thread that opened the mailbox says how many to expect: the phase cannot end
-// before
-//   its own arrival, which says so in the same step;
-// - remote stores complete on the receiver's barrier, and the receiver acquires at the scope of the cluster.
-// A block may end when it has read its mailbox: by then no other block has anything left to send it.
+// A mailbox in the shared memory of each block of a cluster. Every block puts its words into the mailboxes of
+// all blocks, and reads its own when all words have arrived. It is used once a launch. The order is
+// guaranteed because
+// - the initialization of a barrier is released to the cluster before its block arrives at the cluster's
+//   barrier, and every sender waits at that barrier first;
+// - the phase cannot end before the thread that opened the mailbox has arrived and has said, in the same
+//   step, how many bytes to expect; bytes may come earlier;
+// - remote stores complete on the receiver's barrier, and the receiver acquires at cluster scope.
+//
+// A block may end when it has read its mailbox: then no other block has anything left to send to it.
 template <int kWords>
 struct Mailbox {
   static constexpr int kStride = (kWords + 3) / 4 * 4;
   alignas(16) float words[kMaxCluster * kStride];
   alignas(8) uint64_t barrier;
 
-  // All threads; the mailboxes of the cluster are usable after AwaitOpen().
+  // Called by all threads. The mailboxes of the cluster are usable after AwaitOpen().
   __device__ __forceinline__ void Open(uint32_t cluster) {
 #if __CUDA_ARCH__ >= 900
     const uint32_t address = SharedAddress(&barrier);
@@ -97,7 +101,8 @@ struct Mailbox {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
   }
-  // One thread a receiver: `own` (kStride words of ours) to the block `to`, as sender `rank`.
+  // Called by one thread for each receiver. Sends `own` (kStride words of this block) to the block `to`, as
+  // sender `rank`.
   __device__ __forceinline__ void Send(const float* own, uint32_t rank, uint32_t to) {
 #if __CUDA_ARCH__ >= 900
     uint32_t target, target_barrier;
@@ -135,7 +140,8 @@ struct Mailbox {
 
 using StatsMailbox = Mailbox<kStatsWords>;
 
-// One warp per block: the statistics of the row from those of the block's warps and of the cluster's blocks.
+// Called by one warp of each block. Combines the statistics of the block's warps, and then of the cluster's
+// blocks.
 template <bool kGeneral>
 __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uint32_t cluster, uint32_t rank,
                                            StatsMailbox& mailbox) {
@@ -154,7 +160,7 @@ __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uin
   return ReduceWarp<kGeneral>(s, f);
 }
 
-// Makes the target and the padding of a plain row -inf before it is read, so that the loops need no checks.
+// Sets the target and the padding of a plain row to -inf before it is read, so that the loops need no checks.
 template <bool kResident>
 __device__ __forceinline__ void MaskRow(const LogitMatrix& logits, const RowPart<kResident>& part,
                                         int target) {
@@ -186,7 +192,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   part.shared = SharedAddress(shared_row);
   part.begin = min(static_cast<int>(rank) * per_block, vectors);
   part.end = min(part.begin + per_block, vectors);
-  if (row >= p.in.rows) {  // a padding row; the whole cluster takes this way
+  if (row >= p.in.rows) {  // a padding row, for the whole cluster
     if (row_gradient != nullptr) WriteZeros(part, row_gradient);
     return;
   }
@@ -229,7 +235,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   }
 }
 
-// One warp a row.
+// Grid: one warp a row.
 template <typename T>
 __global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
   constexpr int kSize = Vec<T>::kSize;
@@ -255,7 +261,7 @@ __global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
   }
   for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
   if ((threadIdx.x & 31) != 0) return;
-  // An infinite dot product must not hide behind a softcap; an infinite bias may.
+  // An infinite dot product must not be hidden by a softcap; an infinite bias may be.
   p.dots[row] = p.bias == nullptr ? sum : isinf(sum) ? NAN : sum + p.bias[place];
 }
 
@@ -274,7 +280,7 @@ LaunchPlan Plan(int64_t ld, const DeviceLimits& limits) {
     plan.cluster *= 2;
   const int64_t vectors = row_bytes / 16;
   const int64_t part_bytes = (vectors + plan.cluster - 1) / plan.cluster * 16;
-  // Two blocks a multiprocessor, or the loads of one row wait for the arithmetic of another.
+  // Two blocks a multiprocessor; with one block, loads would wait for arithmetic.
   const int64_t most = std::min(limits.shared_bytes_per_block, limits.shared_bytes_per_sm / 2 - (2 << 10));
   plan.resident = part_bytes <= most;
   if (!plan.resident) plan.cluster = 1;

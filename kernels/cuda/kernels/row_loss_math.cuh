@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the row kernels have in common: from a dot product to a logit, from the sums over a row to its
-// loss, and from there to the factors of its gradient. The formulas stand in row_loss.cu.
+// The formulas that the row kernels share: from a dot product to a logit, from the sums over a row to its
+// loss, and from there to the factors of its gradient. row_loss.cu explains the formulas.
 //
-// kGeneral: any of bias, softcap, class weights, smoothing, entropy; else z f is kept implicit (row_loss.cu).
+// kGeneral: the loss has a bias, softcap, class weights, smoothing or entropy (LossTerms::IsGeneral);
+// otherwise z f stays implicit (row_loss.cu).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_
 
@@ -13,7 +14,7 @@
 
 namespace lossd::kernels::cuda {
 
-// Running statistics of a part of a row, the target left out.
+// Running statistics of a part of a row, without the target.
 struct Stats {
   float max;       // of z
   float sum;       // of 2^(z f - M), M = Reference(max, f)
@@ -24,13 +25,13 @@ struct Stats {
 
 __device__ __forceinline__ Stats NoStats() { return {NegativeInfinity(), 0.0f, 0.0f, 0.0f, INT32_MAX}; }
 
-// What exponents are taken relative to when the largest z is `max`. A maximum of -inf means that there is
-// nothing yet (or only NaN, which stays in the sum).
+// The reference of exponents when the largest z is `max`. A maximum of -inf means that no logit has been
+// added yet (or only NaN, which stays in the sum).
 __device__ __forceinline__ float Reference(float max, float f) {
   return max == NegativeInfinity() ? 0.0f : max * f;
 }
 
-// Makes the sums of `s` relative to the larger maximum `max`.
+// Makes the sums of `s` relative to `max`, which is at least s.max.
 __device__ __forceinline__ void Rebase(Stats& s, float max, float f) {
   if (s.max == max) return;
   const float shift = Reference(s.max, f) - Reference(max, f);
@@ -47,13 +48,14 @@ __device__ __forceinline__ float WarpSum(float x) {
   return x;
 }
 
+// A logit and its derivative by s, the logit before the softcap.
 struct Logit {
   float z;
   float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1
 };
 
-// tanh(x) and its derivative. Not kPrecise: below 0.5 by a polynomial of relative error 2e-8, above without
-// cancellation to 2e-7, so that a capped logit of 100 is off by at most 5e-5, whatever the cap.
+// tanh(x) and its derivative. If not kPrecise: below 0.5 a polynomial with a relative error of 2e-8, above it
+// a form without cancellation, with 2e-7. So a capped logit of 100 is off by at most 5e-5, whatever the cap.
 template <bool kPrecise>
 __device__ __forceinline__ float2 TanhAndSlope(float x) {
   const float t = fabsf(x);
@@ -69,8 +71,8 @@ __device__ __forceinline__ float2 TanhAndSlope(float x) {
   return make_float2(copysignf(value, x), 4.0f * e * inverse * inverse);
 }
 
-// From dot products in fp32 to logits. T: what the product multiplied; softcaps of fp32 are as precise as
-// that.
+// Turns fp32 dot products into logits. T: the dtype that the product multiplied. Softcaps of fp32 are as
+// precise as the product.
 template <typename T, bool kGeneral>
 struct LogitMap {
   float f;  // z f is the logit in units of log 2
@@ -78,7 +80,7 @@ struct LogitMap {
   float softcap;
   float inverse_cap;
   const float* bias;
-  bool masks;  // kMaskedDot is a class that is left out
+  bool masks;  // kMaskedDot marks a class that is left out
 
   __device__ __forceinline__ explicit LogitMap(const LossTerms& terms)
       : f(kGeneral ? kLog2E : terms.scale * kLog2E),
@@ -93,14 +95,14 @@ struct LogitMap {
     return OfSum(dot, dot + (bias != nullptr ? __ldg(bias + column) : 0.0f));
   }
 
-  // `sum`: the dot product and the bias.
+  // `sum`: dot product + bias.
   __device__ __forceinline__ Logit OfSum(float dot, float sum) const {
     if constexpr (!kGeneral) return {dot, 1.0f};
     if (masks && __float_as_uint(dot) == kMaskedDot) return {NegativeInfinity(), 0.0f};
     const float s = scale * sum;
     if (softcap == 0.0f) return {s, 1.0f};
     const float2 t = TanhAndSlope<sizeof(T) == 4>(s * inverse_cap);
-    // An infinite dot product must not hide behind the cap.
+    // An infinite dot product must not be hidden by the cap.
     return {isinf(dot) ? NAN : softcap * t.x, t.y};
   }
 };
@@ -109,17 +111,17 @@ __device__ __forceinline__ float ClassWeight(const LossTerms& terms, int column)
   return terms.class_weights != nullptr ? __ldg(terms.class_weights + column) : 1.0f;
 }
 
-// What all threads know about the row before its sums.
+// What all threads know of the row's target before the sums are computed.
 struct Target {
   int column;  // -1: elsewhere
-  int place;   // the class, wherever it is, counted as columns are
+  int place;   // number of the class, counted as columns are, even if it is elsewhere
   Logit logit;
-  float stored_z;  // as the other logits are stored, for comparisons with them
+  float stored_z;  // z as the other logits are stored, for comparisons with them
   float class_weight;
 };
 
-// The target of a row whose dot product is known beforehand. Columns count from `first_class` on, and the
-// terms too.
+// The target of a row whose dot product is already known. Columns and the terms' arrays are counted from
+// `first_class` on.
 template <typename T, bool kGeneral>
 __device__ __forceinline__ Target MakeTargetOf(const LossTerms& terms, const RowInputs& in,
                                                const LogitMap<T, kGeneral>& map, int64_t row,
@@ -129,7 +131,7 @@ __device__ __forceinline__ Target MakeTargetOf(const LossTerms& terms, const Row
   target.column = here < 0 ? -1 : here - first_class;
   target.place = (in.all_targets != nullptr ? in.all_targets[row] : here) - first_class;
   const float dot = in.target_dots[row];
-  // With a bias in it, it is infinite only because of that (row_loss.cu).
+  // If `dot` includes a bias, it can be infinite because of the bias alone (row_loss.cu).
   target.logit =
       !terms.bias_in_targets ? map(dot, target.place) : map.OfSum(terms.bias != nullptr ? 0.0f : dot, dot);
   target.stored_z = target.logit.z;
@@ -137,7 +139,7 @@ __device__ __forceinline__ Target MakeTargetOf(const LossTerms& terms, const Row
   return target;
 }
 
-// What they know after.
+// What is known of a row after the sums have been computed.
 struct RowResult {
   float reference;    // M
   float inverse_sum;  // 1 / S
@@ -148,20 +150,21 @@ struct RowResult {
   float p_others;  // 1 - p_target
   float entropy;
   float loss;
-  float slope;  // of the loss with respect to nll, before weight and scale, but for smoothing and z-loss
+  // Derivative of the loss with respect to nll, before weight and scale, without smoothing and z-loss.
+  float slope;
   float z_loss_part;
   int32_t argmax;
 };
 
-// What the objective says of a row, if there is one.
+// The objective's loss and slope of a row; only if there is an objective.
 __device__ __forceinline__ ObjectiveTerm<float> ObjectiveOf(const LossTerms& terms, const RowInputs& in,
                                                             int64_t row, float nll) {
   return EvaluateObjective<float>(terms.objective, nll,
                                   {in.advantages[row], in.old_logprobs[row], in.ref_logprobs[row]});
 }
 
-// From the statistics of all classes but the target, rebased to the largest logit of the whole row. argmax is
-// left to the caller.
+// The result from the statistics of all classes but the target, rebased to the largest logit of the whole
+// row. The caller sets argmax.
 template <bool kGeneral>
 __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                 const Target& target, const Stats& others, float f) {
@@ -178,7 +181,7 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   r.p_others = others.sum / sum;
   r.nll = e_target > 0.5f * sum ? log1pf(others.sum / e_target) : (r.log2_sum - d_target) * kLn2;
   const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
-  // The only class there is has none, whatever rounding makes of log2.
+  // With one class the entropy is 0, whatever log2 rounds to; a sum that is not finite gives NaN.
   r.entropy = others.sum > 0.0f ? kLn2 * (r.log2_sum - (others.spread + target_spread) / sum) : 0.0f * sum;
   const float weight = in.weights[row];
   float hard = (1.0f - terms.smoothing) * r.nll;
@@ -203,8 +206,8 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   return r;
 }
 
-// Row `row` with soft targets, from the statistics of all classes that it does not name, the target left out
-// (soft_rows.cu).
+// The result of row `row` with soft targets, from the statistics of all classes that it does not name,
+// without the target (soft_rows.cu).
 __device__ __forceinline__ RowResult FinishSoft(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                 const Target& target, const Stats& unnamed, float f) {
   const NamedRow named = in.soft.named[row];
@@ -286,8 +289,8 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
   return rule;
 }
 
-// What the gradient of a row with respect to its logits is at most, from the row's factors: kappa of
-// docs/math.md, over the gradient unit, of a row with this log-sum-exp and log-probability of its target.
+// An upper bound of the row's gradient with respect to its logits: kappa of docs/math.md, over the gradient
+// unit, for a row with this log-sum-exp and this log-probability of its target.
 __device__ __forceinline__ float GradientFactor(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                 float lse, float target_logprob) {
   const float c = in.coef_loss[row];

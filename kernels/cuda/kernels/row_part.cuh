@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread block's work on (a part of) a row of fp32 dot products: statistics from it, and its gradient in
-// the compute dtype. Shared by the kernels that have the whole row (row_loss.cu) and a block of its classes
-// (recomputed_rows.cu). The formulas stand in row_loss.cu.
+// What a thread block does with a row of fp32 dot products, or a part of it: compute statistics, and write
+// its gradient in the compute dtype. Shared by the kernels for whole rows (row_loss.cu) and for blocks of
+// classes (recomputed_rows.cu). row_loss.cu explains the formulas.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 
@@ -13,11 +13,11 @@
 
 namespace lossd::kernels::cuda {
 
-// Vectors loaded ahead of their use, from shared memory and from global memory.
+// How many vectors are loaded ahead of their use.
 inline constexpr int kSharedUnroll = 4;
 inline constexpr int kGlobalUnroll = 4;
 
-// ---- statistics on their way between warps and blocks ----
+// ---- statistics in memory, between warps and blocks ----
 
 inline constexpr int kStatsWords = 5;
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ Stats Get(const float* words) {
   return {words[0], words[1], words[2], words[3], __float_as_int(words[4])};
 }
 
-// The statistics of all lanes together, the same bits in every lane.
+// The combined statistics of all lanes, the same bits in every lane.
 template <bool kGeneral>
 __device__ __forceinline__ Stats ReduceWarp(Stats s, float f) {
   float max = s.max;
@@ -79,15 +79,16 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t address) {
 
 // ---- a part of a row ----
 
-// Dot products of a vector.
+// Dot products in a vector.
 inline constexpr int kDots = Vec<float>::kSize;
 
-// The part of a row that this block works on, in vectors of 16 bytes.
+// The part of a row that this block works on, in vectors of 16 bytes. kResident: it is copied to shared
+// memory.
 template <bool kResident>
 struct RowPart {
   static constexpr int kUnroll = kResident ? kSharedUnroll : kGlobalUnroll;
   float* row;       // the whole row
-  uint32_t shared;  // address of the copy of vectors [begin, end)
+  uint32_t shared;  // address in shared memory of the copy of vectors [begin, end)
   int begin;
   int end;
 
@@ -99,18 +100,18 @@ struct RowPart {
       AwaitAllCopies();
     }
   }
-  // Threads read only the vectors that they have fetched themselves.
+  // A thread reads only vectors that it has fetched itself.
   __device__ __forceinline__ uint4 Load(int v) const {
     if constexpr (kResident) return LoadShared16(shared + 16u * (v - begin));
     return __ldcg(global() + v);
   }
-  // True for the thread that works on this column.
+  // Whether this thread works on the column.
   __device__ __forceinline__ bool Owns(int column) const {
     const int v = column / kDots;
     return column >= 0 && v >= begin && v < end &&
            (v - begin) % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
   }
-  // Overwrites what the owner of `column` will load there.
+  // Overwrites the value that the owner of `column` will load.
   __device__ __forceinline__ void Mask(int column, float value) const {
     if (!Owns(column)) return;
     if constexpr (kResident) {
@@ -122,7 +123,7 @@ struct RowPart {
   }
 };
 
-// Applies body(raw vector, index) to this thread's vectors, a few loads ahead.
+// Applies body(raw vector, index) to this thread's vectors, with a few loads ahead.
 template <typename Part, typename Body>
 __device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
   constexpr int kUnroll = Part::kUnroll;
@@ -138,8 +139,8 @@ __device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
   for (; v < part.end; v += step) body(part.Load(v), v);
 }
 
-// The same for the whole block in step: between loads and bodies all threads wait for each other. So a body
-// may write over what any thread has loaded, which are the vectors up to its own and some beyond.
+// The same with the whole block in step: between loads and bodies all threads wait for each other. So a body
+// may overwrite memory that any thread has loaded: the vectors up to its own, and some beyond.
 template <typename Part, typename Body>
 __device__ __forceinline__ void ForEachVectorInStep(const Part& part, Body body) {
   constexpr int kUnroll = Part::kUnroll;
@@ -159,10 +160,11 @@ __device__ __forceinline__ void ForEachVectorInStep(const Part& part, Body body)
   }
 }
 
-// The last column whose bias and class weight may be read: without classes the first of the padding.
+// The last column whose bias and class weight may be read. Without classes it is the first column of the
+// padding.
 __device__ __forceinline__ int LastColumn(int classes) { return max(classes - 1, 0); }
 
-// The logits of vector v of a row: -inf in padding and at the target (plain rows: see MaskRow).
+// The logits of vector v of a row; -inf in padding and at the target (plain rows: see MaskRow).
 template <typename T, bool kGeneral>
 __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw, int v,
                                              int classes, int target, Logit (&logits)[kDots]) {
@@ -171,7 +173,7 @@ __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, c
   Vec<float>::Unpack(raw, dots);
   const int first = v * kSize;
   const int last = LastColumn(classes);
-  // Columns at or past `classes` exist in the last vectors only; their bias would be out of bounds.
+  // Only the last vectors have columns at or past `classes`; a read of their bias would be out of bounds.
 #pragma unroll
   for (int i = 0; i < kSize; ++i) logits[i] = map(dots[i], kGeneral ? min(first + i, last) : 0);
   if constexpr (!kGeneral) return;
@@ -189,7 +191,7 @@ __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, c
   }
 }
 
-// The smallest class of vector `best` of a row that has the logit `max`.
+// The smallest class in vector `best` of a row that has the logit `max`.
 template <typename T, bool kGeneral, bool kResident>
 __device__ __forceinline__ int32_t FindClass(const LogitMap<T, kGeneral>& map, const RowPart<kResident>& part,
                                              int classes, const Target& target, int best, float max) {
@@ -205,7 +207,7 @@ __device__ __forceinline__ int32_t FindClass(const LogitMap<T, kGeneral>& map, c
   return found;
 }
 
-// A plain row in shared memory: the maximum first, then the sum, both without branches.
+// The statistics of a plain row in shared memory: first the maximum, then the sum, both without branches.
 template <typename T>
 __device__ __forceinline__ Stats PlainStats(const LogitMap<T, false>& map, const RowPart<true>& part,
                                             int classes, const Target& target) {
@@ -270,13 +272,13 @@ __device__ __forceinline__ Stats RowStats(const LossTerms& terms, const LogitMap
   return s;
 }
 
-// fp16 has no room for what is far above the gradient unit.
+// fp16 cannot represent values far above the gradient unit.
 template <typename T>
 __device__ __forceinline__ float SaturateIf(float x) {
   return std::is_same_v<T, __half> ? SaturateHalf(x) : x;
 }
 
-// The elements of vector v of a row, in T.
+// Writes the elements of vector v of a row, in T.
 template <typename T>
 __device__ __forceinline__ void StoreElements(T* row, int v, const float (&x)[kDots]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -291,8 +293,9 @@ __device__ __forceinline__ void StoreElements(T* row, int v, const float (&x)[kD
   }
 }
 
-// element(logit, column) of the part, and dL/ds of the target, into the row `to`, which may begin where that
-// of the dot products does. In the latter case, and unless the part is resident, the part is the whole row.
+// Writes element(logit, column) for the part, and dL/ds of the target, into the row `to`, which may begin
+// where the row of dot products begins. If it does, or if the part is not resident, the part must be the
+// whole row.
 template <typename T, bool kGeneral, bool kResident, typename Element>
 __device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
                                               const RowPart<kResident>& part, int classes,
@@ -317,13 +320,13 @@ __device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
     ForEachVectorInStep(part, write);
   }
   if (part.Owns(target.column)) {
-    // Rounded as rule.target is: with one class they are the same.
+    // Rounded in the same way as rule.target: with one class the two are equal.
     const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), rule.target_slope);
     to[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }
 }
 
-// dL/ds of the part.
+// Writes dL/ds of the part.
 template <typename T, bool kGeneral, bool kResident>
 __device__ __forceinline__ void WriteGradient(const LossTerms& terms, const LogitMap<T, kGeneral>& map,
                                               const RowPart<kResident>& part, int classes,

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1 << 20;
-constexpr int kPartialColumns = 32;  // columns and groups of partials a block of AddPartials handles
+constexpr int kPartialColumns = 32;  // columns, and groups of partials, that a block of AddPartials processes
 constexpr int kPartialGroups = 16;
 constexpr int kPartialLoads = 9;
 
@@ -58,7 +58,7 @@ __global__ void ScatterRowsKernel(DeviceMatrix from, DeviceMatrix to, const int3
   }
 }
 
-// Zeroes the rows r with flags[r] < limit.
+// Zeroes each row r with flags[r] < limit.
 __global__ void ZeroRowsKernel(DeviceMatrix matrix, const int32_t* flags, int32_t limit, int64_t rows) {
   const bool aligned = Aligned(matrix);
   const float zeros[8] = {};
@@ -88,7 +88,7 @@ __global__ void ScaleRowsKernel(DeviceMatrix matrix, const float* factors, float
   }
 }
 
-// partials[split, c]: the sum over this split's rows; a thread owns eight columns.
+// partials[split, c]: the sum over the rows of this split. A thread sums eight columns.
 __global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, const float* factors, int64_t rows,
                                 int64_t rows_per_split, float* partials) {
   const int64_t c = (blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x) * 8;
@@ -113,9 +113,9 @@ __global__ void ColumnSumKernel(DeviceMatrix matrix, const int32_t* keep, const 
   }
 }
 
-// A block owns kPartialColumns columns; its kPartialGroups groups of threads each sum every
-// kPartialGroups-th part, with kPartialLoads loads under way, and the groups are added in order. blockIdx.y:
-// first or second.
+// A block sums kPartialColumns columns. Each of its kPartialGroups groups of threads sums every
+// kPartialGroups-th part, with kPartialLoads loads in flight; then the groups are added in order. blockIdx.y:
+// 0 for `first`, 1 for `second`.
 __global__ void AddPartialsKernel(const float* partials, int64_t parts, int64_t cols, float scale,
                                   float* first, float* second) {
   __shared__ float sums[kPartialGroups][kPartialColumns];
@@ -207,9 +207,9 @@ cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols
 
 // ---- the guard ----
 //
-// One block a slice over the results of its rows, one warp a row over dx.
+// Grid: one block a slice for the results of its rows; one warp a row for dx.
 //
-// Bytes: about 40 a row, and D (2 or 4) a row of dx, which has just been written and mostly lies in L2.
+// Bytes: about 40 a row; and D (2 or 4) a row of dx, which has just been written and is mostly in L2.
 
 namespace {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels that move, mask and reduce the rows of a chunk, and of the guard, which finds the
-// rows that may not reach the accumulators: all rows of a slice in which something is not finite.
+// Launchers of the kernels that move, mask and reduce the rows of a chunk, and of the guard. The guard finds
+// the rows that may not be accumulated: all rows of a slice in which a value is not finite.
 //
 // All enqueue on `stream`; all pointers are device memory unless said otherwise. Thread-safe.
 // "Raw" rows are the rows of all slices as the host has them; "compact" rows are those with a target.
@@ -25,7 +25,7 @@ struct DeviceMatrix {
   int64_t ld = 0;
 };
 
-// to[map[i]] = from[i] for i in [0, rows) where map[i] >= 0, columns past from.cols up to to.ld zeroed.
+// to[map[i]] = from[i] for i in [0, rows) where map[i] >= 0. The columns from from.cols up to to.ld become 0.
 cudaError_t LaunchGatherRows(const DeviceMatrix& from, const DeviceMatrix& to, const int32_t* map,
                              int64_t rows, cudaStream_t stream);
 
@@ -45,24 +45,24 @@ cudaError_t LaunchZeroDroppedRows(const DeviceMatrix& matrix, const int32_t* kee
 cudaError_t LaunchScaleRows(const DeviceMatrix& matrix, const float* factors, float scale,
                             const int32_t* keep, int64_t rows, cudaStream_t stream);
 
-// accumulator[c] += scale * sum over kept rows r of factors[r] * matrix[r, c], for c in [0, matrix.cols);
-// keep and factors may be null: all rows, all 1. partials: ColumnSumScratch(matrix.cols) floats.
+// accumulator[c] += scale * the sum over kept rows r of factors[r] * matrix[r, c], for c in [0, matrix.cols).
+// keep null: all rows are kept; factors null: all 1. partials: ColumnSumScratch(matrix.cols) floats.
 cudaError_t LaunchColumnSum(const DeviceMatrix& matrix, const int32_t* keep, const float* factors,
                             int64_t rows, float scale, float* partials, float* accumulator,
                             cudaStream_t stream);
 
-// first[c] += scale * sum over i < parts of partials[i * cols + c], in a fixed order; the same for
-// `second`, unless it is null, from partials + parts * cols on. start_early: its blocks may take their places
-// while the kernel before it ends, for which they wait (compute capability 9.0 or later).
+// first[c] += scale * the sum over i < parts of partials[i * cols + c], in a fixed order. Unless `second` is
+// null, the same for `second`, from partials + parts * cols on. start_early: blocks may be scheduled before
+// the previous kernel has ended, and wait for it (compute capability 9.0 or later).
 cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols, float scale, float* first,
                               float* second, bool start_early, cudaStream_t stream);
 
 // ---- the guard ----
 
-// keep[r] = accumulate[r], unless a row of r's slice is not finite: its loss, lse or target_logprob, its
-// entropy if that is needed, or what its gradient is at most. first_bad[s]: the first such compact row of
-// slice s, or -1. Slice s has the compact rows [slice_begin[s], slice_begin[s + 1]). Absent rows are not
-// looked at.
+// keep[r] = accumulate[r], unless a row of r's slice is not finite; then 0. A row is not finite if its loss,
+// lse, target_logprob, its entropy (if that is needed) or the upper bound of its gradient is not.
+// first_bad[s]: the first such compact row of slice s, or -1. Slice s has the compact rows [slice_begin[s],
+// slice_begin[s + 1]). Absent rows are not checked.
 struct GuardParams {
   int64_t slices = 0;
   const int32_t* slice_begin = nullptr;  // [slices + 1]
@@ -71,27 +71,27 @@ struct GuardParams {
   LossTerms terms;
   RowInputs in;
   RowResults out;
-  float gradient_scale = 1.0f;   // by which gradients over (logit scale * gradient unit) will be multiplied
+  float gradient_scale = 1.0f;   // gradients over (logit scale * gradient unit) are multiplied by it later
   int32_t* first_bad = nullptr;  // [slices]
   int32_t* keep = nullptr;       // [rows]
 };
 cudaError_t LaunchGuard(const GuardParams& params, cudaStream_t stream);
 
-// Rows of dx that are not finite, of those whose dx is to be: their loss becomes NaN, so that a guard after
-// this finds them.
+// Finds rows whose dx must be finite and is not. Their loss becomes NaN, so that a guard after this finds
+// them.
 struct HiddenGuardParams {
-  DeviceMatrix gradient;  // dx, or what goes through a norm; rows begin on 32 bytes
-  float scale = 1.0f;     // by which it is still to be multiplied
-  // dx in fp16 as its client gets it, where infinity is what a gradient is that is too large (a loss scaler
-  // wants to see it): only NaN counts.
+  DeviceMatrix gradient;  // dx, or the gradient before a norm's backward pass; rows 32-byte aligned
+  float scale = 1.0f;     // the gradient is multiplied by it later
+  // The gradient is dx in fp16, in the form that the client gets. There, infinity means that a gradient is
+  // too large (a loss scaler wants to see it), so only NaN counts.
   bool may_overflow = false;
   int64_t begin = 0;  // rows [begin, end) are complete here
   int64_t end = 0;
   const RowCheck* checks = nullptr;  // [rows]
-  const int32_t* keep = nullptr;     // [rows], of the guard before
+  const int32_t* keep = nullptr;     // [rows], from the guard before
   float* loss = nullptr;             // [rows]
-  // 1 if there is such a row that was kept, or with `accumulate` [rows] one that is not accumulated anyway;
-  // null: not wanted. Else as it was.
+  // Becomes 1 if there is such a row that was kept; with `accumulate` [rows], if there is one that is not
+  // accumulated. Otherwise unchanged. Null: not wanted.
   int32_t* lost = nullptr;
   const int32_t* accumulate = nullptr;
 };

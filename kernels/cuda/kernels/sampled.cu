@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of sampled gradients: the list of a chunk (one block a row), the level at which it fits, dx
-// from the list, and the choice of hot classes.
+// The kernels of sampled gradients: the list of a chunk, the level at which it fits, dx from the list, and
+// the choice of hot classes. docs/math.md has the formulas.
 #include <algorithm>
 
 #include "kernels/cuda/device/device_memory.h"
@@ -22,21 +22,23 @@ inline int GroupsOf(const SampleRowsParams& p) {
   return static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
 }
 
-// What all threads know of their row.
+// What all threads know of their row. a is the size of an element, w its width (see "the list").
 struct RowScale {
-  float kappa;      // over the gradient unit
-  float factor;     // of the elements
-  float relative;   // a over |element|
-  float threshold;  // of a
-  float width;      // w over |element|
+  float kappa;      // upper bound of the row's gradient, over the gradient unit
+  float factor;     // factor of the elements
+  float relative;   // a divided by |element|
+  float threshold;  // the threshold for a
+  float width;      // w divided by |element|, before w is limited to 1
   int target;       // -1: elsewhere
   int target_group;
 };
 
-// All levels but 0 are multiples of this: at the last level few classes are taken whatever tau is.
+// All levels but 0 are multiples of this. It has a lower bound so that at the last level few classes are
+// taken, whatever tau is.
 __device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
 
-// At level 0 no less than what widths do not overflow with: elements are up to 2^60 times as large as sizes.
+// At level 0 the threshold has a lower bound so that widths do not overflow: elements are up to 2^60 times as
+// large as sizes.
 __device__ __forceinline__ float ThresholdAt(float threshold, int level) {
   return level == 0 ? fmaxf(threshold, 0x1p-60f) : ldexpf(BaseOf(threshold), level);
 }
@@ -49,13 +51,13 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
                                 : GradientFactor(p.terms, p.in, row, p.lse[row], p.target_logprob[row]);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
-  s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: nothing but the target
+  s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: only the target is taken
   s.threshold = threshold;
   s.width = s.relative / s.threshold;
   return s;
 }
 
-// Columns of the matrix that hold classes or zeros; what is beyond may hold anything.
+// The columns of the matrix that hold classes or zeros; columns beyond them may hold anything.
 __device__ __forceinline__ int64_t PaddedClasses(const SampleRowsParams& p) {
   return (p.elements.classes + 7) / 8 * 8;
 }
@@ -75,7 +77,7 @@ struct GroupOf {
       raw[i] = v < count ? __ldg(vectors + v) : make_uint4(0, 0, 0, 0);
     }
   }
-  // Calls body(index in the group, element).
+  // Calls body(index in the group, element) for each element.
   template <typename Body>
   __device__ __forceinline__ void ForEach(Body body) const {
 #pragma unroll
@@ -88,40 +90,42 @@ struct GroupOf {
   }
 };
 
-// Entries that a row of this width has at most: its points, the target, and what rounding may add; or all
-// classes.
+// An upper bound of the entries of a row of this width: its points, the target, and what rounding may add; at
+// most all classes.
 __device__ __forceinline__ int MostEntries(const SampleRowsParams& p, float width) {
   return min(static_cast<int>(fminf(width, 1e9f)) + kSpareEntries, static_cast<int>(p.elements.classes));
 }
 
 // ---- the list ----
 //
-// From a matrix of ds to the list of sampled gradients, one block a row, by the rule of docs/math.md. In
-// units of the threshold a class is as wide as w = min(|element| * relative / tau, 1), relative = |factor| /
-// kappa; those on which a point omega, omega + 1, ... falls are taken, and the target.
+// Turns a matrix of ds into the list of sampled gradients, by the rule of docs/math.md. Grid: one block a
+// row. In units of the threshold tau a class is as wide as
+//   w = min(|element| * relative / tau, 1),   relative = |factor| / kappa.
+// The points omega, omega + 1, ... are on the line on which the classes lie side by side. The classes on
+// which a point falls are taken, and also the target.
 //
-// 1. The row is divided into groups of 32 classes. A thread gets a group and leaves the sum of its widths in
-//    shared memory: three instructions an element.
-// 2. A scan over the groups says where each begins.
-// 3. Only groups on which a point falls are read again, a thread each, and gone through class by class.
+// 1. The row is divided into groups of 32 classes. A thread takes a group and writes the sum of its widths
+//    to shared memory: three instructions an element.
+// 2. A scan over the groups computes where each group begins.
+// 3. Only the groups on which a point falls are read again, one thread for each, class by class.
 //
-// The sum of a row's widths is the number of its entries but for one, so whether the list has room for all
-// rows does not depend on chance. If it has not, another pass counts what the next levels (tau 2^level, or
-// 2^(level - 24) if that is more) need, and the selection is repeated at the first level that fits.
+// The number of a row's entries is the sum of its widths, up to one. So whether all rows fit into the list
+// does not depend on chance. If they do not fit, another pass counts what the next levels (tau 2^level, or
+// 2^(level - 24) if that is larger) need, and the selection is repeated at the first level that fits.
 //
-// Bytes: V (2 or 4) a row, read once; three times if the level is not 0. Order: all sums fixed; entries of a
-// row are in the order of classes.
+// Bytes: V (2 or 4) a row, read once, or three times if the level is not 0. Order: all sums have a fixed
+// order; the entries of a row are in the order of classes.
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kResident = 5;  // blocks of a multiprocessor
+constexpr int kResident = 5;  // blocks on a multiprocessor
 
 // ---- the list: shared memory ----
 
-// Groups of a thread lie side by side in the scan and apart in memory.
+// Groups of one thread are consecutive in the scan; in memory they have gaps.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
-// Where each group begins, in widths, and the groups that are gone through.
+// For each group where it begins, in widths; and the groups that are read again.
 struct RowMemory {
   float* begins;     // At(groups) + 1
   uint16_t* picked;  // [kMaxRowSamples]
@@ -141,7 +145,7 @@ struct Shared {
   int begin;
 };
 
-// The sum of what the threads before this one have; total: of all. The same bits always.
+// The sum of the values of the threads before this one; total: of all threads. Always the same bits.
 template <typename Number>
 __device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& total) {
   const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
@@ -167,7 +171,7 @@ __device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& t
 
 static_assert(kGroup == kHotGroup, "a word of bits is a group");
 
-// Takes the hot classes of a group out of its width, into the dense part; adds their squares to `square`.
+// Moves the hot classes of a group from its width to the dense part. Adds their squares to `square`.
 template <typename T>
 __device__ __forceinline__ float TakeHot(const HotPart& hot, const T* row, int64_t index, const RowScale& s,
                                          int g, float width, float& square) {
@@ -177,7 +181,7 @@ __device__ __forceinline__ float TakeHot(const HotPart& hot, const T* row, int64
     const int column = g * kGroup + __ffs(static_cast<int>(bits)) - 1;
     const T element = row[column];
     to[slot] = element;
-    if (column == s.target) continue;  // it had no width
+    if (column == s.target) continue;  // its width was not counted
     const float a = fabsf(static_cast<float>(element)) * s.relative;
     width -= fminf(a / s.threshold, 1.0f);
     square += a * a;
@@ -185,7 +189,7 @@ __device__ __forceinline__ float TakeHot(const HotPart& hot, const T* row, int64
   return fmaxf(width, 0.0f);
 }
 
-// What of a row's dense part belongs to no class.
+// Zeroes the columns of a row's dense part that have no class.
 template <typename T>
 __device__ __forceinline__ void ClearHot(const HotPart& hot, int64_t index, int from) {
   T* to = static_cast<T*>(hot.elements) + index * kHotClasses;
@@ -206,7 +210,7 @@ __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale
   return (sum[0] + sum[1]) * s.width;
 }
 
-// The widths of the groups, without target and hot classes. square: of what the thread has of hot classes.
+// The widths of the groups, without target and hot classes. square: over the thread's hot classes.
 template <typename T>
 __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
                                               const RowScale& s, int groups, const RowMemory& memory,
@@ -225,7 +229,7 @@ __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T
   __syncthreads();
 }
 
-// Where the groups begin; returns the row's width.
+// Computes where the groups begin. Returns the row's width.
 __device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory, Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
   const int first = min(static_cast<int>(threadIdx.x) * each, groups), last = min(first + each, groups);
@@ -243,14 +247,15 @@ __device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory
   return total;
 }
 
-// Whether a point falls on the group, or may. What is as wide as a point's distance always has one.
+// Whether a point falls on the group, or may do so with rounding. A group that is as wide as the distance of
+// two points always has one.
 __device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
   return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f ||
-         g == s.target_group;  // the target is taken anyway
+         g == s.target_group;  // the target is always taken
 }
 
-// The groups that are gone through, in order; returns how many.
+// Lists the groups that are read again, in order. Returns their number.
 __device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int groups, const RowMemory& memory,
                                           Shared& shared) {
   const int each = (groups + kThreads - 1) / kThreads;
@@ -268,7 +273,7 @@ __device__ __forceinline__ int PickGroups(const RowScale& s, float omega, int gr
   return min(total, kMaxRowSamples);
 }
 
-// The classes of a group that are taken, a bit each.
+// The classes of a group that are taken, one bit for each.
 template <typename T>
 __device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const GroupOf<T>& group,
                                             const RowScale& s, float omega, float begin, int g) {
@@ -284,14 +289,14 @@ __device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const Gro
   return taken;
 }
 
-// What an element counts, over the gradient unit.
+// The value of an entry, over the gradient unit: the element, or the threshold if the element is smaller.
 __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float element) {
   const float value = element * s.factor;
   const float size = fabsf(element) * s.relative;
   return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
 }
 
-// What a thread adds to the estimates of variance and square, over kappa squared.
+// A thread's part of the estimates of variance and square, over kappa squared.
 struct ErrorSums {
   float variance = 0.0f, square = 0.0f;
 
@@ -301,7 +306,8 @@ struct ErrorSums {
   }
 };
 
-// Goes through the picked groups, a thread each, and writes their entries from `begin` on; returns how many.
+// Reads the picked groups, one thread for each, and writes their entries from `begin` on. Returns their
+// number.
 template <typename T>
 __device__ __forceinline__ int WriteEntries(const SampleRowsParams& p, const T* row, const RowScale& s,
                                             float omega, int picked, int begin, const RowMemory& memory,
@@ -379,7 +385,7 @@ __global__ __launch_bounds__(kThreads,
     atomicAdd(to.counters->totals, static_cast<unsigned long long>(most));
     atomicMax(to.counters->most, most);
   }
-  if (most > kMaxRowSamples) {  // the chunk takes another level
+  if (most > kMaxRowSamples) {  // the chunk will take another level
     if (threadIdx.x == 0) to.rows[row] = {0, 0};
     return;
   }
@@ -394,7 +400,7 @@ __global__ __launch_bounds__(kThreads,
   WriteErrors(to, row, s, target, sums, shared.scratch);
 }
 
-// again: at the level that the first selection has led to; nothing if that is 0.
+// again: selects at the level that the first selection has led to; does nothing if that is 0.
 template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, bool again, cudaStream_t stream) {
   auto* kernel = SampleRowsKernel<T>;
@@ -423,19 +429,17 @@ cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream
   return error == cudaSuccess ? LaunchSelectSamples(params, /*again=*/true, stream) : error;
 }
 
-// ---- the level ----
-//
-// The level at which the list of a chunk fits, and the decision whether it becomes the gradient.
+// ---- the level at which the list of a chunk fits, and the decision whether it becomes the gradient ----
 //
 // Bytes: V (2 or 4) a row, read only if level 0 does not fit.
 
 namespace {
 
 constexpr int kDecideThreads = 1024;
-// Levels whose entries are counted, one after the other; of those beyond, the row's sum says enough.
+// The levels whose entries are counted one after the other; for higher levels the row's sum is enough.
 constexpr int kCounted = 3;
 
-// Nothing if all rows fit at level 0. Counts what they need at the next levels.
+// Counts what the rows need at the next levels. Does nothing if all rows fit at level 0.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_constant__ SampleRowsParams p,
                                                               int groups) {
@@ -446,7 +450,7 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   if (p.with_gradient[row] == 0) return;
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
   const RowScale s = ScaleOf(p, row, BaseOf(p.threshold));
-  float widths[kCounted] = {};  // at levels 1, 2, ..., in units of the base
+  float widths[kCounted] = {};  // at levels 1, 2, ..., in units of the base threshold
   float sum = 0.0f;
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
     GroupOf<T> group;
@@ -477,7 +481,7 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   }
 }
 
-// One warp. known: levels whose counts are known.
+// Launched with one warp. known: the number of levels whose counts are known.
 __global__ void ChooseLevelKernel(SampleList list, int known) {
   const int lane = static_cast<int>(threadIdx.x);
   SampleCounters& counters = *list.counters;
@@ -492,7 +496,7 @@ __global__ void ChooseLevelKernel(SampleList list, int known) {
 }
 static_assert(kSampleLevels == 32, "a warp has one lane for each");
 
-// One thread.
+// Launched with one thread.
 __global__ void RaiseLevelKernel(SampleCounters* counters, const int32_t* levels, int parts) {
   int32_t largest = 0;
   for (int part = 0; part < parts; ++part) largest = max(largest, levels[part]);
@@ -503,7 +507,7 @@ __global__ void RaiseLevelKernel(SampleCounters* counters, const int32_t* levels
 
 // ---- the level: decision ----
 
-// One block.
+// Launched with one block.
 __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams p) {
   __shared__ float scratch[33];
   float variance = 0.0f, square = 0.0f;
@@ -520,7 +524,7 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
   *p.chosen_threshold = ThresholdAt(p.threshold, p.list.counters->highest);
 }
 
-// One block.
+// Launched with one block.
 __global__ void DecideListedKernel(const __grid_constant__ DecideListedParams p) {
   bool fits = true;
   for (int part = 0; part < p.parts; ++part) fits = fits && p.levels[part] == 0;
@@ -562,20 +566,20 @@ cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t 
 
 // ---- dx ----
 //
-// dx of sampled gradients from the list, one block a row: each thread holds its columns of dx and adds the
-// rows of W that the list names, a batch of loads at a time.
+// Computes dx of sampled gradients from the list. Grid: one block a row. Each thread holds its columns of dx
+// and adds the rows of W that the list names, a batch of loads at a time.
 //
-// Bytes: entries * D * 2 of W, of which popular classes come from L2; 2 D of dx a row. FLOP: 2 D an entry.
-// Order: entries in the order of classes.
+// Bytes: entries * D * 2 of W, where popular classes come from L2, and 2 D of dx a row. FLOP: 2 D an entry.
+// Order: entries are added in the order of classes.
 
 namespace {
 
-constexpr int kBatchVectors = 8;  // of W a thread holds at once
-constexpr int kShared = 256;      // entries that the block looks at together
-constexpr int kTakenOnce = 16;    // HotClasses::taken
+constexpr int kBatchVectors = 8;  // vectors of W that a thread holds at once
+constexpr int kShared = 256;      // entries that the block loads together
+constexpr int kTakenOnce = 16;    // one time, in units of HotClasses::taken
 
-// How a row is divided: 16-byte vectors a thread holds, and with how many threads and blocks a
-// multiprocessor.
+// How a row is divided: the number of 16-byte vectors that a thread holds, and for that the threads of a
+// block and the blocks of a multiprocessor.
 template <int kVectors>
 struct Division;
 template <>
@@ -591,7 +595,7 @@ struct Division<4> {
   static constexpr int kThreads = 512, kBlocks = 1;
 };
 
-// The entries of the row, as the weight gradient wants them.
+// Writes the entries of the row in the form that the weight gradient needs.
 __device__ __forceinline__ void Keep(const SampledHiddenParams& p, int64_t row, const SampledRow& sampled) {
   if (p.kept.keys == nullptr || p.accumulate[row] == 0) return;
   for (int i = static_cast<int>(threadIdx.x); i < sampled.count; i += static_cast<int>(blockDim.x)) {
@@ -604,7 +608,7 @@ __device__ __forceinline__ void Keep(const SampledHiddenParams& p, int64_t row, 
   }
 }
 
-// Entries [0, count) of those in shared memory.
+// Adds the entries [0, count) in shared memory to dx.
 template <typename T, int kVectors>
 __device__ __forceinline__ void AddEntries(const SampledHiddenParams& p, const SampleEntry* entries,
                                            int count, int vectors, Accumulator<T, kVectors>& gradient) {
@@ -702,19 +706,19 @@ cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t 
 
 // ---- the choice of hot classes ----
 //
-// Which classes are hot: those whose popularity falls into the highest bins of a histogram, as many bins as
-// hold at most kHotClasses classes. Counts are integers, so the same chunks in the same order give the same
+// Hot classes are those whose popularity falls into the highest bins of a histogram: as many bins as hold at
+// most kHotClasses classes together. Counts are integers, so the same chunks in the same order give the same
 // choice.
 
 namespace {
 
 constexpr int kNumberThreads = 512;
 constexpr int kCountThreads = 512;
-constexpr int kCountRows = 64;  // a block
+constexpr int kCountRows = 64;  // rows of a block
 constexpr float kFading = 0.5f;
 constexpr float kTakenUnit = 1.0f / 16;
 
-// Eight bins for each power of two above `least`; -1: below it.
+// There are eight bins for each power of two above `least`; -1: below `least`.
 __device__ __forceinline__ int BinOf(float popularity, float least) {
   if (!(popularity >= least)) return -1;
   return min(static_cast<int>(8.0f * log2f(popularity / least)), kHotBins - 1);
@@ -738,7 +742,8 @@ __global__ void UpdatePopularityKernel(HotClasses hot, float least) {
   }
 }
 
-// The lowest bin from which on there are at most kHotClasses classes. By one thread, in shared memory.
+// The lowest bin such that it and the bins above it have at most kHotClasses classes. Called by one thread,
+// in shared memory.
 __device__ __forceinline__ int LowestBin(const int32_t* histogram) {
   int bin = kHotBins;
   for (int classes = 0; bin > 0 && classes + histogram[bin - 1] <= kHotClasses; --bin) {
@@ -747,7 +752,7 @@ __device__ __forceinline__ int LowestBin(const int32_t* histogram) {
   return bin;
 }
 
-// A warp a group, a lane a class.
+// One warp for each group, one lane for each class.
 __global__ void MarkHotKernel(HotClasses hot, float least) {
   __shared__ int32_t histogram[kHotBins];
   __shared__ int lowest;
@@ -761,7 +766,7 @@ __global__ void MarkHotKernel(HotClasses hot, float least) {
   if (v % kHotGroup == 0 && v < hot.vocab) hot.bits[v / kHotGroup] = bits;
 }
 
-// One block: numbers the hot classes.
+// Launched with one block. Numbers the hot classes.
 __global__ __launch_bounds__(kNumberThreads) void NumberHotKernel(HotClasses hot, int groups) {
   __shared__ int warps[kNumberThreads / 32];
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
@@ -791,7 +796,7 @@ __global__ __launch_bounds__(kNumberThreads) void NumberHotKernel(HotClasses hot
   if (thread == 0) *hot.count = total;
 }
 
-// A thread has a column of the block's rows.
+// A thread sums one column over the block's rows.
 template <typename T>
 __global__ __launch_bounds__(kCountThreads) void CountHotKernel(const __grid_constant__ CountHotParams p) {
   const int slot = static_cast<int>(blockIdx.y * kCountThreads + threadIdx.x);
@@ -806,7 +811,7 @@ __global__ __launch_bounds__(kCountThreads) void CountHotKernel(const __grid_con
   atomicAdd(p.hot.taken + p.hot.ids[slot], __float2int_rn(sum / kTakenUnit));
 }
 
-// A block a hot class; 16-byte vectors.
+// Grid: one block for each hot class. `vectors`: 16-byte vectors of a row.
 __global__ void GatherHotKernel(HotClasses hot, const uint4* weight, int64_t vectors, uint4* to) {
   const int64_t slot = blockIdx.x;
   const bool exists = slot < *hot.count;

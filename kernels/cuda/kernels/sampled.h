@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels of sampled gradients: from a chunk's matrix of ds to a list of a few classes a row
-// that stands for it, to the predicted error, and to dx. dW comes from the list as that of filtered gradients
-// does (filtered/filtered.h). docs/math.md has the rule, docs/kernels/sampled.md the picture.
+// Launchers of the kernels of sampled gradients. From a chunk's matrix of ds they compute a list of a few
+// classes a row, which stands for the matrix; from the list the predicted error and dx. dW is computed from
+// the list as for filtered gradients (filtered/filtered.h). docs/math.md has the formulas,
+// docs/kernels/sampled.md an overview.
 //
-// Hot classes, which are taken most often, have a part of their own: it is multiplied as a dense matrix of
-// few columns, and only the other classes are sampled.
+// Hot classes, which are taken most often, are treated apart: they are multiplied as a dense matrix of few
+// columns, and only the other classes are sampled.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_H_
@@ -22,27 +23,30 @@
 
 namespace lossd::kernels::cuda {
 
-// The list of a chunk, or of a block of its rows, and what is known of them.
+// The list of a chunk, or of a block of its rows, and the results of these rows.
 struct SampleList {
-  SampleEntry* entries = nullptr;  // of the chunk; those of a row in the order of classes
-  int32_t first = 0;               // of the entries that belong to these rows
-  int32_t capacity = 0;            // how many these are, at least the rows
+  SampleEntry* entries = nullptr;  // of the whole chunk; a row's entries are in the order of classes
+  int32_t first = 0;               // index of the first entry that belongs to these rows
+  int32_t capacity = 0;            // number of entries for these rows; at least the rows
   SampledRow* rows = nullptr;      // [rows]
   SampleCounters* counters = nullptr;
-  // [rows] each, over the gradient unit squared; 0 of rows without a gradient.
+  // [rows] each, over the gradient unit squared; 0 for rows without a gradient.
   float* variance = nullptr;
   float* square = nullptr;
 };
 
 // ---- selection ----
 
-// The part of ds that is multiplied as a dense matrix instead of being sampled. Hot classes have no entries.
+// The part of ds that is multiplied as a dense matrix instead of being sampled. Hot classes have no entries
+// in the list.
 struct HotPart {
-  HotClasses classes;        // bits null: no such part
-  void* elements = nullptr;  // out: [rows, kHotClasses], columns of SampleRowsParams::elements
-  float* widths = nullptr;  // out: [rows], |element| times this is the probability of being taken, if below 1
+  HotClasses classes;        // bits null: there is no such part
+  void* elements = nullptr;  // out: [rows, kHotClasses], copied from SampleRowsParams::elements
+  // out: [rows]; |element| times this, but at most 1, is the probability of being taken.
+  float* widths = nullptr;
 };
 
+// Selects the entries of rows, and the dense part of hot classes.
 struct SampleRowsParams {
   // [rows, elements.ld]: row r times factors[r] (null: times 1) is dL/ds over (scale * gradient unit).
   LogitMatrix elements;
@@ -51,27 +55,28 @@ struct SampleRowsParams {
   RowInputs in;
   const float* lse = nullptr;              // [rows]
   const float* target_logprob = nullptr;   // [rows]
-  const float* kappas = nullptr;           // [rows], of rows with a teacher; null: from the four above
+  const float* kappas = nullptr;           // [rows], with a teacher; null: computed from the four above
   const float* omega = nullptr;            // [rows]
-  const int32_t* with_gradient = nullptr;  // [rows]; the others have no entries
+  const int32_t* with_gradient = nullptr;  // [rows]; other rows have no entries
   float threshold = 0.0f;                  // tau
   SampleList list;
   HotPart hot;
 };
-// The list at the lowest level that fits, and that level. Reads the matrix once, or three times if the level
-// is not 0.
+// Writes the list at the lowest level that fits, and that level. Reads the matrix once, or three times if the
+// level is not 0.
 cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream);
 
-// Its parts: the list at level 0, which may be too long, or, again, at the level that was chosen unless that
-// is 0; and the level, from what the rows have counted at level 0. Between them the level may be raised,
-// where several devices sample classes of the same rows: to the largest of their `levels` [parts].
+// The steps of LaunchSampleRows. LaunchSelectSamples writes the list at level 0, which may be too long; with
+// `again`, at the level that was chosen, unless that is 0. LaunchChooseLevel, between the two, chooses the
+// level from the rows' counts at level 0. If several devices sample classes of the same rows,
+// LaunchRaiseLevel then raises the level to the largest of their `levels` [parts].
 cudaError_t LaunchSelectSamples(const SampleRowsParams& params, bool again, cudaStream_t stream);
 cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t stream);
 cudaError_t LaunchRaiseLevel(SampleCounters* counters, const int32_t* levels, int parts, cudaStream_t stream);
 
 // ---- decision ----
 
-// kTooMuchError if the predicted error of the rows with a gradient exceeds max_error.
+// Decides kTooMuchError if the predicted error of the rows with a gradient exceeds max_error.
 struct DecideSampledParams {
   SampleList list;
   int64_t rows = 0;
@@ -82,7 +87,7 @@ struct DecideSampledParams {
 };
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream);
 
-// kTooManyCandidates if one of the levels [parts] is not 0, and then zeros in dropped_mass [rows].
+// Decides kTooManyCandidates if one of the levels [parts] is not 0, and then zeroes dropped_mass [rows].
 struct DecideListedParams {
   const int32_t* levels = nullptr;
   int parts = 0;
@@ -95,8 +100,8 @@ cudaError_t LaunchDecideListed(const DecideListedParams& params, cudaStream_t st
 // ---- rows ----
 
 // hidden_gradient[r] = gradient_scale * (sum of value * weight[column] over r's entries - uniform part),
-// where the uniform part is coef_loss * smoothing / vocab * weight_sum. Also the entries of accumulated rows
-// as kept.keys and kept.coefs, each at the place that it has in the list.
+// where the uniform part is coef_loss * smoothing / vocab * weight_sum. Also writes the entries of
+// accumulated rows to kept.keys and kept.coefs, each at the index that it has in the list.
 struct SampledHiddenParams {
   SampleList list;
   LossTerms terms;
@@ -108,9 +113,9 @@ struct SampledHiddenParams {
   void* hidden_gradient = nullptr;         // [rows, ld], or null: not wanted
   DType gradient_dtype = DType::kFloat32;  // `dtype` or fp32
   float gradient_scale = 1.0f;
-  const int32_t* accumulate = nullptr;  // [rows]; whose entries are kept
-  KeptList kept;                        // keys null: none wanted; without count
-  // Where dx begins: row r of `dense` [rows, ld] times dense_factors[r] (null: times 1). Null: at 0.
+  const int32_t* accumulate = nullptr;  // [rows]; the rows whose entries are kept
+  KeptList kept;                        // keys null: not wanted; `count` is not used
+  // The initial value of dx: row r of `dense` [rows, ld] times dense_factors[r] (null: times 1). Null: 0.
   const float* dense = nullptr;
   const float* dense_factors = nullptr;
   int32_t* taken = nullptr;  // HotClasses::taken, to which the entries are added; or null
@@ -119,7 +124,7 @@ cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t 
 
 // ---- hot classes ----
 
-// The most popular classes become hot, of those that are taken at least `least` times between two choices.
+// Makes the most popular classes hot, of those that are taken at least `least` times between two choices.
 cudaError_t LaunchChooseHot(const HotClasses& hot, float least, cudaStream_t stream);
 
 // Adds to hot.taken how often the rows would have taken each hot class: the sum over rows of min(width *
@@ -133,10 +138,11 @@ struct CountHotParams {
 };
 cudaError_t LaunchCountHot(const CountHotParams& params, cudaStream_t stream);
 
-// to[i] = weight[ids[i]], [kHotClasses, ld]; rows of `to` that are no class are 0.
+// to[i] = weight[ids[i]], [kHotClasses, ld]. Rows of `to` without a class are 0.
 cudaError_t LaunchGatherHot(const HotClasses& hot, const void* weight, DType dtype, int64_t ld, void* to,
                             cudaStream_t stream);
-// weight_gradient[ids[i]] += scale * from[i], [kHotClasses, ld], and likewise the bias's unless it is null.
+// weight_gradient[ids[i]] += scale * from[i], [kHotClasses, ld]. bias_gradient[ids[i]] += bias_from[i],
+// unless bias_gradient is null.
 struct ScatterHotParams {
   HotClasses hot;
   const float* from = nullptr;

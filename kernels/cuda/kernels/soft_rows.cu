@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows with soft targets. With q, s, r and T as in kernels/soft_targets.h, and all else as in row_loss.cu:
+// Kernels for rows with soft targets. q, s, r and T are those of kernels/soft_targets.h, everything else is
+// as in row_loss.cu:
 //
 //   loss = w [s ln 2 log2 S - ln 2 sum_k q_k d_k - r ln T + lambda lse^2],  T = (S - sum of the named) / S
 //   dL/dz_k = p_k (c (s + r) + c_soft - c_H (log p_k + H)) - c q_k    of a named class
 //   dL/dz_v = p_v (c (s + r - r / T) + c_soft - c_H (log p_v + H))    of another one
 //     with c_soft = 2 c lambda lse + c_lse
 //
-// S - sum of the named is never formed by subtraction: the named classes are masked in the logits when the
-// others are added up.
+// S - sum of the named is never computed by subtraction: the named classes are masked in the logits, and the
+// other classes are added up.
 //
-// Bytes: of each row 12 a named class, most of it once over the bus to the host.
+// Bytes: 12 for each named class of a row, most of it once over the bus to the host.
 #include <cstdint>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -23,8 +24,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// A class of the vocabulary, counted from the first of the block that begins at `first_class` here; -1: it is
-// elsewhere.
+// The column of a class of the vocabulary in the block that begins at `first_class` here; -1: it is not in
+// the block.
 __device__ __forceinline__ int ColumnOf(int32_t place, const LossTerms& terms, int64_t first_class,
                                         int64_t classes) {
   if (place < 0) return -1;
@@ -32,7 +33,7 @@ __device__ __forceinline__ int ColumnOf(int32_t place, const LossTerms& terms, i
   return column >= 0 && column < classes ? static_cast<int>(column) : -1;
 }
 
-// One thread block a row. The terms are those of all classes here.
+// Grid: one thread block a row. The terms are those of all classes here.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void TakeTargetsKernel(const __grid_constant__ LogitMatrix logits,
                                                               int64_t first_class,
@@ -56,7 +57,7 @@ __global__ __launch_bounds__(kThreads) void TakeTargetsKernel(const __grid_const
   }
 }
 
-// One warp a row.
+// Grid: one warp a row.
 __global__ __launch_bounds__(kThreads) void NameRowsKernel(const __grid_constant__ LossTerms terms,
                                                            const __grid_constant__ RowInputs in,
                                                            NamedRow* named) {
@@ -64,7 +65,7 @@ __global__ __launch_bounds__(kThreads) void NameRowsKernel(const __grid_constant
   if (row >= in.rows) return;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   const int64_t target = (in.all_targets != nullptr ? in.all_targets[row] : in.targets[row]) +
-                         terms.first_class;  // in the vocabulary
+                         terms.first_class;  // number in the vocabulary
   const int32_t* const classes = in.soft.classes + row * in.soft.count;
   const float* const logits = in.soft.logits + row * in.soft.count;
   const float* const weights = in.soft.weights + row * in.soft.count;
@@ -107,7 +108,7 @@ __global__ __launch_bounds__(kThreads) void NameRowsKernel(const __grid_constant
   if (lane == 0) named[row] = result;
 }
 
-// One thread block a row.
+// Grid: one thread block a row.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void WriteTargetsKernel(const __grid_constant__ LogitMatrix gradient,
                                                                int64_t first_class,

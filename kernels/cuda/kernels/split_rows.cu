@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One thread a row: records of a row's sums over the classes of a device, and the sums over the classes of
-// all devices from the records of each.
+// Kernels that merge sums of rows over devices: they write records of a row's sums over the classes of one
+// device, and compute the sums over the classes of all devices from the records. Grid: one thread a row.
 //
-// Sums are relative to the largest reference of the devices that have any: those below it count less, and
-// none overflows. A device without a sum (all its logits are -infinity) adds nothing.
+// Merged sums are relative to the largest reference of the devices that have a sum. So sums with a smaller
+// reference are scaled down, and none overflows. A device without a sum (all its logits are -infinity) adds
+// nothing.
 //
-// Bytes: 32 a row written, 32 a row and device read.
+// Bytes: 32 a row written, and 32 for each row and device read.
 #include <cstdint>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -18,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// From the classes of this device to those of the vocabulary, and back.
+// Turns a class number of this device into one of the vocabulary, and back.
 __device__ __forceinline__ int32_t InVocabulary(int32_t arg, const LossTerms& terms) {
   return arg == INT32_MAX ? arg : arg + static_cast<int32_t>(terms.first_class);
 }
@@ -86,7 +87,7 @@ __global__ void MergeFusedKernel(const __grid_constant__ LossTerms terms,
   w.partials.target[row] = r.target;
 }
 
-// In their general form, whose factor from logits to powers of two is log2(e).
+// For rows in the general form, where z log2(e) is the logit in units of log 2.
 __global__ void RecordRunningKernel(const __grid_constant__ LossTerms terms,
                                     const __grid_constant__ RowInputs in, const RunningRow* rows,
                                     RowRecord* records) {

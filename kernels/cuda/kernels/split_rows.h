@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels for heads that are split by vocabulary: each device has statistics of a row over
-// its own classes, and these kernels merge the statistics of all devices.
+// Launchers of the kernels for heads that are split by vocabulary. Each device has statistics of a row over
+// its own classes; these kernels merge the statistics of all devices.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_
@@ -16,8 +16,9 @@
 
 namespace lossd::kernels::cuda {
 
-// One row a record, and back: `all` has the records of `parts` devices, [parts, rows] each; they are added up
-// in their order, so that every device gets the same bits. `rows.sum_reference` is not `rows.reference`.
+// LaunchRecordRows writes one record for each row. LaunchMergeRows adds up the records `all` [parts, rows] of
+// the devices, in their order, so that every device gets the same bits. `rows.sum_reference` must not be
+// `rows.reference`.
 cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows,
                              RowRecord* records, cudaStream_t stream);
 cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
@@ -29,7 +30,7 @@ cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const 
 cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
                             RunningRow* rows, cudaStream_t stream);
 
-// to[i], i < n: the sum of all[part][i] over the parts, in their order; all: [parts, n].
+// to[i] = the sum of all[part][i] over the parts, in their order, for i < n. all: [parts, n].
 cudaError_t LaunchAddParts(const float* all, int parts, int64_t n, float* to, cudaStream_t stream);
 
 }  // namespace lossd::kernels::cuda

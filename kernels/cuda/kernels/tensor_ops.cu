@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels over a head's parameters, bound by memory: the optimizer step reads value, gradient and moments
-// once and writes them once, together with the 16-bit copy that the GEMMs multiply.
+// Kernels over a head's parameters: conversion, addition, optimizer step, gradient norm. They are bound by
+// memory. The optimizer step reads values, gradients and moments once, and writes them once, together with
+// the 16-bit copy that the GEMMs multiply.
 #include <algorithm>
 #include <cmath>
 
@@ -13,13 +14,13 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1 << 16;
-constexpr int64_t kMaxRowBlocks = int64_t{1} << 30;  // of kernels with one block a row
+constexpr int64_t kMaxRowBlocks = int64_t{1} << 30;  // for kernels with one block a row
 
 unsigned Blocks(int64_t items) {
   return static_cast<unsigned>(std::clamp<int64_t>((items + kThreads - 1) / kThreads, 1, kMaxBlocks));
 }
 
-// A matrix as Load8 and Store8 take it.
+// A matrix in the form that Load8 and Store8 need.
 struct MatrixRows {
   __device__ explicit MatrixRows(const DeviceMatrix& m)
       : matrix(m),
@@ -61,7 +62,7 @@ __global__ void ConvertKernel(DeviceMatrix from, DeviceMatrix to, int64_t rows) 
 
 // to += scale * from; `to` is fp32.
 __global__ void AddScaledKernel(DeviceMatrix from, DeviceMatrix to, int64_t rows, float scale) {
-  to.dtype = DType::kFloat32;  // for the compiler
+  to.dtype = DType::kFloat32;  // a constant for the compiler
   const MatrixRows in(from), sums(to);
   ForEachGroup(rows, from.cols, [&](int64_t row, int64_t c) {
     float x[8], sum[8];
@@ -89,7 +90,7 @@ __global__ void FillPatternKernel(void* values, DType dtype, int64_t count) {
   }
 }
 
-// The options as the kernels need them.
+// The optimizer's options in the form that the kernels need.
 struct StepFactors {
   float gradient;      // grad_multiplier
   float matrix_decay;  // AdamW: 1 - lr wd; SGD: wd
@@ -126,7 +127,7 @@ StepFactors MakeFactors(const OptimizerOptions& o, int64_t update) {
   return f;
 }
 
-// The rules: how one parameter moves. kMoments: how many moments a rule reads and writes.
+// The rules: how one parameter changes. kMoments: the number of moments that a rule reads and writes.
 struct AdamWRule {
   static constexpr int kMoments = 2;
   __device__ __forceinline__ static void Update(const StepFactors& f, float decay, float g, float& value,
@@ -135,12 +136,12 @@ struct AdamWRule {
     m1 = f.beta1 * m1 + f.one_minus_beta1 * g;
     m2 = f.beta2 * m2 + f.one_minus_beta2 * (g * g);
     value *= decay;
-    // A parameter without any gradient so far stays, even with epsilon 0; the padding relies on it.
+    // A parameter that has had no gradient so far stays, even with epsilon 0; the padding relies on this.
     if (m1 != 0.0f) value -= f.step * m1 / (sqrtf(m2) * f.inverse_root + f.epsilon);
   }
 };
 
-// A value of -infinity, which masks a class, stays without decay: 0 times it would be NaN.
+// A value of -infinity, which masks a class, stays if there is no decay: 0 times it would be NaN.
 __device__ __forceinline__ float Decayed(float decay, float value) {
   return decay == 0.0f ? 0.0f : decay * value;
 }
@@ -163,7 +164,7 @@ struct MomentumRule {
   }
 };
 
-// Four consecutive parameters at a time.
+// Pointers to four consecutive parameters at a time.
 struct StepPointers {
   float4* values;
   float4* gradients;
@@ -180,7 +181,7 @@ __device__ __forceinline__ uint2 Pack4(bool bf16, const float4& x) {
 }
 
 // Updates the four parameters at q, whose gradient is g, and zeroes the gradient. `copied`: the parameters
-// are of the matrix, and it has a copy.
+// belong to the matrix, and it has a 16-bit copy.
 template <typename Rule>
 __device__ __forceinline__ void UpdateQuad(const StepFactors& f, const StepPointers& p, float decay,
                                            int64_t q, const float4& g, bool copied) {
@@ -199,8 +200,9 @@ __device__ __forceinline__ void UpdateQuad(const StepFactors& f, const StepPoint
   if (copied) p.copy[q] = Pack4(p.copy_is_bf16, v);
 }
 
-// One thread, four parameters. Two or four groups a thread, a grid-stride loop over fewer blocks and
-// streaming cache hints were slower on an H200 by 2, 6 and 5 percent of the copy bandwidth.
+// One thread updates four parameters. Three variants were slower on an H200: two or four groups of parameters
+// a thread by 2 percent of the copy bandwidth, a grid-stride loop over fewer blocks by 6, and streaming cache
+// hints by 5.
 template <typename Rule>
 __global__ void __launch_bounds__(kThreads)
     OptimizerStepKernel(StepFactors f, StepPointers p, int64_t quads, int64_t matrix_quads) {
@@ -215,10 +217,10 @@ __device__ __forceinline__ uint32_t BitsOf(const float4& x) {
   return __float_as_uint(x.x) | __float_as_uint(x.y) | __float_as_uint(x.z) | __float_as_uint(x.w);
 }
 
-// Lazy rows of a matrix: one block a row. It first asks whether the row has a gradient, by the bits of all
-// elements, so that subnormal numbers count on every device and -0 does not. An idle row costs the reading of
-// its gradient, of which only -0 is written, as +0. Each thread has the same quads in both passes, and the
-// second reading of the gradient comes from the caches.
+// Lazy rows of a matrix. Grid: one block a row. The block first tests whether the row has a gradient, by the
+// bits of all elements, so that subnormal numbers count on every device and -0 does not. For a row without a
+// gradient it only reads the gradient; if that has a -0, the row is overwritten with +0. Each thread has the
+// same quads in both passes, and the second read of the gradient comes from the caches.
 template <typename Rule>
 __global__ void __launch_bounds__(kThreads)
     LazyRowsKernel(StepFactors f, StepPointers p, int64_t rows, int64_t row_quads) {
@@ -309,7 +311,7 @@ cudaError_t LaunchStepOf(const OptimizerStepParams& params, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-// Of the matrix alone.
+// For parameters that all belong to the matrix.
 template <typename Rule>
 cudaError_t LaunchLazyRowsOf(const OptimizerStepParams& params, cudaStream_t stream) {
   const int64_t row_quads = params.matrix_cols / 4;

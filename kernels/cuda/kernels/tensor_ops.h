@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launchers of the kernels over a head's parameters: conversion, addition, optimizer step, gradient norm.
 //
-// Enqueue on `stream`; device memory; thread-safe.
+// Launchers enqueue on `stream`; pointers are device memory. Thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_TENSOR_OPS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_TENSOR_OPS_H_
 
@@ -14,7 +14,7 @@
 
 namespace lossd::kernels::cuda {
 
-// to[r, c] = from[r, c] for c < from.cols, r < rows; other elements of `to` stay.
+// to[r, c] = from[r, c] for c < from.cols, r < rows. Other elements of `to` stay.
 cudaError_t LaunchConvert(const DeviceMatrix& from, const DeviceMatrix& to, int64_t rows,
                           cudaStream_t stream);
 
@@ -26,22 +26,22 @@ cudaError_t LaunchAddScaled(const DeviceMatrix& from, const DeviceMatrix& to, in
 // values[i] = value for i in [0, count).
 cudaError_t LaunchFill(float* values, int64_t count, float value, cudaStream_t stream);
 
-// values[i] = some fixed numbers in (-1, 1), for i in [0, count): operands to time products with.
+// values[i] = fixed pseudo-random numbers in (-1, 1), for i in [0, count): operands for timing products.
 cudaError_t LaunchFillPattern(void* values, DType dtype, int64_t count, cudaStream_t stream);
 
-// One optimizer update of `count` (a multiple of 4) consecutive parameters; the first `matrix_count`
-// belong to the weight matrix, the rest to vectors. Zeroes the gradients. With options.lazy_rows the
-// parameters are all of the matrix or all of vectors, and of rows without a gradient only the gradient is
-// read. cudaErrorInvalidValue otherwise.
+// One optimizer update of `count` (a multiple of 4) consecutive parameters. The first `matrix_count` belong
+// to the weight matrix, the others to vectors. Zeroes the gradients. With options.lazy_rows the parameters
+// must be all of the matrix or all of vectors (else cudaErrorInvalidValue); of rows without a gradient only
+// the gradient is read.
 struct OptimizerStepParams {
   OptimizerOptions options;
   int64_t update = 1;  // 1-based
   int64_t count = 0;
   int64_t matrix_count = 0;
-  int64_t matrix_cols = 0;  // of a row: a multiple of 4 that divides matrix_count. With lazy rows only.
+  int64_t matrix_cols = 0;  // columns of a row: a multiple of 4 that divides matrix_count; for lazy rows
   float* values = nullptr;
   float* gradients = nullptr;
-  float* moment1 = nullptr;  // null if the options need none
+  float* moment1 = nullptr;  // null if the options need no moments
   float* moment2 = nullptr;
   void* compute_copy = nullptr;  // [matrix_count] 16-bit copy of the matrix, or null
   DType compute_dtype = DType::kFloat32;

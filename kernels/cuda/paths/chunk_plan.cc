@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The plan of a chunk (PlanChunk), the layout of its rows (LayOutChunk), and its results on their way to
+// slices (UnpackResults); chunk_plan.h.
 #include "kernels/cuda/paths/chunk_plan.h"
 
 #include <algorithm>
@@ -25,7 +27,7 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
     return "logits are recomputed, and compared with a teacher's";
   if (chunk.terms.vocab + chunk.terms.elsewhere == 1 && options.label_smoothing > 0.0f)
     return "one class has no gradient";
-  // Of a head that is split, what is kept is listed as samples are.
+  // For a split head or soft targets, filtered elements are listed as samples are.
   return options.gradients == Gradients::kFiltered && !limits.split && !options.has_soft_targets()
              ? WhyNotFilteredOnDevice(limits.filter, limits.device)
              : WhyNotSampledOnDevice(limits.filter, limits.device);
@@ -36,8 +38,8 @@ absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, con
   if (chunk.distilled) return "the logits are compared with a teacher's";
   if (chunk.terms.soft) return "the classes that rows name are taken out of the logits";
   if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
-  // From the exponentials that a fused loss stores they are selected only where these are in the logits'
-  // order.
+  // The exponentials that a fused loss stores can be used for the selection only where their order is the
+  // order of the logits.
   if (chunk.selects_top && (!stored || limits.split || chunk.terms.softcap != 0.0f)) {
     return "the most probable classes are selected from the logits";
   }
@@ -57,10 +59,10 @@ absl::string_view WhyLogitsAreReadTwice(const LossOptions& options, const ChunkF
   if (distillation.target_weight != 0.0f || chunk.terms.soft) return "the loss with targets counts";
   if (limits.logits != Logits::kStored) return "logits are recomputed";
   if (limits.split) return "other devices have classes of the row";
-  // Lists of them lie where the softmaxes would.
+  // The lists of top classes lie where the softmaxes would.
   if (chunk.selects_top) return "the most probable classes are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
-  // Exponentials are not stored.
+  // This pass stores no exponentials (the `false` below).
   const absl::string_view reason =
       hopper::WhyNotFused(chunk.terms, limits.filter.dtype, false, limits.device.fused_clusters);
   if (!reason.empty() || limits.fused_loss == FusedLoss::kWherePossible) return reason;
@@ -76,7 +78,7 @@ absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& lim
   return hopper::WhyNoFasterGradientGemms(chunk.rows);
 }
 
-// What the device has yet to say.
+// By what the device decides, for people.
 absl::string_view WhatDecides(const ChunkPlan& plan) {
   switch (plan.gradients) {
     case Gradients::kExact:
@@ -135,7 +137,7 @@ std::vector<Choice> Describe(const ChunkPlan& plan) {
 
 namespace {
 
-// fp16 keeps 2^-24 ... 2^16; a unit this much smaller than the largest factor moves the gradients to the
+// fp16 represents 2^-24 ... 2^16. A unit this much smaller than the largest factor moves the gradients to the
 // upper end of that range, with some room for the z-loss and entropy terms.
 constexpr double kHalfHeadroom = 8192.0;
 
@@ -154,7 +156,7 @@ RowFactors FactorsOf(const Objective& objective, const Slice& slice, int64_t row
           GradEntropyOf(objective, slice, row)};
 }
 
-// About the largest derivative of the row's loss, without its z-loss, with respect to a logit.
+// Approximately the largest derivative of the row's loss, without its z-loss, with respect to a logit.
 double SlopeOf(const LossOptions& options, const Slice& slice, int64_t row) {
   if (options.objective.active()) return LargestSlope(options.objective, NumbersOf(slice, row));
   if (!options.has_soft_targets()) return 0.0;
@@ -168,7 +170,7 @@ double SlopeOf(const LossOptions& options, const Slice& slice, int64_t row) {
 
 // The power of two that brings the largest factor of the chunk to about 1 (for fp16: kHalfHeadroom).
 float UnitFor(const LayoutHead& head, const Chunk& chunk) {
-  if (chunk.options.is_embedding()) return 1.0f;  // nothing is stored in 16 bits
+  if (chunk.options.is_embedding()) return 1.0f;  // no gradient is stored in 16 bits
   const Objective& objective = chunk.options.objective;
   const double slope = LargestSlope(chunk.options, static_cast<double>(head.largest_class_weight));
   double largest = 0.0;
@@ -193,8 +195,8 @@ RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool a
   return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
 }
 
-// Whether the loss of the row counts its entropy. Of a row of an embedding, which has no loss, no other
-// inputs are read than those that it has here.
+// Fills the inputs of a row. Returns whether the loss of the row counts its entropy. A row of an embedding
+// has no loss, so only the first three inputs are filled for it.
 bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool accumulate, double inverse,
              int32_t first_class, const RowInputBlock& inputs, int64_t compact) {
   const RowFactors f = FactorsOf(options.objective, slice, row);
@@ -205,7 +207,7 @@ bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool a
   const bool with_gradient =
       !slice.stands_in && !IsAbsent(slice, row) && (accumulate || slice.grad_hidden != nullptr);
   inputs.with_gradient[compact] = with_gradient ? 1 : 0;
-  // A factor that is not finite makes the row's loss so, and with it the row fails.
+  // A factor that is not finite gets a NaN weight: then the row's loss is not finite, and the row fails.
   const bool finite = std::isfinite(f.loss) && std::isfinite(f.lse) && std::isfinite(f.entropy);
   inputs.weight[compact] =
       finite ? ValueOr(slice.row_weights, row, 1.0f) : std::numeric_limits<float>::quiet_NaN();
@@ -237,7 +239,7 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-// Of a row with a teacher.
+// For a row with a teacher.
 void AddDivergence(const Distillation& distillation, Slice& slice, int64_t row, double divergence,
                    double loss) {
   const double weighted = static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)) * divergence;
@@ -389,7 +391,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
                                          static_cast<uint64_t>(head.first_class));
       }
       layout.accumulate |= accumulate;
-      layout.accumulate_all &= accumulate || absent;  // an absent row has no gradient to be taken out
+      layout.accumulate_all &= accumulate || absent;  // an absent row has no gradient that must be removed
     }
     layout.raw_rows += slice.rows;
     place.compact_rows = layout.compact_rows - place.compact_begin;
@@ -410,7 +412,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
   return layout;
 }
 
-// Rows of a slice that wants fewer classes than others get class 0 in the places that are left.
+// In rows of a slice that wants fewer classes, the remaining places get class 0.
 void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const RowClassBlock& classes) {
   if (layout.class_count == 0) return;
   for (const SliceLayout& place : layout.slices) {
@@ -425,7 +427,7 @@ void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const 
   }
 }
 
-// Each class once; what is left of a row names none.
+// Each class of a row is named once; the remaining places get kNoClass.
 void PlaceSoftTargets(const ChunkLayout& layout, Rest rest, const RowInputBlock& inputs,
                       const RowClassBlock& classes) {
   if (layout.target_count == 0) return;
@@ -452,14 +454,14 @@ void PlaceSoftTargets(const ChunkLayout& layout, Rest rest, const RowInputBlock&
 
 namespace {
 
-// A row of a chunk and its class among those here.
+// A row of a chunk, with its class counted from the first class here.
 struct ClassRow {
   uint32_t place;
   int32_t row;
 };
 
-// By class; rows of a class stay in their order. A radix sort: for some thousand rows it takes a tenth of the
-// time of a comparing one, on the thread that drives the device.
+// Sorts by class; rows of a class stay in their order. This is a radix sort: for some thousand rows it takes
+// a tenth of the time of a comparison sort, on the thread that drives the device.
 void SortByPlace(std::vector<ClassRow>& rows, int64_t classes) {
   constexpr int kDigitBits = 11;
   constexpr uint32_t kDigits = 1u << kDigitBits;
@@ -503,13 +505,13 @@ ClassRuns OrderByClass(const ChunkLayout& layout, int64_t classes, const RowInpu
 
 namespace {
 
-// At most 0, whatever rounding makes of the two; NaN if `lse` is.
+// At most 0, even if rounding makes the difference positive; NaN if `lse` is.
 float LogProbability(float logit, double lse) {
   const double value = double{logit} - lse;
   return static_cast<float>(value > 0.0 ? 0.0 : value);
 }
 
-// What row r of a slice wants of single classes; compact < 0: it has no target.
+// Copies the results of row r of a slice for single classes. compact < 0: the row has no target.
 void UnpackClasses(const Slice& slice, int64_t r, int64_t compact, const ChunkLayout& layout,
                    const RowOutputBlock& outputs, const RowClassBlock& classes) {
   const bool ignored = compact < 0;
@@ -525,14 +527,14 @@ void UnpackClasses(const Slice& slice, int64_t r, int64_t compact, const ChunkLa
   }
 }
 
-// The slice's row that the guard on the device has found, or -1.
+// The row of the slice that the guard on the device has found, or -1.
 int64_t FirstBadRow(const SliceLayout& place, const RowInputBlock& inputs, const RowOutputBlock& outputs) {
   if (place.device_index < 0) return -1;
   const int64_t compact = outputs.first_bad[place.device_index];
   return compact < 0 ? -1 : inputs.raw_of_compact[compact] - place.raw_begin;
 }
 
-// The rows of an embedding have no results; first_bad is there where they bring gradients.
+// The rows of an embedding have no results. Only chunks that bring gradients have first_bad.
 void UnpackEmbedding(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
                      const RowOutputBlock& outputs) {
   for (const SliceLayout& place : layout.slices) {

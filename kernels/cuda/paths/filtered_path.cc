@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The paths of filtered gradients (filtered_path.h): first FilteredStoredPath, then FilteredRecomputedPath.
 #include "kernels/cuda/paths/filtered_path.h"
 
 #include <cmath>
@@ -35,7 +36,7 @@ absl::Status FilteredStoredPath::Select(const ChunkJob& job) const {
   return staged_.ForEachBlock(job, Kept::kNothing, step);
 }
 
-// Row results and dx, either way.
+// Computes row results and dx, filtered or exact.
 absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   LOSSD_RETURN_IF_ERROR(filter_.Begin(job));
@@ -97,9 +98,9 @@ absl::Status FilteredRecomputedPath::Prepare(const ChunkJob& job) {
   });
 }
 
-// Row results, dx and the list of what is kept; all for nothing if the candidates overflow their
-// pool. The decision is taken after the last block, when the selection of all rows is
-// complete.
+// Computes row results, dx and the list of kept elements, block by block. The decision comes after the last
+// block, when the selection of all rows is complete. If the candidates overflow their pool, all this work was
+// in vain.
 absl::Status FilteredRecomputedPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   const FilterArena arena =

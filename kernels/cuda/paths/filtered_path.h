@@ -13,9 +13,9 @@
 
 namespace lossd::kernels::cuda {
 
-// Candidates are selected from the fp32 logits of a block of rows after the other, and the device decides by
-// them whether the chunk is filtered or computed anew as StoredPath would. The lists of a filtered chunk lie
-// in the memory of its logits, which are not read any more.
+// The path computes fp32 logits one block of rows after the other, and selects candidates from them. By the
+// candidates of all rows the device decides whether the chunk is filtered, or computed again as by
+// StoredPath. The lists of a filtered chunk lie in the memory of its logits, which are not read any more.
 class FilteredStoredPath final : public ChunkPath {
  public:
   explicit FilteredStoredPath(const PathContext& context);
@@ -23,7 +23,8 @@ class FilteredStoredPath final : public ChunkPath {
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;
-  absl::Status HiddenGradient(const ChunkJob& job) override { return absl::OkStatus(); }  // Loss has done it
+  // Loss has computed dx.
+  absl::Status HiddenGradient(const ChunkJob& job) override { return absl::OkStatus(); }
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
     return exact_.Describe(plan);
@@ -41,10 +42,10 @@ class FilteredStoredPath final : public ChunkPath {
   const TopSelector top_;
 };
 
-// Logits are recomputed, a block of rows after the other: candidates are listed by the logit pass where the
-// plan is fused, else selected from the logits of a block of few rows. The device then decides by the
-// candidates of all rows whether the chunk is filtered or computed as RecomputedPath would.
-// docs/kernels/recomputed.md has the whole picture.
+// The path recomputes logits one block of rows after the other. Where the plan is fused, the logit pass lists
+// the candidates; otherwise they are selected from the logits of a block of few rows. By the candidates of
+// all rows the device then decides whether the chunk is filtered, or computed as by RecomputedPath.
+// docs/kernels/recomputed.md describes the whole path.
 class FilteredRecomputedPath final : public ChunkPath {
  public:
   explicit FilteredRecomputedPath(const PathContext& context);
@@ -52,7 +53,7 @@ class FilteredRecomputedPath final : public ChunkPath {
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;
-  // Both gradients, if the decision is to be exact; else Loss has computed dx, and dW is added.
+  // If the decision is "exact", computes both gradients. Otherwise Loss has computed dx, and this adds dW.
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {

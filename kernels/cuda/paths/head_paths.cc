@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The tables of paths, and HeadPaths (head_paths.h).
 #include "kernels/cuda/paths/head_paths.h"
 
 #include <iterator>
@@ -14,7 +15,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// A way of computing chunks as the planner sees it.
+// A path as HeadPaths sees it: which plans it takes, and how it is made.
 struct Way {
   bool (*takes)(const ChunkPlan&);
   std::unique_ptr<ChunkPath> (*make)(const PathContext&);
@@ -27,7 +28,7 @@ constexpr Way WayOf() {
           }};
 }
 
-// In the order in which they are asked: the first that takes a chunk computes it.
+// In order of precedence: the first path that takes a plan computes the chunk.
 constexpr Way kStored[] = {WayOf<SampledStoredPath>(), WayOf<FilteredStoredPath>(), WayOf<FusedStoredPath>(),
                            WayOf<StoredPath>()};
 constexpr Way kRecomputed[] = {WayOf<DistilledRecomputedPath>(), WayOf<SampledRecomputedPath>(),
@@ -51,7 +52,7 @@ HeadPaths::HeadPaths(const PathContext& context) : context_(context) {
   for (const Way& way : WaysOf(context_.config)) paths_.push_back({way.takes, way.make(context_)});
 }
 
-// The last one takes what the others leave.
+// The last path takes all plans that no other path takes.
 ChunkPath& HeadPaths::For(const ChunkPlan& plan) {
   for (const Entry& entry : paths_) {
     if (entry.takes(plan)) return *entry.path;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The paths of a head, which are its ways of computing chunks, and the choice of the path that computes a
-// chunk by the chunk's plan (chunk_plan.h).
+// HeadPaths: the paths of a head (its ways of computing chunks), and the choice of the path that computes a
+// chunk, by the chunk's plan (chunk_plan.h).
 //
-// A new path is a class derived from ChunkPath, and a line in one of the tables of head_paths.cc. Beside
-// ChunkPath's members the class has a constructor that takes a PathContext, and
+// To add a path, derive a class from ChunkPath and add a line to one of the tables of head_paths.cc. The
+// class also needs a constructor that takes a PathContext, and this member:
 //
-//     static bool Takes(const ChunkPlan&);  // whether it computes such a chunk
+//     static bool Takes(const ChunkPlan&);  // whether the path computes chunks with this plan
 //
-// The memory that it needs is claimed in path_memory.cc.
+// path_memory.cc claims the memory that the path needs.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_HEAD_PATHS_H_
 
@@ -23,16 +23,17 @@ namespace lossd::kernels::cuda {
 // Driven by the backend's thread.
 class HeadPaths {
  public:
-  // Of a head with this config; the memory is as ClaimsOf() says.
+  // Makes the paths of a head with context.config. context.memory has what ClaimsOf() claims.
   explicit HeadPaths(const PathContext& context);
   HeadPaths(const HeadPaths&) = delete;
   HeadPaths& operator=(const HeadPaths&) = delete;
 
-  // Of a head with logits, as is Describe().
+  // The path that computes a chunk with this plan. Only for a head with logits, as is Describe().
   ChunkPath& For(const ChunkPlan& plan);
-  // How a full chunk with gradients is computed whose plan this is, and what the head keeps for others.
+  // Describes how a full chunk with gradients and this plan is computed, and the memory that the head keeps
+  // for its other paths.
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan);
-  // ChunkPath::Tune() of all paths.
+  // Calls ChunkPath::Tune() of all paths.
   absl::Status Tune(const void* hidden);
 
  private:

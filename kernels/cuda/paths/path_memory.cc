@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// How much memory paths need, and how it is laid out (path_memory.h). ClaimsOf, at the end, collects the
+// claims of all paths.
 #include "kernels/cuda/paths/path_memory.h"
 
 #include <algorithm>
@@ -16,8 +18,8 @@ namespace lossd::kernels::cuda {
 
 int RowBits(int64_t rows) { return std::bit_width(static_cast<uint64_t>(rows - 1)); }
 
-// One class more than there are: an empty entry, all bits set, comes after every other. A sort looks at one
-// bit at least.
+// The key has room for one class more than there are, because an empty entry, with all bits set, must sort
+// behind all others. A sort compares at least one bit.
 int KeyBits(int64_t rows, int64_t vocab) {
   return RowBits(rows) + std::bit_width(static_cast<uint64_t>(std::max<int64_t>(vocab, 1)));
 }
@@ -75,16 +77,16 @@ int64_t FilterBuffers::LogitsBytes(const FilterShape& shape) {
 
 namespace {
 
-// Bytes of an entry and of what belongs to it in SampleBuffers, without `listed`.
+// Bytes of an entry in all arrays of SampleBuffers that have one for each entry, without `listed`.
 constexpr int64_t kEntryBytes = 44;
-// What else there is, and what rounding adds.
+// Bytes for the other arrays, and for rounding.
 constexpr int64_t kMatrixSlack = int64_t{4} << 20;
 
 int64_t MatrixRowBytes(const FilterShape& shape) {
   return shape.padded_vocab * static_cast<int64_t>(SizeOf(shape.dtype));
 }
 
-// Buffers of hot classes.
+// Takes the buffers of hot classes.
 void CarveHot(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits, SampleBuffers& b) {
   const int64_t elements = shape.chunk_rows * kHotClasses * static_cast<int64_t>(SizeOf(shape.dtype));
   b.hot_widths = own.Take<float>(shape.chunk_rows);
@@ -180,7 +182,7 @@ bool HasHotClasses(const FilterShape& shape) {
 
 float LeastTaken(int64_t rows) {
   constexpr float kShare = 90.0f / 8192.0f;
-  constexpr float kSteady = 2.0f;  // popularity of what is taken once in every chunk
+  constexpr float kSteady = 2.0f;  // the popularity of a class that every chunk takes once
   return kSteady * kShare * static_cast<float>(rows);
 }
 
@@ -202,27 +204,28 @@ namespace {
 
 constexpr int64_t kClassUnit = 256;
 
-// One H200, bf16. They rank blocks; that they are not those of another GPU costs little.
-constexpr double kTileSeconds = 12.2e-9;    // 128 x 256 of a product, one step of its inner dimension
-constexpr double kIdleShare = 2.0 / 3.0;    // of its time that an idle cluster of the logit pass costs
+// Measured on one H200 with bf16. They only rank blocks, so on another GPU the error costs little.
+constexpr double kTileSeconds = 12.2e-9;    // a tile of 128 x 256, one step of the inner dimension
+constexpr double kIdleShare = 2.0 / 3.0;    // how much of an idle cluster's time the logit pass loses
 constexpr double kBytesPerSecond = 3.9e12;  // of device memory
-constexpr double kBlockSeconds = 30e-6;     // three launches, and dx in fp32 read and written in L2
+constexpr double kBlockSeconds = 30e-6;     // three launches, and dx in fp32, read and written in L2
 
-// Tiles a multiprocessor. Where some are idle the power limit lets the others run faster, until half are.
+// The number of tiles per multiprocessor. If some multiprocessors are idle, the others run faster within the
+// power limit, down to half of them; so the result is at least 0.5.
 double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
   const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(cols, 256);
   return std::max(0.5, static_cast<double>(tiles) / multiprocessors);
 }
 
-// Rounds of the logit pass. Its clusters work on whole panels, so what its last round leaves idle is mostly
-// lost.
+// The rounds of the logit pass. Its clusters work on whole panels, so most of the time that its last round
+// leaves idle is lost.
 double PassRounds(int64_t rows, int64_t classes, int multiprocessors) {
   const int64_t tiles = hopper::Panels(rows) * CeilDiv(classes, hopper::kColumnTile);
   const double rounds = static_cast<double>(tiles) / std::max(multiprocessors / hopper::kClusterBlocks, 1);
   return rounds + kIdleShare * (std::ceil(rounds) - rounds);
 }
 
-// A block's gradient and its three products.
+// The time of a block's gradient and its three products.
 double BlockSeconds(const RecomputedShape& shape, int64_t rows, int64_t classes) {
   const int sms = shape.multiprocessors;
   const auto d = static_cast<double>(shape.padded_hidden);
@@ -232,12 +235,12 @@ double BlockSeconds(const RecomputedShape& shape, int64_t rows, int64_t classes)
   return steps * kTileSeconds + kBlockSeconds;
 }
 
-// A block of at least `block_rows` of `rows` rows in whole panels, which is what the logit pass works on.
+// At least `block_rows` of `rows` rows, in whole panels, which the logit pass works on.
 int64_t InPanels(int64_t block_rows, int64_t rows) {
   return std::min(RoundUp(block_rows, hopper::kPanelRows), rows);
 }
 
-// Rows of a block if there are to be `blocks`.
+// The rows of a block if there are `blocks` of them.
 int64_t BlockRows(const RecomputedShape& shape, int64_t rows, int64_t blocks) {
   const int64_t padded = PadRows(CeilDiv(rows, blocks));
   return shape.fused && padded > hopper::kPanelRows ? InPanels(padded, rows) : padded;
@@ -251,20 +254,20 @@ bool BlocksFit(const RecomputedShape& shape, const RecomputedBlocks& blocks, int
   return RecomputedArena::Carve(shape, blocks, nullptr).bytes <= bytes;
 }
 
-// Bytes that suffice for either selection.
+// Bytes that are enough for both ways of selection.
 int64_t FilterBytes(const RecomputedShape& shape, const FilterShape& chunk, const FilterBlock& block) {
   const int64_t bytes = FilterArena::Carve(chunk, Selection::kFromLogits, block, nullptr).bytes;
   if (!shape.fused) return bytes;
   return std::max(bytes, FilterArena::Carve(chunk, Selection::kInPass, block, nullptr).bytes);
 }
 
-// Bytes that suffice for fused chunks and for others.
+// Bytes that are enough for fused chunks and for others.
 int64_t BlockBytes(const RecomputedShape& shape, const RecomputedBlocks& blocks) {
   const int64_t bytes = RecomputedArena::Carve(shape.For(false), blocks, nullptr).bytes;
   return std::max(bytes, RecomputedArena::Carve(shape, blocks, nullptr).bytes);
 }
 
-// Considers the blocks of `rows` rows that fit, from the fewest blocks of classes on.
+// Compares `best` with the blocks of `block_rows` rows that fit, beginning with the fewest blocks of classes.
 void Consider(const RecomputedShape& shape, int64_t block_rows, int64_t rows, int64_t bytes,
               RecomputedBlocks& best, double& best_seconds) {
   constexpr int kCandidates = 48;
@@ -312,7 +315,7 @@ RecomputedArena RecomputedArena::Carve(const RecomputedShape& shape, const Recom
 
 double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t rows) {
   const double dw_bytes = 8.0 * static_cast<double>(shape.padded_vocab * shape.padded_hidden);
-  // `total` in parts of `size`, the last one smaller.
+  // Sums seconds_of over the parts of `total`. Each part has `size`; the last one may be smaller.
   const auto sum = [](int64_t total, int64_t size, const auto& seconds_of) {
     const int64_t whole = total / size, rest = total % size;
     return static_cast<double>(whole) * seconds_of(size) + (rest > 0 ? seconds_of(rest) : 0.0);
@@ -399,17 +402,18 @@ int64_t LargestArenaBytes(const RecomputedShape& shape, const FilterShape& chunk
 namespace {
 
 constexpr int64_t kAlignment = 256;
-// A spare block has a row of so many of the chunk at least, which makes a dozen blocks of a full one.
+// A block in the spare memory has at least one row for each kSpareShare rows of the chunk. So a full chunk
+// has about a dozen blocks.
 constexpr int64_t kSpareShare = 96;
 
 int64_t StagedBytes(const HeadSizes& sizes, int64_t rows) {
   return rows * sizes.planned_vocab() * static_cast<int64_t>(sizeof(float));
 }
 
-// Whole panels of the products, or what there is below one.
+// Whole panels of the products, or whole units of 8 rows below one panel.
 int64_t WholePanels(int64_t rows) { return rows >= 128 ? rows / 128 * 128 : rows / 8 * 8; }
 
-// Where the logits of a block may lie in Region::kLogits behind what is kept of it and of the rows before.
+// The offset in Region::kLogits at which logits may lie, behind what is kept of the rows before `end`.
 int64_t OffsetBehind(const HeadSizes& sizes, Kept kept, int64_t end) {
   return kept == Kept::kNothing ? 0 : RoundUp(end * sizes.planned_vocab() * sizes.element, kAlignment);
 }
@@ -525,7 +529,7 @@ void TopScratch::Claim(const HeadSizes& sizes, PathClaims& claims) {
 
 namespace {
 
-// The matrix of ds, and the sums over its columns.
+// Claims the matrix of ds, and the partial sums over its columns.
 void ClaimGradients(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   claims.Claim(Region::kLogits, sizes.chunk_rows * sizes.planned_vocab() * sizes.element);
   if (config.has_bias && config.trainable) {
@@ -534,7 +538,7 @@ void ClaimGradients(const HeadConfig& config, const HeadSizes& sizes, PathClaims
   }
 }
 
-// Room for fp32 logits, a block of rows at a time.
+// Claims room for fp32 logits, one block of rows after the other.
 void ClaimStaging(const HeadConfig& config, const HeadSizes& sizes, PathClaims& claims) {
   claims.Claim(Region::kHiddenGradient, SpareBytes(config, sizes));
 }
@@ -624,7 +628,7 @@ PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes) {
       ClaimFilteredRecomputed(config, sizes, claims);
       ClaimSampledRecomputed(config, sizes, claims);
       break;
-    case Logits::kNone:  // the head's own regions do (EmbeddingRows)
+    case Logits::kNone:  // the head's own regions are enough (EmbeddingRows)
       return claims;
   }
   SplitRows::Claim(sizes, claims);

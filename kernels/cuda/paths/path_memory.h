@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The memory that paths need, path by path, and which chunks fit it. A new path adds what it needs to
-// ClaimsOf.
+// How much memory each path needs, how it is laid out, and which chunks fit into it. For a new path, add its
+// memory to ClaimsOf.
 //
 // Gradients may come from a list of elements of ds instead of the whole matrix: filtered gradients
 // (WhyNotFilteredOnDevice, FilterBuffers) and sampled gradients (WhyNotSampledOnDevice, SampleBuffers). A
-// chunk of a head that recomputes logits is divided into blocks of rows and classes (RecomputedBlocks). Where
-// logits are stored, their fp32 forms take turns in memory that is free anyway (PlanStaging).
+// head that recomputes logits divides a chunk into blocks of rows and classes (RecomputedBlocks). A head that
+// stores logits computes fp32 logits for one block of rows after the other, in memory that is free at that
+// time (PlanStaging).
 //
 // Pure functions; thread-safe. The header needs no CUDA.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_PATH_MEMORY_H_
@@ -26,93 +27,96 @@
 
 namespace lossd::kernels::cuda {
 
-// ---- filtered gradients; sampled gradients use FilterShape and KeptBuffers too ----
+// ---- filtered gradients (sampled gradients use FilterShape and KeptBuffers too) ----
 
-// Bits of an entry's key: those of the row, and all that a sort has to look at.
+// The bits of the row in a list entry's key, and all bits of the key that a sort has to compare.
 int RowBits(int64_t rows);
 int KeyBits(int64_t rows, int64_t vocab);
 
-// The memory of a list of elements of ds that becomes a weight gradient (AddEntries in path_steps.h): where
-// the entries are, [capacity] each unless said otherwise.
+// The memory of a list of elements of ds from which the weight gradient is computed (AddEntries in
+// path_steps.h). Arrays are [capacity], unless said otherwise.
 struct KeptBuffers {
   uint64_t* keys = nullptr;  // as in KeptList
   float* coefs = nullptr;
-  float* weight_sum = nullptr;  // [padded_hidden], of label smoothing
+  float* weight_sum = nullptr;  // [padded_hidden], for label smoothing
 
-  // Used when all entries are there.
+  // Used after all entries have been written.
   uint64_t* spare_keys = nullptr;
   float* spare_coefs = nullptr;
   int32_t* runs = nullptr;  // [2 * capacity]
   uint8_t* sort_scratch = nullptr;
   float* hidden_sum = nullptr;  // [padded_hidden]
-  float* partials = nullptr;    // ColumnSumScratch(padded_hidden); also of weight_sum
+  float* partials = nullptr;    // ColumnSumScratch(padded_hidden); also for weight_sum
 
-  // Takes the two groups from these, which may be the same.
+  // Takes the first group of arrays from `lists` and the second from `scratch`; both may be the same carver.
   static KeptBuffers Carve(int64_t capacity, int64_t padded_hidden, Carver& lists, Carver& scratch);
 };
 
-// Candidates that a chunk has room for, per row on average, but kLeastPool if its rows are few; more make the
-// chunk exact.
+// How many candidates a chunk has room for, per row on average; a chunk with few rows has room for
+// kLeastPool. If there are more candidates, the chunk is exact.
 inline constexpr int64_t kPooledCandidates = 128;
-// The same for a head that recomputes logits; its sampled entries have the same room.
+// The same for a head that recomputes logits. Its sampled entries have the same room.
 inline constexpr int64_t kPooledRecomputed = 192;
 inline constexpr int64_t kLeastPool = int64_t{16} * kMaxRowCandidates;
 
-// What the plan needs to know of a head, or of one chunk of it.
+// What the memory of filtered and sampled gradients depends on: sizes of a head, or of one chunk of it.
 struct FilterShape {
-  int64_t chunk_rows = 0;  // of a chunk: those it has
+  int64_t chunk_rows = 0;  // for one chunk: its rows
   int64_t vocab = 0;
   int64_t padded_vocab = 0;
   int64_t padded_hidden = 0;
   DType dtype = DType::kBFloat16;
-  int64_t pooled = kPooledCandidates;  // a row on average
+  int64_t pooled = kPooledCandidates;  // room for candidates, per row on average
 
   int64_t capacity() const { return std::min(chunk_rows * vocab, std::max(chunk_rows * pooled, kLeastPool)); }
-  // Kept elements at most: the candidates and one target a row.
+  // The most elements that are kept: the candidates, and one target a row.
   int64_t entries() const { return capacity() + chunk_rows; }
 };
 
 FilterShape FilterShapeOf(const HeadConfig& config, const HeadSizes& sizes);
-// What all parts of a head that is split plan with, though some have one class less. Of other heads the same.
+// The shape by which all parts of a split head plan, although some have one class less. For other heads,
+// FilterShapeOf.
 FilterShape PlannedShapeOf(const HeadConfig& config, const HeadSizes& sizes);
 
-// Why this GPU computes a chunk of such a head exactly although its options ask for a filter, or "".
+// "" if this GPU can compute a chunk of such a head with filtered gradients, else the reason why not.
 absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceLimits& limits);
 
-// Numbers that kernels hand to each other, zeroed before each chunk.
+// Counters that kernels hand to each other, zeroed before each chunk.
 struct FilterCounters {
-  int32_t used = 0;  // of the pool
-  int32_t kept = 0;  // entries
+  int32_t used = 0;  // entries of the pool
+  int32_t kept = 0;  // entries of the list
   RunCounters runs;
 };
 
+// The lists of a filtered chunk, in three groups: `own` (pool, rows, counters), and the two groups of `kept`.
 struct FilterBuffers {
   int32_t* pool = nullptr;      // [capacity]
   SelectedRow* rows = nullptr;  // [chunk_rows]
   FilterCounters* counters = nullptr;
 
-  // Written row by row. Where logits are stored this group and the next lie in their memory, because a chunk
-  // that is known to be filtered reads its logits no more; where they are recomputed they lie beside them,
-  // because the logits of other rows are still to come.
+  // Written row by row. Where logits are stored, both groups of `kept` lie in the memory of the logits,
+  // because a chunk that is known to be filtered does not read its logits any more. Where logits are
+  // recomputed, they lie beside the logits, because the logits of other rows are still to come.
   KeptBuffers kept;
 
-  // Takes the three groups, one after the other, from these.
+  // Takes the first group from `own`, and the two groups of `kept` from `lists` and `scratch`.
   static FilterBuffers Carve(const FilterShape& shape, Carver& own, Carver& lists, Carver& scratch);
-  // Bytes of the second and third group.
+  // Bytes of the two groups of `kept`.
   static int64_t LogitsBytes(const FilterShape& shape);
 };
 
 // ---- sampled gradients ----
 
-// Entries, per row on average, that a chunk with this threshold has room for. Rows with the softmax of a
-// trained model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12; what takes more gets a larger threshold.
+// How many entries a chunk with this threshold has room for, per row on average. Rows with the softmax of a
+// trained model take 136 at 2^-10, 212 at 2^-11 and 328 at 2^-12. A chunk that would take more gets a larger
+// threshold.
 int64_t PooledSamples(float threshold);
 inline constexpr int64_t kMostPooledSamples = 416;
-// Entries of a chunk whose rows or classes are few, at most. Otherwise there are no more than the memory of
-// the matrix of ds can hold: fewer than 416 a row below 9,000 classes.
+// The room for entries that a chunk has even if its rows or classes are few. Other chunks have no more
+// entries than the memory of the matrix of ds can hold: fewer than 416 a row below 9,000 classes.
 inline constexpr int64_t kLeastSamples = int64_t{8} * kMaxRowSamples;
 
-// Room of a chunk with so many rows. `shape`: of the head.
+// The room for entries of a chunk with `rows` rows. `shape`: of the head.
 int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold);
 
 // The lists of a sampled chunk whose logits are stored.
@@ -120,15 +124,15 @@ struct SampleBuffers {
   SampledRow* rows = nullptr;  // [chunk_rows]
   SampleCounters* counters = nullptr;
   RunCounters* runs = nullptr;
-  // In the memory of dx, while the matrix is still read and dx not yet written.
+  // In the memory of dx, because the matrix is still read and dx is not written yet.
   SampleEntry* listed = nullptr;  // [capacity]
   void* hot_listed = nullptr;     // [chunk_rows, kHotClasses] compute dtype
-  // In the memory of the matrix: a chunk that is known to be sampled reads it no more.
-  SampleEntry* entries = nullptr;  // [capacity], the same again
+  // In the memory of the matrix of ds, which a chunk that is known to be sampled does not read any more.
+  SampleEntry* entries = nullptr;  // [capacity], copied from `listed`
   KeptBuffers kept;
-  // Of hot classes; null unless HasHotClasses().
+  // For hot classes, which get dense products of their own; null unless HasHotClasses().
   float* hot_widths = nullptr;           // [chunk_rows]
-  void* hot_elements = nullptr;          // [chunk_rows, kHotClasses], hot_listed again
+  void* hot_elements = nullptr;          // [chunk_rows, kHotClasses], copied from hot_listed
   void* hot_weight = nullptr;            // [kHotClasses, padded_hidden] compute dtype
   float* hot_hidden = nullptr;           // [chunk_rows, padded_hidden]
   float* hot_weight_gradient = nullptr;  // [kHotClasses, padded_hidden]
@@ -138,72 +142,72 @@ struct SampleBuffers {
   static SampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits);
 };
 
-// The lists of a sampled chunk whose logits are recomputed, a block of rows after the other.
+// The lists of a sampled chunk whose logits are recomputed, one block of rows after the other.
 struct RecomputedSampleBuffers {
   SampledRow* rows = nullptr;  // [chunk_rows]
   SampleCounters* counters = nullptr;
   RunCounters* runs = nullptr;
   // In the memory of dx, until the last block is done.
   SampleEntry* listed = nullptr;  // [FilterShape::entries()]
-  // In the arena, when no block needs it any more.
-  SampleEntry* entries = nullptr;  // the same again
+  // In the arena, after the last block.
+  SampleEntry* entries = nullptr;  // copied from `listed`
   KeptBuffers kept;
 
   static RecomputedSampleBuffers Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& arena);
 };
 
-// What a block of so many rows takes of the arena.
+// The part of the arena that a block of `rows` rows takes.
 struct SampledBlockArena {
   void* elements = nullptr;    // [rows, padded_vocab]
-  hopper::TilePartials tiles;  // of a logit pass
+  hopper::TilePartials tiles;  // for a logit pass
   int64_t bytes = 0;
 
   static SampledBlockArena Carve(const FilterShape& shape, DType elements, int64_t rows, uint8_t* base);
 };
 
-// Rows of a block, a multiple of 8 and at least 8: as many as fit the arena, in blocks of about the same
-// size. rows > 0, a multiple of 8: of the chunk.
+// The rows of a block, a multiple of 8 and at least 8: as many as fit the arena, in blocks of about the same
+// size. `rows`: of the chunk; > 0 and a multiple of 8.
 int64_t ChooseSampledRows(const FilterShape& shape, DType elements, int64_t rows, int64_t arena_bytes);
-// The arena holds blocks of 8 rows whatever their elements, and the lists of a chunk.
+// The arena that holds blocks of 8 rows, in any element type, and the lists of a chunk.
 int64_t LeastSampledArenaBytes(const FilterShape& shape);
 
-// Why this GPU computes a chunk of such a head exactly although its options ask for samples, or "".
+// "" if this GPU can compute a chunk of such a head with sampled gradients, else the reason why not.
 absl::string_view WhyNotSampledOnDevice(const FilterShape& shape, const DeviceLimits& limits);
 
-// Whether the head is large enough for some classes to be worth a dense product of their own, in the memory
-// of the matrix.
+// Whether the head is large enough that a dense product for its most frequent ("hot") classes pays, and the
+// memory of the matrix has room for it.
 bool HasHotClasses(const FilterShape& shape);
-// Rows of a chunk that are enough for that.
+// The fewest rows of a chunk for which that pays.
 inline constexpr int64_t kLeastHotRows = 1024;
-// How often a class has to be taken by a chunk of so many rows, to be hot: gathering an entry takes as long
-// as the dense products of about 90 of 8192 rows (H200).
+// How often a chunk of `rows` rows has to take a class for the class to be hot. Gathering one entry takes as
+// long as the dense products of about 90 of 8192 rows (H200).
 float LeastTaken(int64_t rows);
 
 HotClasses CarveHotClasses(const FilterShape& shape, Carver& carver);
 
 // ---- heads that recompute logits ----
 
-// A chunk is divided into blocks of rows and classes, so that a block and what belongs to it fit an arena of
-// a given size (RecomputedArena, FilterArena); docs/kernels/recomputed.md says what is in it.
+// A chunk is divided into blocks of rows and classes, so that the buffers of one block fit an arena of a
+// given size (RecomputedArena, FilterArena). docs/kernels/recomputed.md describes these buffers.
 
-// Workspace of a head that recomputes logits, unless it has a limit of its own or the server's is lower.
+// Workspace of a head that recomputes logits, unless the head has its own limit or the server's is lower.
 inline constexpr int64_t kRecomputedWorkspaceBytes = int64_t{64} << 20;
-// Rows of its chunks at most: more would only lengthen its slots.
+// The most rows of a chunk of such a head: more would only make its slots larger.
 inline constexpr int64_t kRecomputedChunkRows = 4096;
-// Rows of a block at least.
+// The fewest rows of a block.
 inline constexpr int64_t kLeastBlockRows = 8;
 
-// What the plan needs to know of a head.
+// What the blocks of a head depend on.
 struct RecomputedShape {
   int64_t padded_hidden = 0;
   int64_t vocab = 0;
   int64_t padded_vocab = 0;
   int64_t element = 2;  // bytes of the compute dtype
   bool fused = false;   // the logit pass may compute statistics and gradients
-  bool bias = false;    // has a gradient
+  bool bias = false;    // the bias has a gradient
   int multiprocessors = 1;
 
-  // Of a chunk that the logit pass computes or does not.
+  // The shape for a chunk that the logit pass computes (`chunk_fused`) or does not compute.
   RecomputedShape For(bool chunk_fused) const {
     RecomputedShape shape = *this;
     shape.fused = chunk_fused;
@@ -212,44 +216,44 @@ struct RecomputedShape {
 };
 RecomputedShape RecomputedShapeOf(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
-// Blocks of this size, the last ones smaller. rows: a fixed point of PadRows; classes: a multiple of 256, or
-// all padded_vocab.
+// The size of blocks; the last ones are smaller. PadRows(rows) == rows. `classes`: a multiple of 256, or all
+// padded_vocab.
 struct RecomputedBlocks {
   int64_t rows = 0;
   int64_t classes = 0;
 };
 
-// What the gradient of a block needs: its logits, then their gradient, its part of dx in fp32, and the first
-// stage of the bias's column sums.
+// The buffers for the gradient of a block: its logits, then their gradient; its part of dx in fp32; and the
+// partial sums of the bias gradient.
 struct RecomputedArena {
-  // [rows, classes] fp32, then in their place the gradient in the compute dtype; fused: only the gradient, of
-  // which no row has gaps.
+  // [rows, classes]: fp32 logits, then their gradient in the compute dtype in the same place. If fused: only
+  // the gradient, whose rows follow each other without gaps.
   void* logits = nullptr;
   float* hidden_gradient = nullptr;  // [rows, padded_hidden]
-  float* partials = nullptr;         // ColumnSumScratch(classes); with bias only
-  // Of the statistics of a block of rows, before any gradient; null unless fused.
+  float* partials = nullptr;         // ColumnSumScratch(classes); only with a bias
+  // For the statistics of a block of rows, before any gradient is computed; null unless fused.
   hopper::TilePartials tiles;
   int64_t bytes = 0;
 
   static RecomputedArena Carve(const RecomputedShape& shape, const RecomputedBlocks& blocks, uint8_t* base);
 };
 
-// The smallest there are.
+// The smallest blocks of such a head.
 RecomputedBlocks SmallestRecomputedBlocks(const RecomputedShape& shape);
 
-// The blocks that `rows` rows, a fixed point of PadRows, are divided into: of those that fit the arena the
-// fastest by the model of docs/kernels/recomputed.md. The smallest if none fits.
+// The blocks into which `rows` rows are divided (PadRows(rows) == rows): the fastest that fit the arena, by
+// the model of docs/kernels/recomputed.md. The smallest blocks if none fits.
 RecomputedBlocks ChooseRecomputedBlocks(const RecomputedShape& shape, int64_t rows, int64_t arena_bytes);
 
-// How many rows and classes these are, for people.
+// Describes the blocks for people.
 Choice DescribeBlocks(const RecomputedBlocks& blocks, int64_t arena_bytes);
 
-// Seconds that the gradients of `rows` rows take by those numbers, in blocks of this size.
+// Seconds that the gradients of `rows` rows take by that model, in blocks of this size.
 double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t rows);
 
-// How the candidates of a block of rows are found when small probabilities are left out.
+// How filtered gradients find the candidates of a block of rows.
 enum class Selection {
-  kFromLogits,  // of all classes
+  kFromLogits,  // selected from the logits of all classes
   kInPass,      // listed by the logit pass
 };
 
@@ -259,11 +263,11 @@ struct FilterBlock {
   int64_t listed = hopper::kLeastListed;  // kInPass: candidates that a row has room for
 };
 
-// What that takes: behind the lists of the chunk (the second group of FilterBuffers), and where its scratch
-// (the third) will be.
+// The part of the arena that such a block takes. It comes behind the lists of the chunk (the first group of
+// FilterBuffers::kept), where the scratch (the second group) will be later.
 struct FilterArena {
   void* logits = nullptr;        // kFromLogits: [rows, padded_vocab], fp32
-  hopper::TilePartials tiles;    // of a logit pass
+  hopper::TilePartials tiles;    // for a logit pass
   hopper::CandidateLists lists;  // kInPass
   int64_t bytes = 0;
 
@@ -271,46 +275,46 @@ struct FilterArena {
                            uint8_t* base);
 };
 
-// A block that fits the arena beside the lists of the chunk, of blocks of about the same size and at least 8
-// rows: the most rows with the least room for candidates, in whole panels if these fit too, then more room if
-// there is. rows > 0, a multiple of 8.
+// The block to use: it fits the arena beside the lists of the chunk, and the blocks of a chunk have about the
+// same size and at least 8 rows. It has the most rows that fit with the least room for candidates (whole
+// panels if they fit too), and then more room for candidates if that fits. `rows` > 0, a multiple of 8.
 FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int64_t rows,
                               int64_t arena_bytes);
 
-// The arena of a head, whether its chunks are fused or not: at least this, or no block fits, and not more
-// than that, or some of it is never used.
+// The range of useful arena sizes of a head, for fused chunks and others. With less than LeastArenaBytes no
+// block fits; of more than LargestArenaBytes a part is never used.
 int64_t LeastArenaBytes(const RecomputedShape& shape, const FilterShape& chunk);
 int64_t LargestArenaBytes(const RecomputedShape& shape, const FilterShape& chunk);
 
 // ---- where the fp32 logits of a chunk lie ----
 
-// What becomes of the logits of a row.
+// What is kept of a row's logits.
 enum class Kept {
   kNothing,
-  kGradient,  // padded_vocab elements of the compute dtype a row, from the beginning of Region::kLogits
+  kGradient,  // padded_vocab elements of the compute dtype a row, at the beginning of Region::kLogits
 };
 
 // Some rows of a chunk, and where their fp32 logits lie while they are turned into results: in memory that is
-// free anyway. What is kept of a chunk has 16 bits an element, so that the memory of the rows that are still
-// to come holds the logits of the next third of them; the last rows take the memory of dx.
+// free at that time. What is kept of a row has 16 bits an element. So the memory for the rows that are still
+// to come holds the fp32 logits of the next third of these rows. The last rows take the memory of dx.
 struct StagedBlock {
   int64_t begin = 0;      // row
   int64_t rows = 0;       // padded
-  bool in_spare = false;  // the logits lie at the beginning of Region::kHiddenGradient, else in kLogits
+  bool in_spare = false;  // logits at the start of Region::kHiddenGradient, else in kLogits
   int64_t offset = 0;     // bytes from the beginning of the region
 };
 
-// Bytes of Region::kHiddenGradient that hold logits, and so the most rows of a block there.
+// Bytes of Region::kHiddenGradient that hold logits. They limit the rows of a block there.
 int64_t SpareBytes(const HeadConfig& config, const HeadSizes& sizes);
 
-// Blocks that cover [0, padded_rows), a fixed point of PadRows, in order. Of fp32 compute one block, whose
-// gradient takes the place of the logits.
+// The blocks that cover [0, padded_rows), in order; PadRows(padded_rows) == padded_rows. For fp32 compute
+// there is one block, whose gradient takes the place of the logits.
 std::vector<StagedBlock> PlanStaging(const HeadConfig& config, const HeadSizes& sizes, Kept kept,
                                      int64_t padded_rows);
 
 // ---- claims ----
 
-// What a head that is split by vocabulary keeps of the rows of a chunk (kernels/split_rows.h), in
+// Buffers for the rows of a chunk of a head that is split by vocabulary (kernels/split_rows.h), in
 // Region::kSplitRows.
 struct SplitRows {
   int32_t* columns = nullptr;      // [chunk_rows], RowInputs::targets
@@ -318,9 +322,10 @@ struct SplitRows {
   RowRecord* all = nullptr;        // [parts, chunk_rows]
   float* sum_reference = nullptr;  // [chunk_rows], FusedRows::sum_reference
   float* norm_sums = nullptr;      // [2, padded_hidden]
-  // Of gradients that are not exact.
-  int32_t* levels = nullptr;  // [parts], SampleCounters::level
-  // Variances and squares, or dropped masses: [2, chunk_rows] of the classes here, and of all parts.
+  // For gradients that are not exact.
+  int32_t* levels = nullptr;  // [parts], SampleCounters::level of each part
+  // Variances and squares, or dropped masses: own_sums [2, chunk_rows] for the classes here, all_sums [parts,
+  // 2, chunk_rows] for all parts.
   float* own_sums = nullptr;
   float* all_sums = nullptr;
 
@@ -328,9 +333,9 @@ struct SplitRows {
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 
-// Where the rows of a head that stores its logits have statistics and rules, [chunk_rows] each, while a block
-// of them is summed up and becomes a gradient in two steps. Without a split, where only rows with soft
-// targets take these steps, they lie in Region::kFilter, which is free until the loss is there.
+// The statistics and rules of rows, [chunk_rows] each, for a head that stores logits, while a block of rows
+// is summed up and then becomes a gradient in two steps. If the head is not split, only rows with soft
+// targets take these steps, and the arrays lie in Region::kFilter, which is free until the loss is computed.
 struct StoredRows {
   RunningRow* running = nullptr;
   GradientRule* rules = nullptr;
@@ -341,12 +346,12 @@ struct StoredRows {
 
 // ---- single classes of rows ----
 
-// Entries that parts exchange at a time; at least the most that a row has.
+// The most entries that parts exchange at a time; at least as many as a row can have.
 inline constexpr int64_t kTopScratchEntries = 32768;
 static_assert(kTopScratchEntries >= kMostTopClasses && kTopScratchEntries >= kMostGivenClasses);
 
-// Of a head that is split by vocabulary: lists of single classes, [entries] floats and, of top classes, as
-// many int32 behind them; of the classes here, and of all parts.
+// Lists of single classes that the parts of a split head exchange, from the classes here and from all parts:
+// up to kTopScratchEntries floats, and for top classes as many int32 behind them.
 struct TopScratch {
   float* own = nullptr;  // [2, kTopScratchEntries]
   float* all = nullptr;  // [parts, 2, kTopScratchEntries]
@@ -355,12 +360,12 @@ struct TopScratch {
   static void Claim(const HeadSizes& sizes, PathClaims& claims);
 };
 
-// Bytes of the top classes of `rows` rows while their logits come a block of classes at a time.
+// Bytes of the top classes of `rows` rows, while logits are computed one block of classes after the other.
 constexpr int64_t RunningTopBytes(int64_t rows) {
   return rows * kMostTopClasses * static_cast<int64_t>(sizeof(float) + sizeof(int32_t));
 }
 
-// What all paths of such a head claim, and the rows of one that is split.
+// The claims of all paths of a head, and the buffers for the rows of a split head.
 PathClaims ClaimsOf(const HeadConfig& config, const HeadSizes& sizes);
 
 }  // namespace lossd::kernels::cuda

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Steps that several paths have in common (path_steps.h).
 #include "kernels/cuda/paths/path_steps.h"
 
 #include <algorithm>
@@ -201,7 +202,7 @@ absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
       "soft target kernel");
 }
 
-// Each class lies on one device, and the others have 0 for it.
+// Each class is on one device; the others have 0 for it.
 absl::Status SoftSteps::Exchange(float* logits, int64_t entries) const {
   float* const scratch = TopScratch::Carve(context_.sizes, context_.memory[Region::kTopClasses]).own;
   const cudaStream_t stream = context_.device->compute();
@@ -226,7 +227,7 @@ absl::Status WriteBlockGradient(const PathContext& context, const SoftSteps& sof
                                 const RowBlock& rows, const ClassBlock& block, GradientRule* rules,
                                 float* dropped_mass) {
   const cudaStream_t stream = context.device->compute();
-  // Padding rows have no rule that is valid.
+  // The rules of padding rows have not been written.
   const int64_t padding = (rows.in.padded_rows - rows.in.rows) * static_cast<int64_t>(sizeof(GradientRule));
   if (padding > 0) LOSSD_RETURN_IF_ERROR(Zero(rules + rows.in.rows, padding, stream));
   if (job.plan.filters_elements) {
@@ -361,7 +362,7 @@ absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const K
 
 namespace {
 
-// Room goes with the rows a chunk has, not with those it could have; so does the cost of sorting.
+// The shape of the chunk: the room, and with it the cost of sorting, depends on the rows that the chunk has.
 FilterShape ChunkShapeOf(const PathContext& context, const ChunkJob& job) {
   FilterShape shape = FilterShapeOf(context.config, context.sizes);
   shape.chunk_rows = job.rows();

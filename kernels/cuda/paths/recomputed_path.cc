@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// RecomputedPath, and DistilledRecomputedPath for chunks with a teacher (recomputed_path.h).
 #include "kernels/cuda/paths/recomputed_path.h"
 
 #include <algorithm>
@@ -60,7 +61,7 @@ const uint8_t* RecomputedPath::WeightRows(int64_t first_class) const {
          first_class * context_.sizes.padded_hidden * context_.sizes.element;
 }
 
-// The logit pass leaves no logits, and a gradient without gaps.
+// After the logit pass there are no logits, and the rows of the gradient have no gaps.
 ClassBlock RecomputedPath::ClassesOf(const ChunkPlan& plan, int64_t first_class, int64_t padded_classes,
                                      void* data) const {
   const DType compute = context_.config.compute_dtype;
@@ -93,8 +94,8 @@ absl::Status RecomputedPath::Prepare(const ChunkJob& job) {
   });
 }
 
-// The last block has classes unless there are none at all: blocks are multiples of what classes are padded
-// to.
+// Also the last block has classes, unless there are none at all, because blocks are multiples of the unit to
+// which classes are padded.
 absl::Status RecomputedPath::ForEachClassBlock(
     absl::FunctionRef<absl::Status(int64_t first, int64_t padded_classes)> step) const {
   const int64_t end = context_.sizes.padded_vocab;
@@ -225,7 +226,7 @@ absl::Status RecomputedPath::Gradients(const ChunkJob& job) const {
                          [&](const RowBlock& rows) { return RowBlockGradients(job, rows); });
 }
 
-// dx is summed up over the blocks of classes in fp32, in its place if it is fp32 anyway.
+// dx is summed over the blocks of classes in fp32: in its final place if it is fp32 there.
 absl::Status RecomputedPath::RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const {
   const RecomputedArena arena = Arena(job);
   const int64_t ld = context_.sizes.padded_hidden;
@@ -246,7 +247,7 @@ absl::Status RecomputedPath::RowBlockGradients(const ChunkJob& job, const RowBlo
                   "convert kernel");
 }
 
-// ds of the block, over the gradient unit and the logit scale.
+// Computes ds of the block, over (gradient unit * logit scale).
 absl::Status RecomputedPath::ClassBlockGradient(const ChunkJob& job, const RowBlock& rows,
                                                 const ClassBlock& block) const {
   const cudaStream_t stream = context_.device->compute();
@@ -330,8 +331,8 @@ absl::StatusOr<std::vector<Choice>> RecomputedPath::Describe(const ChunkPlan& pl
 
 namespace {
 
-constexpr int64_t kResultBytes = 7 * sizeof(float);  // of a row: RowResults, and the divergence
-constexpr int64_t kSlack = 4096;                     // what carving rounds up
+constexpr int64_t kResultBytes = 7 * sizeof(float);  // of a row: its RowResults, and its divergence
+constexpr int64_t kSlack = 4096;                     // for the rounding of the carver
 
 }  // namespace
 
@@ -348,7 +349,7 @@ DistilledRecomputedPath::Room DistilledRecomputedPath::Room::Carve(const PathCon
   room.rows = BlockRows(sizes, teacher.block_rows);
   const int64_t elements = room.rows * sizes.planned_vocab();
   Carver carver(reinterpret_cast<uint8_t*>(teacher.logits));
-  carver.Take<float>(elements);  // the teacher's
+  carver.Take<float>(elements);  // the teacher's logits
   room.logits = carver.Take<float>(elements);
   room.gradient = {carver.Take<uint8_t>(elements * sizes.element), context.config.compute_dtype,
                    sizes.padded_vocab, sizes.vocab};
@@ -406,7 +407,8 @@ absl::Status DistilledRecomputedPath::HiddenGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   const Room room = Room::Carve(context_, *job.teacher);
   const auto step = [&](const RowBlock& rows, const LogitMatrix& logits) -> absl::Status {
-    // The first pass has said the results, which may be on their way to the host.
+    // The first pass has delivered the results, which may be on their way to the host; so the second pass
+    // writes to scratch.
     RowBlock again = rows;
     again.out = room.results;
     LOSSD_RETURN_IF_ERROR(stored_.Distil(job, again, logits, room.gradient, room.divergence));
@@ -447,7 +449,7 @@ absl::Status DistilledRecomputedPath::Gradients(const ChunkJob& job, const RowBl
                    nullptr, stream);
 }
 
-// The head's own memory has partial sums of a block of classes.
+// Uses the head's own memory for the partial sums, one block of classes after the other.
 absl::Status DistilledRecomputedPath::AddBias(const ChunkJob& job, const RowBlock& rows,
                                               const LogitMatrix& gradient) const {
   const RecomputedBlocks blocks =

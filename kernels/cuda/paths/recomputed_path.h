@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The path of exact gradients of a chunk whose logits are recomputed, so that memory holds the logits of one
-// block of rows and classes at most. The path first computes the statistics of all rows. Then lse is known
-// and the guard has passed, and the path computes each block's logits once more, and their gradient. Both are
-// fused into the logits product where the plan says so. docs/kernels/recomputed.md has the whole picture.
+// RecomputedPath: the path of exact gradients of a chunk whose logits are recomputed, so that memory holds
+// the logits of at most one block of rows and classes. The path first computes the statistics of all rows.
+// When lse is known and the guard has passed, it computes the logits of each block once more, and their
+// gradient. Both steps are fused into the logits product where the plan says so. docs/kernels/recomputed.md
+// describes the whole path. DistilledRecomputedPath is the path of chunks with a teacher.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
 
@@ -19,6 +20,7 @@
 
 namespace lossd::kernels::cuda {
 
+// Exact gradients of a head that recomputes logits. The head of this file describes the path.
 class RecomputedPath final : public ChunkPath {
  public:
   explicit RecomputedPath(const PathContext& context);
@@ -26,33 +28,34 @@ class RecomputedPath final : public ChunkPath {
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;
-  // Both gradients, block by block.
+  // Computes both gradients, block by block.
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
 
-  // The steps of these phases, for paths that put others between them. Row results and rules of all rows:
-  // selects: also the most probable classes, for which Region::kHiddenGradient is free.
+  // The steps of the phases, for paths that put other steps between them. Statistics computes row results and
+  // rules of all rows. `selects`: also the most probable classes; Region::kHiddenGradient must then be free.
   absl::Status Statistics(const ChunkJob& job, bool selects) const;
-  // The gradients that job wants, from the rules and PathContext::keep.
+  // Computes the gradients that `job` wants, from the rules and PathContext::keep.
   absl::Status Gradients(const ChunkJob& job) const;
-  // Logits of a block of rows and of the classes from first_class on.
+  // Computes the logits of a block of rows, for the classes from first_class on.
   absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
                                 const LogitMatrix& to) const;
-  // What a fused loss of a block of rows takes, with its partials in `tiles`.
+  // The parameters of the fused loss of a block of rows, with its partial sums in `tiles`.
   hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
                                     const hopper::TilePartials& tiles) const;
-  // Of a head that is split: row results and rules of a block of rows by the sums over all classes, and its
-  // ds in the place of its logits, or as exponentials. If the plan is filtered, so are elements, and the mass
-  // that the classes here drop goes to dropped_mass [rows].
+  // For a split head: computes row results and rules of a block of rows from the sums over all classes.
+  // SplitElements then writes ds in the place of the block's logits; SplitExponentials writes exponentials.
+  // If the plan is filtered, the elements are filtered too, and the mass that the classes here drop goes to
+  // dropped_mass [rows].
   absl::Status SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                              float* dropped_mass) const;
   absl::Status SplitExponentials(const ChunkJob& job, const RowBlock& rows, const hopper::TilePartials& tiles,
                                  void* exponentials) const;
-  // Of the rows of exponentials that such a loss leaves.
+  // The factors of the rows of such exponentials.
   const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
-  // Room for the fp32 logits of all classes of some rows.
+  // A matrix at `data` for the fp32 logits of all classes of some rows.
   LogitMatrix LogitsAt(void* data) const {
     return {data, DType::kFloat32, context_.sizes.padded_vocab, context_.sizes.vocab};
   }
@@ -67,7 +70,7 @@ class RecomputedPath final : public ChunkPath {
                                  void* sums) const;
   absl::Status AddWeightGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
   ClassBlock ClassesOf(const ChunkPlan& plan, int64_t first_class, int64_t padded_classes, void* data) const;
-  // Calls `step` for the blocks of classes, in order. There is one at least.
+  // Calls `step` for each block of classes, in order. There is at least one.
   absl::Status ForEachClassBlock(
       absl::FunctionRef<absl::Status(int64_t first, int64_t padded_classes)> step) const;
   GemmShape HiddenGemm(const ChunkPlan& plan, int64_t rows, int64_t classes) const;
@@ -84,48 +87,49 @@ class RecomputedPath final : public ChunkPath {
   const RowMerger merger_;
   const TopSelector top_;
   const SoftSteps soft_;
-  hopper::FusedRows fused_rows_;  // without partials
+  hopper::FusedRows fused_rows_;  // without `partials`
   RecomputedBlocks blocks_;       // of the chunk that Prepare has begun
 };
 
-// Calls step(begin, size) for the blocks of [0, end); the last one ends at `limit`.
+// Calls step(begin, size) for the blocks of [0, end), each of `block`; the last one ends at `limit`.
 absl::Status ForEachBlock(int64_t end, int64_t block, int64_t limit,
                           absl::FunctionRef<absl::Status(int64_t, int64_t)> step);
 
-// Calls step(rows) for the compact rows of a chunk, so many padded rows at a time.
+// Calls step(rows) for the compact rows of a chunk, `block_rows` padded rows at a time.
 absl::Status ForEachRowBlock(const ChunkJob& job, int64_t block_rows,
                              absl::FunctionRef<absl::Status(const RowBlock&)> step);
 
 // ---- with a teacher ----
 
-// The path of exact gradients of a chunk with a teacher whose head recomputes its logits. The head keeps no
-// room for the logits of whole rows, so the teacher's memory has those of a block of rows: of the teacher, of
-// the head behind them, and their gradient behind these. The path computes the row results of all blocks
-// first. Then the guard has passed, and the path computes each block's logits once more, their gradient, and
-// from it dx and dW of the block: six products in the place of the four of StoredPath.
+// The path of exact gradients of a chunk with a teacher, for a head that recomputes its logits. The head has
+// no room for the logits of whole rows, so the teacher's memory holds those of a block of rows: first the
+// teacher's logits, then the head's, then the gradient of the head's logits. The path first computes the row
+// results of all blocks. When the guard has passed, it computes the logits of each block once more, their
+// gradient, and from it dx and dW of the block. This takes six products instead of the four of StoredPath.
 class DistilledRecomputedPath final : public ChunkPath {
  public:
   explicit DistilledRecomputedPath(const PathContext& context);
   static bool Takes(const ChunkPlan& plan) { return plan.distilled; }
-  // Rows of a block, a multiple of 8, if the teacher's memory has room for the fp32 logits of `teacher_rows`
-  // rows (TeacherRows::block_rows). The same on all parts of a head.
+  // The rows of a block, a multiple of 8, if the teacher's memory has room for the fp32 logits of
+  // `teacher_rows` rows (TeacherRows::block_rows). The same for all parts of a head.
   static int64_t BlockRows(const HeadSizes& sizes, int64_t teacher_rows);
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;
-  // Both gradients, block by block; a chunk that accumulates has dx, too (CudaHead::Prepare).
+  // Computes both gradients, block by block. A chunk that accumulates always computes dx too
+  // (CudaHead::Prepare).
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override { return absl::OkStatus(); }
-  // Of chunks that nobody asks about in advance: a head is described without a teacher.
+  // Only used for logs of a chunk: a head is described without a teacher.
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
     return cuda::Describe(plan);
   }
 
  private:
-  // The teacher's memory behind the logits of a block of its rows.
+  // The buffers in the teacher's memory, behind the teacher's logits of a block.
   struct Room {
     int64_t rows = 0;    // of a block
-    RowResults results;  // what the second pass says once more
+    RowResults results;  // for the results that the second pass computes again
     float* divergence = nullptr;
     void* logits = nullptr;  // [rows, padded_vocab] fp32
     LogitMatrix gradient;    // [rows, padded_vocab] compute dtype

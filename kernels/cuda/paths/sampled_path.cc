@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The paths of sampled gradients (sampled_path.h): first SampledStoredPath, then SampledRecomputedPath.
 #include "kernels/cuda/paths/sampled_path.h"
 
 #include <algorithm>
@@ -52,7 +53,7 @@ absl::Status SampledStoredPath::Prepare(const ChunkJob& job) {
   return job.plan.fused() ? fused_.Prepare(job) : stored_.Prepare(job);
 }
 
-// What earlier chunks have taken may not decide about the bits of a chunk that is to be independent of them.
+// The result of an independent chunk must not depend on what earlier chunks have taken, down to the last bit.
 bool SampledStoredPath::UsesHot(const ChunkJob& job) const {
   return hot_.bits != nullptr && !job.chunk->independent && job.rows() >= kLeastHotRows;
 }
@@ -72,7 +73,7 @@ absl::Status SampledStoredPath::Loss(const ChunkJob& job) {
 
 absl::Status SampledStoredPath::Sample(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
-  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the list lies where dx does
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the list lies where dx will be
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.counters, sizeof(SampleCounters), stream));
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
   if (UsesHot(job)) LOSSD_RETURN_IF_ERROR(BeginHot(job));
@@ -97,7 +98,7 @@ SampleRowsParams SampledStoredPath::SampleOf(const ChunkJob& job) const {
           .hot = HotPartOf(job)};
 }
 
-// With label smoothing nothing is 0.
+// With label smoothing no element is 0, so the list is not used.
 absl::Status SampledStoredPath::ListFiltered(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   static_assert(static_cast<int32_t>(Decision::kAsPlanned) == 0);
@@ -119,7 +120,7 @@ HotPart SampledStoredPath::HotPartOf(const ChunkJob& job) const {
   return UsesHot(job) ? HotPart{hot_, buffers_.hot_listed, buffers_.hot_widths} : HotPart{};
 }
 
-// The first time nothing is known of any class.
+// Before the first chunk nothing is known of any class.
 absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   if (!knows_hot_) LOSSD_RETURN_IF_ERROR(Zero(hot_.bits, hot_bytes_, stream));
@@ -131,7 +132,7 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
               stream);
 }
 
-// Where dx goes was free when the list was made there (Sample).
+// Region::kHiddenGradient is free, because Sample has put the list there.
 absl::Status SampledStoredPath::HiddenGradient(const ChunkJob& job) {
   return Branch(
       job, *job.loss_branch,
@@ -203,8 +204,8 @@ absl::Status SampledStoredPath::MultiplyHotHidden(const ChunkJob& job) const {
                             device.gemm_workspace(), device.compute());
 }
 
-// Notes what this chunk has taken, and chooses the hot classes of the next. Those of this one are needed
-// until its dW is there, so the choice is made here only if there is none.
+// Counts the classes that this chunk has taken, and chooses the hot classes of the next chunk. The hot
+// classes of this chunk are needed until its dW is computed; so if it accumulates, AddKept makes the choice.
 absl::Status SampledStoredPath::ChooseHot(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   const CountHotParams count = {.hot = hot_,
@@ -227,7 +228,7 @@ absl::Status SampledStoredPath::AddKept(const ChunkJob& job) const {
                   "choosing kernels");
 }
 
-// The rows' factors go into the hidden states.
+// The rows' factors are multiplied into the hidden states.
 absl::Status SampledStoredPath::AddHot(const ChunkJob& job) const {
   Device& device = *context_.device;
   const cudaStream_t stream = device.compute();
@@ -336,7 +337,7 @@ SampleList SampledRecomputedPath::ListOf(const ChunkJob& job, const RowBlock& ro
 
 absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
-  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the list lies where dx does
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the list lies where dx will be
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.counters, sizeof(SampleCounters), stream));
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.runs, sizeof(RunCounters), stream));
   LOSSD_RETURN_IF_ERROR(
@@ -347,7 +348,7 @@ absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
   }
   LOSSD_RETURN_IF_ERROR(merger_.MergeErrors(job));
   LOSSD_RETURN_IF_ERROR(DecideSampled(context_, job, buffers_.counters));
-  if (context_.sizes.is_split() || job.terms.soft) return absl::OkStatus();  // the rules are there
+  if (context_.sizes.is_split() || job.terms.soft) return absl::OkStatus();  // the rules are written
   return BranchByDecision(
       context_, job, *job.loss_branch, [&] { return exact_.Statistics(job, /*selects=*/false); },
       [] { return absl::OkStatus(); });

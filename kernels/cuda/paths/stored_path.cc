@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Products of gradients (LibraryGemms, OwnGemms), fp32 logits by blocks (StagedLogits), and the paths
+// StoredPath and FusedStoredPath (stored_path.h).
 #include "kernels/cuda/paths/stored_path.h"
 
 #include <algorithm>
@@ -13,9 +15,9 @@
 
 namespace lossd::kernels::cuda {
 
-// The product of the weight gradient keeps its multiprocessors until it ends, and copies of rows within a GPU
-// are kernels: those of the hidden gradient that is waited for, on its way to the trainer, find a place on
-// these. On an H200 the gradient of 8,192 rows (gemma2-2b) was with an embedded trainer after 39 to 40 ms
+// The product of the weight gradient keeps its multiprocessors until it ends. Copies of rows within a GPU are
+// kernels, and the hidden gradient that the trainer waits for is such a copy. So this many clusters stay free
+// for it. On an H200 the gradient of 8,192 rows (gemma2-2b) was with an embedded trainer after 39 to 40 ms
 // instead of 45 to 46, and the weight gradient took no longer.
 constexpr int kClustersBesideWeightGradient = 1;
 
@@ -100,7 +102,7 @@ absl::Status OwnGemms::WeightGradient(const ChunkJob& job, const void* elements)
              std::max(1, context_.device->limits().fused_clusters - kClustersBesideWeightGradient));
 }
 
-// Fills in what is the same for both.
+// Fills in the parameters that both products share.
 absl::Status OwnGemms::Run(hopper::GradientGemmParams product, int clusters) const {
   Device& device = *context_.device;
   product.input = context_.config.compute_dtype;
@@ -204,7 +206,7 @@ std::vector<RowSpan> PartsOf(int64_t rows, int64_t most) {
   return parts;
 }
 
-// The rows of a matrix from this one on.
+// The rows of a matrix from row `begin` on.
 LogitMatrix From(const LogitMatrix& matrix, int64_t begin) {
   LogitMatrix rows = matrix;
   if (rows.data == nullptr) return rows;
@@ -288,7 +290,7 @@ StoredPath::TeacherRoom StoredPath::RoomOf(const ChunkJob& job) const {
   hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
   const int64_t parts = hopper::VocabTiles(sizes.vocab);
   int64_t rows = std::min(half, partials.used() / (2 * parts * int64_t{sizeof(SoftmaxPart)}) / 8 * 8);
-  // Fewer rows than a panel take as long as a panel.
+  // Fewer rows than a panel take as long as a whole panel.
   if (rows < std::min<int64_t>(job.padded_rows(), hopper::kPanelRows)) return room;
   if (rows > hopper::kPanelRows) rows = rows / hopper::kPanelRows * hopper::kPanelRows;
   auto* const student = context_.memory.At<SoftmaxPart>(Region::kHiddenGradient);
@@ -419,14 +421,15 @@ absl::Status StoredPath::Distil(const ChunkJob& job, const RowBlock& rows, const
   RowBlock with_target = rows;
   with_target.in.weights = p.rows.target_weights;
   with_target.in.coef_loss = p.rows.target_coefs;
-  // Without a gradient of this loss the kernels leave the logits of parts of a head as they are.
+  // Without a gradient of this loss, the kernels leave the logits as they are; FinishDivergence still needs
+  // them.
   LogitMatrix of_targets = gradient;
   if (!mixes) of_targets.data = nullptr;
   LOSSD_RETURN_IF_ERROR(TargetRowLoss(job, with_target, logits, of_targets));
   return ToStatus(LaunchFinishDivergence(p, stream), "divergence kernel");
 }
 
-// Between the kernels of a head that is split the devices exchange their records.
+// If the head is split, the devices exchange their records between the kernels.
 absl::Status StoredPath::SumDivergences(const DivergenceParams& p) const {
   const cudaStream_t stream = context_.device->compute();
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchSoften(p, stream), "softmax kernel");
@@ -436,8 +439,8 @@ absl::Status StoredPath::SumDivergences(const DivergenceParams& p) const {
   return merger_.Merge(p, LaunchAddDivergences);
 }
 
-// Statistics of the logits, those of all devices, and the gradient from the same logits. Also for rows with
-// soft targets.
+// Computes statistics of the logits, merges them over all devices, and computes the gradient from the same
+// logits. Also for rows with soft targets.
 absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                       const LogitMatrix& gradient) const {
   const cudaStream_t stream = context_.device->compute();
@@ -531,7 +534,7 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
       .out = job.out,
       .rows = rows_,
       .order = &limits.cluster_order};
-  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the partials lie where dx does
+  LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, stream));  // the partial sums lie where dx will be
   const bool selects = job.layout.top_k > 0;
   void* exponentials = job.wants_gradient() || selects ? context_.memory[Region::kLogits] : nullptr;
   LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedSums(p, exponentials, limits.fused_clusters, stream),
@@ -542,7 +545,7 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
   return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
 }
 
-// Where dx goes was free when the partials were written there (Loss).
+// Region::kHiddenGradient is free, because Loss has put the partial sums there.
 absl::Status FusedStoredPath::HiddenGradient(const ChunkJob& job) { return HiddenGemm(job); }
 
 absl::Status FusedStoredPath::WeightGradient(const ChunkJob& job) {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The paths of exact gradients of a chunk whose head stores logits: StoredPath for every GPU, FusedStoredPath
-// for Hopper. StagedLogits computes fp32 logits for StoredPath and for the filtered path. StoredGradients is
-// what the paths of stored logits have in common: dx = ds W and dW += ds^T x from a matrix of ds in device
-// memory, by cuBLASLt (LibraryGemms) or by kernels of our own (OwnGemms, hopper/gradient_gemm.h), as the plan
-// of the chunk says.
+// The paths of exact gradients for a head that stores logits: StoredPath for every GPU, FusedStoredPath for
+// Hopper. StoredGradients is common to the paths of stored logits: it computes dx = ds W and dW += ds^T x
+// from a matrix of ds in device memory, by cuBLASLt (LibraryGemms) or by this library's own kernels
+// (OwnGemms, hopper/gradient_gemm.h), as the plan of the chunk says. StagedLogits computes fp32 logits for
+// StoredPath and for FilteredStoredPath.
 //
-// Each function enqueues on the device's compute stream.
-// Driven by the backend's thread.
+// Each function enqueues on the device's compute stream. Driven by the backend's thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 
@@ -26,27 +25,29 @@ namespace lossd::kernels::cuda {
 
 // ---- gradients from a matrix of ds ----
 
-// ds over (logit scale * gradient unit), as the loss of a chunk leaves it: row r of the elements times
+// ds over (logit scale * gradient unit), as the loss of a chunk leaves it: row r of `elements` times
 // factors[r].
 struct StoredGradient {
   void* elements = nullptr;        // [padded_rows, padded_vocab] compute dtype
   const float* factors = nullptr;  // [rows] or null: all 1
 };
 
+// The two products dx = ds W and dW += ds^T x, by one library of kernels.
 class GradientGemms {
  public:
   virtual ~GradientGemms() = default;
 
-  // Launches nothing.
+  // Chooses algorithms. Launches nothing.
   virtual absl::Status Prepare(const ChunkJob& job) const = 0;
-  // dx into Region::kHiddenGradient.
+  // Computes dx into Region::kHiddenGradient.
   virtual absl::Status HiddenGradient(const ChunkJob& job, const StoredGradient& gradient) const = 0;
-  // Adds to the accumulated dW. The factors of the rows are in job.hidden already.
+  // Adds to the accumulated dW. The factors of the rows have been multiplied into job.hidden.
   virtual absl::Status WeightGradient(const ChunkJob& job, const void* elements) const = 0;
-  // Adds what is to be said of the GEMMs of a full chunk.
+  // Adds a description of the GEMMs of a full chunk.
   virtual absl::Status Describe(std::vector<Choice>& choices) const = 0;
 };
 
+// The products by cuBLASLt.
 class LibraryGemms final : public GradientGemms {
  public:
   explicit LibraryGemms(const PathContext& context);
@@ -60,6 +61,7 @@ class LibraryGemms final : public GradientGemms {
   const GemmShapes shapes_;
 };
 
+// The products by this library's own kernels (hopper/gradient_gemm.h).
 class OwnGemms final : public GradientGemms {
  public:
   explicit OwnGemms(const PathContext& context) : context_(context) {}
@@ -80,11 +82,11 @@ class StoredGradients {
   explicit StoredGradients(const PathContext& context)
       : context_(context), library_(context), own_(context) {}
 
-  // The GEMMs that the plan says.
+  // The GEMMs that the plan chooses.
   const GradientGemms& GemmsOf(const ChunkPlan& plan) const;
-  // dx into Region::kHiddenGradient.
+  // Computes dx into Region::kHiddenGradient.
   absl::Status HiddenGradient(const ChunkJob& job, const StoredGradient& gradient) const;
-  // db and dW; the factors of the rows are in job.hidden already.
+  // Adds db and dW. The factors of the rows have been multiplied into job.hidden.
   absl::Status WeightGradient(const ChunkJob& job, const StoredGradient& gradient) const;
 
  private:
@@ -95,24 +97,24 @@ class StoredGradients {
 
 // ---- paths ----
 
-// The fp32 logits of a chunk, a block of rows at a time (PlanStaging in path_memory.h). So no number of 16
-// bits decides about a result of a row.
+// Computes the fp32 logits of a chunk, one block of rows after the other (PlanStaging in path_memory.h). So
+// no row result is computed from 16-bit logits.
 class StagedLogits {
  public:
   explicit StagedLogits(const PathContext& context);
 
-  // Launches nothing.
+  // Chooses algorithms. Launches nothing.
   absl::Status Prepare(const ChunkJob& job, Kept kept) const;
-  // The rows of each block.
+  // The number of rows of each block.
   std::vector<int64_t> BlockRows(const ChunkJob& job, Kept kept) const;
   // Whether the logits of some rows lie in Region::kHiddenGradient.
   bool UsesSpare(const ChunkJob& job, Kept kept) const;
-  // Enqueues what becomes of the logits of a block of rows.
+  // Enqueues the work on the logits of a block of rows.
   using BlockStep = absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)>;
-  // Enqueues the logits of each block and then calls step with them. Region::kHiddenGradient may be written
-  // if it is used.
+  // Enqueues the logits of each block and then calls `step`. If UsesSpare, Region::kHiddenGradient must be
+  // free.
   absl::Status ForEachBlock(const ChunkJob& job, Kept kept, BlockStep step) const;
-  // Likewise of these padded rows, whose logits lie at `at`.
+  // Does this for one block of padded rows, with the logits at `at`.
   absl::Status ComputeBlock(const ChunkJob& job, int64_t begin, int64_t count, void* at,
                             BlockStep step) const;
 
@@ -132,9 +134,9 @@ class StagedLogits {
   const GemmShapes shapes_;
 };
 
-// The library's GEMM computes the logits of a block of rows in fp32, the row loss kernel turns them into row
-// results and their gradient in the compute dtype, and when all rows have that gradient, two GEMMs compute dx
-// and dW from it.
+// cuBLASLt computes the logits of a block of rows in fp32. The row loss kernel turns them into row results
+// and their gradient in the compute dtype. When all rows have their gradient, two GEMMs compute dx and dW
+// from it.
 class StoredPath final : public ChunkPath {
  public:
   explicit StoredPath(const PathContext& context);
@@ -147,56 +149,61 @@ class StoredPath final : public ChunkPath {
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
   absl::Status Tune(const void* hidden) override;
 
-  // The steps of these phases, for paths that put others between them. Row results, and the gradient if one
-  // is wanted; Region::kHiddenGradient may be written. selects: also the most probable classes.
+  // The steps of the phases, for paths that put other steps between them. RowLoss computes row results, and
+  // the gradient if it is wanted; Region::kHiddenGradient must be free. `selects`: also the most probable
+  // classes.
   absl::Status RowLoss(const ChunkJob& job, bool selects) const;
-  // The gradient, or what takes its place: all of Region::kLogits.
+  // The gradient as a matrix that takes all of Region::kLogits.
   LogitMatrix elements() const;
-  // dx and dW from that gradient; the rows of job.hidden that may not be added are 0.
+  // Computes dx, or adds dW, from that gradient. Rows of job.hidden that may not be added are 0 for dW.
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
   absl::Status WeightGemm(const ChunkJob& job) const { return gradients_.WeightGradient(job, Gradient()); }
-  // Softmaxes of rows at the temperature of a distillation, in parts that the logits' own products leave
-  // (hopper::SoftmaxPass), [rows, parts] of each head.
+  // Softmaxes of rows at the temperature of a distillation, as partial results that the products of the
+  // logits compute (hopper::SoftmaxPass): [rows, parts] of each head.
   struct SoftmaxParts {
     SoftmaxPart* student = nullptr;
     SoftmaxPart* teacher = nullptr;
     int64_t parts = 0;
     uint32_t* claimed_positions = nullptr;  // [hopper::kMostClusters], scratch
   };
-  // Of rows whose logits are there, and whose teacher's have room: the teacher's logits, the results of the
-  // rows, `divergence` [rows], and the gradient unless its data is null. Memory of a path of its own is not
-  // used. `known`: the student's softmaxes are there, and the teacher's have room; null: they are not.
+  // For rows whose logits have been computed, and for whose teacher logits there is room: computes the
+  // teacher's logits, the row results, `divergence` [rows], and the gradient unless its data is null. Uses no
+  // memory of this path. `known`: the student's softmaxes are there, and the teacher's have room; null: the
+  // logits are read for both.
   absl::Status Distil(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                       const LogitMatrix& gradient, float* divergence,
                       const SoftmaxParts* known = nullptr) const;
 
  private:
-  // How the logits of both heads lie in the teacher's memory: of `rows` rows the teacher's, then the
-  // student's. No rows: the student's logits lie in its own memory. There they have room for fewer and fewer
-  // rows, as gradients of rows before fill it, and products of few rows read the weight as often as those of
-  // many. What is known of their softmaxes lies where dx will be, as the partials of a fused loss do.
+  // How the teacher's memory is divided between the logits of `rows` rows of the teacher, and then of the
+  // student. rows == 0: the student's logits lie in its own memory. For other chunks they do not, because
+  // there is room for fewer and fewer rows as gradients of earlier rows fill that memory, and a product of
+  // few rows reads the weight as often as one of many. The softmaxes (`known`) lie where dx will be, like the
+  // partial sums of a fused loss.
   struct TeacherRoom {
     int64_t rows = 0;  // a multiple of 8
     float* student = nullptr;
-    SoftmaxParts known;  // without parts if the logits' products do not leave them
+    SoftmaxParts known;  // parts == 0: the products do not compute the softmaxes
   };
   TeacherRoom RoomOf(const ChunkJob& job) const;
-  // The logits of a block of rows, and their softmaxes in `parts`.
+  // Computes the logits of a block of rows, and their softmaxes in `parts`.
   absl::Status LogitsAndSoftmaxes(const hopper::LogitOperands& operands, float temperature, float* logits,
                                   SoftmaxPart* parts, uint32_t* claimed_positions) const;
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
-  // As StagedLogits::ForEachBlock, of rows that have a teacher, with blocks of equal size in `room`.
+  // As StagedLogits::ForEachBlock, for rows with a teacher, with blocks of equal size in `room`.
   absl::Status ForEachBlockBesideTeacher(const ChunkJob& job, const TeacherRoom& room,
                                          StagedLogits::BlockStep step) const;
-  // Of a block of rows that have a teacher, part by part as its logits have room. `known` as Distil says.
+  // The loss of a block of rows with a teacher, in parts for whose teacher logits there is room. `known` as
+  // in Distil.
   absl::Status DistilledRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                 const LogitMatrix& gradient, const SoftmaxParts* known) const;
-  // Their records, over all classes.
+  // Computes the records of the rows (DivergenceRows), over all classes.
   absl::Status SumDivergences(const DivergenceParams& p) const;
-  // The loss with targets of a block of rows.
+  // The loss with targets, for a block of rows.
   absl::Status TargetRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                              const LogitMatrix& gradient) const;
-  // Of a block of rows of which other devices have classes too, filtered if the plan is.
+  // The same where other devices have classes of the rows, or rows have soft targets. Filtered if the plan
+  // is.
   absl::Status SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                             const LogitMatrix& gradient) const;
 
@@ -210,8 +217,8 @@ class StoredPath final : public ChunkPath {
   const SoftSteps soft_;
 };
 
-// Exact gradients on Hopper from one pass that computes logits and loss together (docs/kernels/hopper.md): it
-// stores exponentials, whose rows lack one factor each to be the gradient.
+// Exact gradients on Hopper, from one pass that computes logits and loss together (docs/kernels/hopper.md).
+// The pass stores exponentials; each of their rows lacks one factor to be the gradient.
 class FusedStoredPath final : public ChunkPath {
  public:
   explicit FusedStoredPath(const PathContext& context);
@@ -223,11 +230,11 @@ class FusedStoredPath final : public ChunkPath {
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
 
-  // The steps of these phases, for paths that put others between them. Factors of the rows of exponentials in
-  // Region::kLogits:
+  // The steps of the phases, for paths that put other steps between them. The factors belong to the rows of
+  // exponentials in Region::kLogits.
   const float* factors() const { return rows_.factor; }
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
-  // Puts the rows' factors into job.hidden.
+  // Multiplies the rows' factors into job.hidden, and adds dW.
   absl::Status WeightGemm(const ChunkJob& job) const;
 
  private:
@@ -237,7 +244,7 @@ class FusedStoredPath final : public ChunkPath {
   const StoredGradients gradients_;
   const RowMerger merger_;
   const TopSelector top_;
-  hopper::FusedRows rows_;  // the partials lie where dx will be: they are free before it is written
+  hopper::FusedRows rows_;  // the partial sums lie where dx will be written later
 };
 
 }  // namespace lossd::kernels::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels behind filtered gradients: from the candidates of each row to the gradient of the
-// hidden states and to that of the weight, without any logit below epsilon.
-// docs/kernels/filtered.md says why and what it costs.
+// Launchers of the kernels of filtered gradients. From the candidates of each row they compute the gradients
+// of the hidden states and of the weight, without the logits below epsilon. docs/kernels/filtered.md says
+// why, and what it costs.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_H_
@@ -20,18 +20,19 @@ namespace lossd::kernels::cuda {
 
 // ---- selection ----
 
+// The candidates of rows: a pool of classes that all rows share, and for each row its part of the pool.
 struct RowSelection {
   float epsilon = 0.0f;
   int32_t* pool = nullptr;  // [capacity] classes
   int32_t capacity = 0;
-  int32_t* used = nullptr;      // [1], 0 on entry; above `capacity` on return: lists are incomplete
+  int32_t* used = nullptr;      // [1], 0 on entry; above `capacity` on return: the lists are incomplete
   SelectedRow* rows = nullptr;  // [rows]
 };
 
-// Row results and candidates. A row that lists more than kMaxRowCandidates, or half as many if it has at most
-// 65,536 classes, leaves `used` above capacity.
+// Computes row results and candidates. If a row lists more than kMaxRowCandidates, or more than half as many
+// if it has at most 65,536 classes, `used` ends above capacity.
 struct SelectRowsParams {
-  LogitMatrix logits;  // fp32, of the whole vocabulary; only read
+  LogitMatrix logits;  // fp32, of all classes; only read
   LossTerms terms;
   RowInputs in;
   RowResults out;
@@ -41,7 +42,7 @@ cudaError_t LaunchSelectRows(const SelectRowsParams& params, cudaStream_t stream
 
 // ---- decision ----
 
-// kTooManyCandidates if the candidates overflowed the pool, else kAsPlanned.
+// Decides kTooManyCandidates if the candidates overflowed the pool, else kAsPlanned.
 struct DecideParams {
   RowSelection selection;
   Decision* decision = nullptr;  // [1]
@@ -50,19 +51,19 @@ cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream);
 
 // ---- rows ----
 
-// Kept elements, in any order: the class and the row in the key, (class << row_bits) | row, each pair once.
+// Kept elements, in any order. A key holds class and row, (class << row_bits) | row; each pair occurs once.
 struct KeptList {
   uint64_t* keys = nullptr;
   float* coefs = nullptr;    // dL/ds of the element over (scale * gradient unit)
-  int32_t* count = nullptr;  // [1], 0 on entry; at most the candidates and one target a row
+  int32_t* count = nullptr;  // [1], 0 on entry; at most all candidates and one target a row
   int row_bits = 0;
-  int64_t first_row = 0;  // what rows are counted from
+  int64_t first_row = 0;  // the row of the chunk that is row 0 of the launch
 };
 
-// Row results from logits in fp32, the hidden gradient, the dropped mass, and the list of what is kept.
-// Nothing if the candidates overflowed the pool.
+// Computes row results from logits in fp32, the hidden gradient, the dropped mass, and the list of kept
+// elements. Does nothing if the candidates overflowed the pool.
 struct FilterRowsParams {
-  // These four as for the selection. The argmax of a row stays what the selection has found.
+  // These four as for the selection. The argmax of a row stays as the selection has written it.
   LossTerms terms;
   RowInputs in;
   RowResults out;
@@ -75,18 +76,18 @@ struct FilterRowsParams {
   void* hidden_gradient = nullptr;         // [rows, ld], or null: not wanted
   DType gradient_dtype = DType::kFloat32;  // `dtype` or fp32
   float gradient_scale = 1.0f;
-  const int32_t* with_gradient = nullptr;  // [rows]; the others get 0 and keep the results they have
-  const int32_t* accumulate = nullptr;     // [rows]; whose elements are listed
+  const int32_t* with_gradient = nullptr;  // [rows]; other rows get 0 and keep their results
+  const int32_t* accumulate = nullptr;     // [rows]; the rows whose elements are listed
   float* dropped_mass = nullptr;           // [rows]
-  KeptList kept;                           // keys null: none wanted
+  KeptList kept;                           // keys null: not wanted
 };
 cudaError_t LaunchFilterRows(const FilterRowsParams& params, cudaStream_t stream);
 
 // ---- weight gradient ----
 
-// Sorts `count` entries by key; those without an element have all bits set and stay behind. Only key_bits
-// bits are compared. Uses both pairs of arrays; on return [0] are the sorted ones. `scratch` has
-// SortScratchBytes(count) bytes.
+// Sorts `count` entries by key. Empty entries have all bits of the key set and come last. Only the lowest
+// key_bits bits are compared. Uses both pairs of arrays; on return the sorted entries are in [0]. `scratch`
+// has SortScratchBytes(count) bytes.
 struct SortParams {
   uint64_t* keys[2] = {};  // [count] each; the entries are in [0]
   float* coefs[2] = {};
@@ -96,29 +97,29 @@ struct SortParams {
 };
 cudaError_t LaunchSortKept(SortParams& params, cudaStream_t stream);
 
-// weight_gradient[v] += scale * sum of coef * hidden[row] over v's entries, rows in order, and likewise the
-// bias.
+// weight_gradient[v] += scale * the sum of coef * hidden[row] over v's entries, in the order of rows. The
+// same for the bias, with 1 instead of hidden[row].
 struct FilteredWeightParams {
   const uint64_t* keys = nullptr;  // [count], sorted
   const float* coefs = nullptr;
   int64_t count = 0;
   int row_bits = 0;
-  const int32_t* keep = nullptr;  // [rows]; entries of other rows add nothing
+  const int32_t* keep = nullptr;  // [rows]; entries of rows that are not kept add nothing
   const void* hidden = nullptr;   // [rows, ld], finite
   DType dtype = DType::kBFloat16;
   int64_t ld = 0;
   float scale = 1.0f;
   float* weight_gradient = nullptr;  // [vocab, ld]
   float* bias_gradient = nullptr;    // [vocab] or null
-  int32_t* runs = nullptr;           // [2 * count]: where the entries of a class begin
+  int32_t* runs = nullptr;           // [2 * count]: where the entries of each class begin
   RunCounters* counters = nullptr;   // 0 on entry
 };
 cudaError_t LaunchFilteredWeight(const FilteredWeightParams& params, int multiprocessors,
                                  cudaStream_t stream);
 
-// The uniform part of label smoothing: weight_gradient[v] += scale * u_v * hidden_sum, bias_gradient[v] +=
-// scale
-// * u_v * sum of coefs[row] over kept rows; u null: 1.
+// The uniform part of label smoothing (u null: 1):
+//   weight_gradient[v] += scale * u_v * hidden_sum
+//   bias_gradient[v] += scale * u_v * the sum of coefs[row] over kept rows
 struct UniformWeightParams {
   const float* hidden_sum = nullptr;  // [ld], sum of coefs[row] * hidden[row] over kept rows
   const float* coefs = nullptr;       // [rows]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels share that have a block a row of filtered or sampled gradients: the candidates of a row, from
-// the classes whose logit passed a threshold to the row's entry of a RowSelection (SelectCandidates), and the
-// columns of a matrix row that each thread of the block has (Columns, Accumulator).
+// Helpers for kernels of filtered and sampled gradients that have one block a row. SelectCandidates turns the
+// classes whose logits passed a threshold into the row's entry of a RowSelection. Columns and Accumulator
+// hold the columns of a matrix row that belong to a thread.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_ROW_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_ROW_CUH_
 
@@ -18,14 +18,14 @@ namespace lossd::kernels::cuda {
 
 // ---- candidates ----
 
-// The roundoff of a logit: the sums of tensor cores are truncated at every step.
+// The rounding error of a logit, relative: the sums of tensor cores are truncated at every step.
 constexpr float kRoundoff = 0x1p-15f;
 
 // A threshold that every finite logit passes; masked ones are -inf.
 constexpr float kNone = -FLT_MAX;
 
-// The smallest z that may reach epsilon of a sum with this logarithm, if it was rounded, and so were those
-// that the sum was formed of. What a bias has cancelled of them is not seen here. NaN stays NaN: nothing
+// The smallest z that may reach epsilon of a sum with this logarithm. It allows for the rounding of z and of
+// the logits in the sum, but not for what a bias has cancelled of them. A NaN stays NaN, and then nothing
 // passes.
 __device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, float f) {
   const float exact = (log2_sum + log2_epsilon) / f;
@@ -34,23 +34,24 @@ __device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, f
   return threshold < kNone ? kNone : threshold;
 }
 
-// In shared memory, in any order but for `sorted`.
+// The candidates of a row in shared memory. All but `sorted` are in any order.
 struct CandidateColumns {
   int32_t* columns;
-  float* exponents;  // z f, not yet relative to M
-  float* sorted;     // exponents in the order of columns, relative to M
+  float* exponents;  // z f, not relative to M
+  float* sorted;     // exponents relative to M, in the order of columns
 };
 
-// In shared memory: what the block knows of its row.
+// What the block knows of its row, in shared memory.
 struct RowCandidates {
-  int count;  // may be more than there is room for
+  int count;  // may exceed the room
   int begin;
-  float threshold;  // z of a candidate is not below it
+  float threshold;  // z of a candidate is at least this
   float reference;  // M
   SelectedRow selected;
-  alignas(16) float scratch[33];  // a vector of it holds nothing else
+  alignas(16) float scratch[33];  // alignas: 16-byte vectors of it
 
-  // One thread. others: of all classes but the target, rebased to the largest logit of the row.
+  // Called by one thread. others: the statistics of all classes but the target, rebased to the largest logit
+  // of the row.
   __device__ __forceinline__ void Start(const Stats& others, const RowResult& result, float target_dot,
                                         float log2_epsilon, float f) {
     count = 0;
@@ -76,7 +77,7 @@ struct RowCandidates {
   }
 };
 
-// Puts the candidates into the pool in the order of classes.
+// Copies the candidates to the pool, in the order of classes.
 template <int kThreads>
 __device__ __forceinline__ void RankCandidates(const RowSelection& selection, const CandidateColumns& list,
                                                RowCandidates& row) {
@@ -113,8 +114,8 @@ __device__ __forceinline__ void SumCandidates(const float* sorted, RowCandidates
   row.selected.listed_spread = spread;
 }
 
-// The row's entry of the selection, from its candidates; or, if there are more than `most`, says that lists
-// are incomplete. The whole block, after a barrier.
+// Writes the row's entry of the selection from its candidates. If there are more than `most`, marks the lists
+// as incomplete. Called by the whole block, after a barrier.
 template <bool kGeneral, int kThreads>
 __device__ __forceinline__ void SelectCandidates(const RowSelection& selection, int64_t index,
                                                  const CandidateColumns& list, int most, RowCandidates& row) {
@@ -128,9 +129,9 @@ __device__ __forceinline__ void SelectCandidates(const RowSelection& selection, 
   if (threadIdx.x == 0) selection.rows[index] = row.selected;
 }
 
-// ---- the columns of a matrix row that each thread of a block has ----
+// ---- the columns of a matrix row that belong to a thread of a block ----
 
-// The sums over a warp of kCount values at once; lane l gets that of value l / (32 / kCount).
+// Sums kCount values over a warp at once. Lane l gets the sum of value l / (32 / kCount).
 template <int kCount>
 __device__ __forceinline__ float ReduceMany(float (&values)[kCount]) {
   const int lane = threadIdx.x & 31;
@@ -150,7 +151,7 @@ __device__ __forceinline__ float ReduceMany(float (&values)[kCount]) {
   return sum;
 }
 
-// A thread's columns of a matrix row: vectors threadIdx.x, threadIdx.x + blockDim.x, ...
+// The columns of a matrix row that belong to a thread: vectors threadIdx.x, threadIdx.x + blockDim.x, ...
 template <typename T, int kVectors>
 struct Columns {
   uint4 raw[kVectors];
@@ -176,6 +177,7 @@ struct Columns {
   }
 };
 
+// A thread's fp32 sums over such columns of several rows.
 template <typename T, int kVectors>
 struct Accumulator {
   float sums[kVectors][Vec<T>::kSize] = {};
@@ -191,7 +193,7 @@ struct Accumulator {
   }
 };
 
-// scale times the sums as row `row` of a matrix [rows, ld] of `dtype`: T or fp32.
+// Writes scale times the sums to row `row` of a matrix [rows, ld] of `dtype`, which is T or fp32.
 template <typename T, int kVectors>
 __device__ __forceinline__ void StoreRow(const Accumulator<T, kVectors>& from, float scale, void* to,
                                          DType dtype, int64_t row, int64_t ld) {
@@ -217,10 +219,10 @@ __device__ __forceinline__ void StoreRow(const Accumulator<T, kVectors>& from, f
 
 // ---- Host: how a row is divided ----
 
-// A kernel's Division<kVectors> says with how many threads a block may be launched whose threads hold so many
-// 16-byte vectors each. Calls launch(Element<T>(), std::integral_constant<int, kVectors>(), threads) with the
-// fewest vectors that hold a row of `ld` elements, and with the threads that this takes. A row that none
-// holds is cudaErrorInvalidValue.
+// Division<kVectors> of a kernel gives the most threads of a block whose threads hold up to kVectors 16-byte
+// vectors each. Calls launch(Element<T>(), std::integral_constant<int, kVectors>(), threads) with the
+// smallest kVectors for which a block can hold a row of `ld` elements, and the threads that this takes.
+// cudaErrorInvalidValue if no block can hold the row.
 template <template <int> class Division, typename LaunchFn>
 cudaError_t WithDivision(int64_t ld, DType dtype, LaunchFn launch) {
   return WithElement(dtype, [&](auto element) {

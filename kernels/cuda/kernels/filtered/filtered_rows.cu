@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// A row of filtered gradients, one block a row. With e_v = 2^d_v and M, S as in row_loss.cu:
+// Filtered gradients of a row from its candidates. Grid: one block a row.
+//
+// Math. With e_v = 2^d_v and M, S as in row_loss.cu:
 //
 //   z_v = w_v . x in fp32 for every candidate v, e_v from it
 //   S = sum of e over the other classes, as selected, + sum of e_v over candidates + e_y
 //   kept: e_v >= epsilon S;  dx = A sum over kept of e_v slope_v w_v + target w_y - uniform sum u_v w_v
 //
-// Candidates come a batch at a time. Each thread holds its columns of x, and of the batch's rows of W from
-// the dot products on until they are added to dx, so that W is read once. S is known only after the last
-// batch; until then "kept" is judged by the sum of the selection, and the few candidates that change
-// sides are then added or taken away again.
+// Plan: candidates are processed in batches. Each thread holds its columns of x and of the batch's rows of W,
+// from the dot products until these rows are added to dx, so W is read once. S is known only after the last
+// batch. Until then the sum of the selection decides which candidates are kept; the few candidates for which
+// S decides differently are added or subtracted at the end.
 //
-// Bytes: candidates * D * 2 of W, of which popular classes come from L2; 2 D of x, 2 D of dx a row.
-// FLOP: 4 D a candidate. All sums have a fixed order but for that of the kept list.
+// Bytes: candidates * D * 2 of W, where popular classes come from L2; 2 D of x and 2 D of dx a row. FLOP: 4 D
+// a candidate. All sums have a fixed order; only the order of the kept list is not fixed.
 #include <algorithm>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -23,10 +25,10 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kMaxWarps = 16;
-constexpr int kBatchVectors = 8;  // of W a thread holds at once
+constexpr int kBatchVectors = 8;  // vectors of W that a thread holds at once
 
-// How a row is divided: 16-byte vectors a thread holds, and with how many threads and blocks a
-// multiprocessor. The accumulators leave room for as many registers as that.
+// How a row is divided: the number of 16-byte vectors that a thread holds, and for that the threads of a
+// block and the blocks of a multiprocessor for which the accumulators leave enough registers.
 template <int kVectors>
 struct Division;
 template <>
@@ -48,17 +50,16 @@ __device__ __forceinline__ void Store(const FilterRowsParams& p, int64_t row,
   StoreRow(gradient, p.gradient_scale, p.hidden_gradient, p.gradient_dtype, row, p.ld);
 }
 
-// What the block knows of its row before the candidates.
+// What the block knows of its row before the candidates are processed.
 struct RowStart {
   int count;
-  Stats
-      unlisted;  // of the classes that are neither target nor candidates, relative to the maximum of the row
-  float kept;    // 2^d from here on is judged kept
+  Stats unlisted;   // of neither target nor candidates; relative to the row's maximum
+  float kept;       // a class with 2^d of at least this counts as kept
   float reference;  // M
   Target target;
 };
 
-// What it knows after.
+// What the block knows of its row afterwards.
 struct RowEnd {
   float kept;
   float inverse_sum;
@@ -72,7 +73,7 @@ __device__ __forceinline__ RowStart StartRow(const FilterRowsParams& p, const Lo
   RowStart start;
   start.count = selected.count;
   start.unlisted.max = selected.max;
-  // Rounding may leave less than 0. NaN stays, so that the row is refused; fmaxf would make it 0.
+  // Rounding may leave a value below 0. A NaN must stay, so that the row fails; fmaxf would turn it into 0.
   const float unlisted = selected.sum - selected.listed_sum;
   start.unlisted.sum = unlisted < 0.0f ? 0.0f : unlisted;
   start.unlisted.spread = selected.spread - selected.listed_spread;
@@ -93,8 +94,8 @@ __device__ __forceinline__ void LoadWeight(const FilterRowsParams& p, int64_t co
   columns.Load(static_cast<const T*>(p.weight) + column * p.ld, vectors);
 }
 
-// One batch: dot products over the block, exponentials into `exps` (and slopes), what is kept into the
-// gradient.
+// Processes one batch: computes dot products over the block, writes exponentials to `exps` (and slopes), and
+// adds the kept classes to the gradient.
 template <typename T, bool kGeneral, int kVectors, int kBatch>
 __device__ __forceinline__ void AddBatch(const FilterRowsParams& p, const LogitMap<T, kGeneral>& map,
                                          const RowStart& start, const Columns<T, kVectors>& x, int vectors,
@@ -133,7 +134,7 @@ __device__ __forceinline__ void AddBatch(const FilterRowsParams& p, const LogitM
   for (int b = 0; b < kBatch; ++b) gradient.Add(factors[b], w[b]);
 }
 
-// Sums over the candidates, and with them the results of the row.
+// Sums over the candidates, and from the sums computes the results of the row.
 template <typename T, bool kGeneral>
 __device__ __forceinline__ void FinishRow(const FilterRowsParams& p, int64_t row, const RowStart& start,
                                           const float* exps, float f, float* scratch, RowEnd& end) {
@@ -176,7 +177,7 @@ __device__ __forceinline__ void AppendKept(const KeptList& kept, bool has, int c
   kept.coefs[at] = coef;
 }
 
-// Lists the kept elements and the target; the dropped mass of the row.
+// Lists the kept elements and the target, and writes the dropped mass of the row.
 template <bool kGeneral>
 __device__ __forceinline__ void ListKept(const FilterRowsParams& p, int64_t row, const RowStart& start,
                                          const RowEnd& end, const int* classes, const float* exps,
@@ -201,7 +202,8 @@ __device__ __forceinline__ void ListKept(const FilterRowsParams& p, int64_t row,
   }
 }
 
-// Candidates that the final sum puts on the other side of epsilon than the one of the selection did.
+// Corrects the gradient for candidates whose side of epsilon differs between the final sum and the sum of the
+// selection.
 template <typename T, bool kGeneral, int kVectors>
 __device__ __forceinline__ void Reconsider(const FilterRowsParams& p, const RowStart& start,
                                            const RowEnd& end, int vectors, const int* classes,

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first pass over a row of filtered gradients, one block a row: maximum, sums and results as in
-// row_loss.cu, and the classes whose probability may reach epsilon.
+// The first pass over the rows of filtered gradients: maximum, sums and results as in row_loss.cu, and the
+// classes whose probability may reach epsilon (candidates). Grid: one block a row.
 //
-// The row is read once and not kept, so a candidate has to be recognised before the sum is known. It is
-// recognised by what is known already: the warps publish their sums now and then, and a logit below epsilon
-// times the sum so far is no candidate. Vectors with a logit that passed are looked at again at the end. The
-// early bound depends on which warp was first, so it is kept below the final one: it changes what is looked
-// at again, never what is found. After the first 16,384 elements of a flat row 3 % pass (11 % after 8,192),
-// later ever fewer; in a peaked row little more passes than its candidates. If the list of vectors overflows,
-// the whole row is looked at again.
+// The row is read once and not kept, so candidates must be recognized before the sum is known. The warps
+// publish their sums now and then, and a logit below epsilon times the sum so far is no candidate. Vectors
+// that have a logit above this bound are examined again at the end. The early bound depends on the order in
+// which warps run, so it is kept below the final bound: it changes which vectors are examined again, but
+// never which candidates are found. In a flat row, 3 % of the elements pass after the first 16,384 elements
+// (11 % after 8,192), and later ever fewer. In a peaked row, little more passes than the candidates. If the
+// list of vectors overflows, the whole row is examined again.
 //
-// Sums are taken relative to a reference that the warp shares and moves only when exponents would grow large:
-// a maximum per thread would make the lanes diverge.
+// Sums are relative to a reference that the lanes of a warp share. It moves only when exponents would become
+// large: with a maximum for each thread, the lanes would diverge.
 //
-// The logit is a sum in fp32, and so are the threshold and everything it is made of; the roundings of both
-// are allowed for. Bytes: 4 V a row, read. Order: all sums fixed; candidates are sorted by class.
+// The logit is a sum in fp32, and so are the threshold and everything from which it is computed; the bound
+// allows for the rounding of both. Bytes: 4 V a row, read. Order: all sums have a fixed order; candidates are
+// sorted by class.
 #include <algorithm>
 #include <cfloat>
 
@@ -26,15 +27,15 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// A long row keeps 512 threads busy. In a short one much of the time goes into what comes before and after
-// the scan, so twice as many rows share a multiprocessor: blocks of half the size, with room for half as many
-// candidates.
+// Long rows keep 512 threads busy. For short rows, much of the time goes into the work before and after the
+// scan; so blocks have half the size, with room for half as many candidates, and twice as many rows share a
+// multiprocessor.
 template <int kThreads_, int kMost_>
 struct Block {
   static constexpr int kThreads = kThreads_;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kMost = kMost_;  // candidates of a row
-  // Blocks of a multiprocessor.
+  static constexpr int kMost = kMost_;  // the most candidates of a row
+  // The number of blocks on a multiprocessor.
   static constexpr int kResident(bool general) { return (general ? 1024 : 1536) / kThreads; }
 };
 using LongRow = Block<512, kMaxRowCandidates>;
@@ -42,23 +43,23 @@ using ShortRow = Block<256, kMaxRowCandidates / 2>;
 constexpr int64_t kShortVectors = 16'384;
 constexpr int kListedVectors = 4096;
 
-constexpr int kUnroll = 4;         // vectors a thread loads at once
-constexpr float kHighest = 64.0f;  // how far, in powers of two, exponents may lie above the reference
-constexpr int kEagerRounds = 4;    // after which the bound is renewed every kLazyRounds rounds only
+constexpr int kUnroll = 4;         // vectors that a thread loads at once
+constexpr float kHighest = 64.0f;  // how far exponents may lie above the reference, in powers of two
+constexpr int kEagerRounds = 4;    // after these rounds the bound is updated only every kLazyRounds rounds
 constexpr int kLazyRounds = 4;
 constexpr float kBelow =
-    0x1p-14f;  // of the early bound: more than log2 of a sum depends on the order of terms
+    0x1p-14f;  // margin of the early bound; log2 of a sum varies less with the order of terms
 
 constexpr int kSize = Vec<float>::kSize;
 
-// Softcaps need not be more precise for fp32: what is selected gets new logits (filtered_rows.cu).
+// Softcaps need not be more precise for fp32, because selected classes get new logits (filtered_rows.cu).
 template <bool kGeneral>
 using Map = LogitMap<__nv_bfloat16, kGeneral>;
 
-// In shared memory.
+// The lists of a block, in shared memory.
 struct List {
-  int32_t* vectors;             // [kListedVectors] that have a logit that passed, in any order
-  CandidateColumns candidates;  // [most]; sorted in the memory of `vectors`
+  int32_t* vectors;             // [kListedVectors]: vectors with a logit that passed, in any order
+  CandidateColumns candidates;  // [most]; `sorted` uses the memory of `vectors`
 
   __device__ __forceinline__ List(int32_t* memory, int most)
       : vectors(memory),
@@ -73,12 +74,13 @@ static_assert(kMaxRowCandidates <= kListedVectors);
 template <int kWarps>
 struct Shared {
   float logs[kWarps];      // log2 of the warps' sums, as published
-  float words[kWarps][5];  // their statistics at the end
-  int listed;              // vectors that passed; may be more than there is room for
+  float words[kWarps][5];  // the warps' statistics at the end
+  int listed;              // number of vectors that passed; may exceed the room
   RowCandidates row;
 };
 
-// The logits of vector v: -inf at the target and past the vocabulary.
+// The logits of vector v; -inf at the target and past the vocabulary. slack: how much rounding may have
+// lowered a logit.
 template <bool kGeneral>
 __device__ __forceinline__ void MaskedLogits(const SelectRowsParams& p, const Map<kGeneral>& map,
                                              const uint4& raw, int v, int target, float (&z)[kSize],
@@ -113,10 +115,11 @@ struct Running {
   float sum;
   float spread;
   float weighted;
-  int best;  // the first vector that has max
+  int best;  // the first vector that has `max`
 };
 
-// Moves the reference of the warp if a lane's exponents have grown out of hand, or if there was none yet.
+// Moves the warp's reference if the exponents of a lane have become too large, or if there is no reference
+// yet.
 __device__ __forceinline__ void KeepInRange(Running& s, float highest, float f) {
   const float top = highest * f;
   if (!__any_sync(0xffffffffu, top > s.reference + kHighest)) return;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void AddVector(const SelectRowsParams& p, const Map<k
                                           Running& s) {
   s.best = max > s.max ? v : s.best;
   s.max = fmaxf(s.max, max);
-  const float reference = s.reference == NegativeInfinity() ? 0.0f : s.reference;  // nothing yet but NaN
+  const float reference = s.reference == NegativeInfinity() ? 0.0f : s.reference;  // only NaN so far
   float sums[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
@@ -163,7 +166,7 @@ __device__ __forceinline__ float LargestOf(const float (&z)[kSize]) {
   return max;
 }
 
-// log2 of the row's sum as far as the warps have published theirs; after publishing this one's.
+// Publishes this warp's sum. Returns log2 of the row's sum, over what the warps have published so far.
 template <int kWarps>
 __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool wait) {
   const int lane = threadIdx.x & 31;
@@ -175,7 +178,7 @@ __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool 
   } else {
     __syncwarp();
   }
-  // An atomic read: other warps may be publishing.
+  // Read atomically, because other warps may be publishing.
   const float own =
       lane < kWarps ? __int_as_float(atomicOr(reinterpret_cast<int*>(logs + lane), 0)) : NegativeInfinity();
   float top = own;
@@ -185,7 +188,7 @@ __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool 
   return top + log2f(total);
 }
 
-// The statistics of the row, the same in all lanes of the calling warp.
+// Combines the warps' statistics into those of the row, the same in all lanes of the calling warp.
 template <bool kGeneral, int kWarps>
 __device__ __forceinline__ Stats CombineWarps(const float (&words)[kWarps][5], float f) {
   const int lane = threadIdx.x & 31;
@@ -207,7 +210,7 @@ __device__ __forceinline__ Stats CombineWarps(const float (&words)[kWarps][5], f
   return s;
 }
 
-// The warp's statistics relative to its maximum, into `words`.
+// Writes the warp's statistics, relative to its maximum, to `words`.
 template <bool kGeneral>
 __device__ __forceinline__ void PutWarp(const SelectRowsParams& p, const Map<kGeneral>& map,
                                         const Target& target, const uint4* row, const Running& s,
@@ -241,7 +244,7 @@ __device__ __forceinline__ void PutWarp(const SelectRowsParams& p, const Map<kGe
   words[4] = __int_as_float(arg);
 }
 
-// The scan over the row.
+// Scans the row: computes its statistics and lists the vectors that pass.
 template <bool kGeneral, int kWarps>
 __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<kGeneral>& map,
                                            const Target& target, const uint4* row, float log2_epsilon,
@@ -254,7 +257,7 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
   for (int round = 0; round < rounds; ++round) {
     const int base = round * kThreads * kUnroll + static_cast<int>(threadIdx.x);
     uint4 raw[kUnroll];
-    float tops[kUnroll];  // the largest z of a vector, if all rounding was downwards
+    float tops[kUnroll];  // the largest z of a vector, plus its slack
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int v = base + u * kThreads;
@@ -264,7 +267,7 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
     for (int u = 0; u < kUnroll; ++u) {
       const int v = base + u * kThreads;
       float z[kSize], slack[kSize];
-      MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // past the row: past the vocabulary
+      MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // past the row's end: masked
       const float max = LargestOf(z);
       KeepInRange(s, max, map.f);
       AddVector(p, map, target, z, v, max, s);
@@ -288,7 +291,7 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
   return s;
 }
 
-// Judges the logits of the listed vectors, or of the whole row if these are not all, by the row's sum.
+// Tests the logits of the listed vectors by the row's sum; the whole row if the list has overflowed.
 template <bool kGeneral, int kWarps>
 __device__ __forceinline__ void FindCandidates(const SelectRowsParams& p, const Map<kGeneral>& map,
                                                const Target& target, const float* logits, const List& list,

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The weight gradient of filtered gradients: dW[v] += sum over v's entries of coef * x_row; and what comes
-// before it, the decision whether the chunk is filtered, by one thread, and the order of the entries.
+// The weight gradient of filtered gradients: dW[v] += the sum over v's entries of coef * x_row. Also the
+// steps before it: the decision whether the chunk is filtered (one thread), and the sort of the entries.
 //
-// Entries are sorted by class and row (CUB's radix sort), so those of a class are a run. A warp owns
-// kTileColumns columns of a class, adds its entries in order and touches dW once; runs of kLongRun entries
-// and more get a block of warps each, which share the entries and add their sums in a fixed order. Work goes
-// tile by tile over all classes: the kTileColumns columns of x that are in use at a time stay in L2.
+// Entries are sorted by class and row (CUB's radix sort), so the entries of a class are a run. A warp owns
+// one tile of columns of a class (Tile<T>::kColumns), adds the entries in order, and reads and writes dW
+// once. A run of at least kLongRun entries gets a block of warps, which share the entries and add their sums
+// in a fixed order. Work goes tile by tile over all classes, so the columns of x that are in use at a time
+// stay in L2.
 //
-// Bytes: entries * D * 2 of x from L2; 8 D of dW a class that has entries. FLOP: 2 D an entry.
+// Bytes: entries * D * 2 of x from L2; 8 D of dW for each class that has entries. FLOP: 2 D an entry.
 #include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
@@ -23,7 +24,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kLongRun = 64;
 constexpr int kBlocksPerMultiprocessor = 5;
 constexpr int kAtOnce = 4;                      // entries whose rows of x are loaded together
-constexpr unsigned long long kItemsAtOnce = 4;  // short runs a warp takes
+constexpr unsigned long long kItemsAtOnce = 4;  // short runs that a warp takes at once
 constexpr uint64_t kNoEntry = ~uint64_t{0};
 
 // ---- decision ----
@@ -35,8 +36,7 @@ __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
 
 // ---- runs ----
 
-// runs[0 ... run_counts[0]): where short runs begin; runs[count ... count + run_counts[1]): where long ones
-// do.
+// runs[0 ... short_runs): where short runs begin. runs[count ... count + long_runs): where long runs begin.
 __global__ void FindRunsKernel(const __grid_constant__ FilteredWeightParams p) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   const uint64_t key = i < p.count ? p.keys[i] : kNoEntry;
@@ -65,8 +65,8 @@ struct Tile {
   static constexpr int kColumns = 32 * kSize;
 };
 
-// Adds the entries [begin, begin + 32) that belong to the run of `column` to sums (this lane's columns from
-// `first` on); true if there may be more. bias: the sum of the factors.
+// Adds those of the entries [begin, begin + 32) that belong to the run of `column` to `sums` (this lane's
+// columns from `first` on). Returns true if the run may have more entries. bias: the sum of the factors.
 template <typename T>
 __device__ __forceinline__ bool AddEntries(const FilteredWeightParams& p, int64_t begin, int64_t column,
                                            int64_t first, float (&sums)[Vec<T>::kSize], float& bias) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&to)[kSize]
   }
 }
 
-// to = old + scale * sums.
+// Writes to = old + scale * sums.
 template <int kSize>
 __device__ __forceinline__ void StoreSum(float* to, const float (&old)[kSize], float scale,
                                          const float (&sums)[kSize]) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ float SumLanes(float x) {
   return x;
 }
 
-// A warp a (run, tile).
+// One warp for each pair of run and tile.
 template <typename T>
 __device__ __forceinline__ void AddShortRun(const FilteredWeightParams& p, int64_t begin, int64_t tile) {
   constexpr int kSize = Tile<T>::kSize;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void AddShortRun(const FilteredWeightParams& p, int64
   const int64_t first = tile * Tile<T>::kColumns + lane * kSize;
   float* to = p.weight_gradient + column * p.ld + first;
   float old[kSize] = {};
-  if (first < p.ld) LoadFloats(to, old);  // early, to have it when the sum is there
+  if (first < p.ld) LoadFloats(to, old);  // early, so that it is there when the sum is
   float sums[kSize] = {};
   float bias = 0.0f;
   while (AddEntries<T>(p, begin, column, first, sums, bias)) begin += 32;
@@ -149,7 +149,8 @@ __device__ __forceinline__ void AddShortRun(const FilteredWeightParams& p, int64
   if (lane == 0) p.bias_gradient[column] += p.scale * bias;
 }
 
-// A block a (run, tile); warp w takes the entries [32 w, 32 w + 32), then those 32 * kWarps further.
+// One block for each pair of run and tile. Warp w takes the entries [32 w, 32 w + 32), then those 32 * kWarps
+// further on.
 template <typename T>
 __device__ __forceinline__ void AddLongRun(const FilteredWeightParams& p, int64_t begin, int64_t tile,
                                            float (*partials)[Tile<T>::kColumns], float* biases) {
@@ -163,7 +164,7 @@ __device__ __forceinline__ void AddLongRun(const FilteredWeightParams& p, int64_
   begin += 32 * warp;
   while (AddEntries<T>(p, begin, column, first, sums, bias)) begin += 32 * kWarps;
   bias = SumLanes(bias);
-  __syncthreads();  // the partial sums before these have been read
+  __syncthreads();  // the earlier partial sums have been read
   if (lane == 0) biases[warp] = bias;
 #pragma unroll
   for (int k = 0; k < kSize; ++k) partials[warp][lane * kSize + k] = sums[k];
@@ -182,7 +183,8 @@ __device__ __forceinline__ void AddLongRun(const FilteredWeightParams& p, int64_
   }
 }
 
-// Long runs first; then the warps take short ones as they come, so that no warp waits for the longest.
+// Processes long runs first. Then each warp takes the next short runs whenever it is free, so that no warp
+// waits for the longest run.
 template <typename T>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void AddRunsKernel(
     const __grid_constant__ FilteredWeightParams p) {
@@ -224,7 +226,7 @@ __global__ void UniformWeightKernel(const __grid_constant__ UniformWeightParams 
   }
 }
 
-// One block: it sums the coefficients, then adds them to every class.
+// Launched with one block, which sums the coefficients and then adds the sum to every class.
 __global__ void UniformBiasKernel(const __grid_constant__ UniformWeightParams p) {
   __shared__ float scratch[33];
   float sum = 0.0f;
@@ -249,8 +251,8 @@ cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-// Brings the kept elements into the order in which the weight gradient adds them: by class, then by row.
-// CUB's radix sort; keys are unique, so the result does not depend on the order in which they were listed.
+// Sorts the kept elements into the order in which the weight gradient adds them: by class, then by row. Keys
+// are unique, so the result does not depend on the order in which the elements were listed.
 cudaError_t LaunchSortKept(SortParams& p, cudaStream_t stream) {
   cub::DoubleBuffer<uint64_t> keys(p.keys[0], p.keys[1]);
   cub::DoubleBuffer<float> coefs(p.coefs[0], p.coefs[1]);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// FindClusterOrder and MakeTensorMap (cluster_launch.h).
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -12,12 +13,12 @@
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
-// ---- the groups of multiprocessors ----
+// ---- the groups of multiprocessors (GPC) ----
 
-constexpr int kProbeBlocks = 16;  // of a cluster: nearly all multiprocessors of a group
+constexpr int kProbeBlocks = 16;  // of a cluster: they take nearly all multiprocessors of a group
 constexpr int kProbeThreads = 32;
-constexpr int kProbeBytes = 120 << 10;     // of shared memory: one block a multiprocessor
-constexpr int64_t kProbeCycles = 100'000;  // of a block, so that all of them run at once
+constexpr int kProbeBytes = 120 << 10;     // of shared memory, so that a multiprocessor holds one block
+constexpr int64_t kProbeCycles = 100'000;  // duration of a block, so that all blocks run at once
 
 __global__ void ProbeKernel(uint32_t* multiprocessors) {
   if (threadIdx.x != 0) return;
@@ -27,7 +28,7 @@ __global__ void ProbeKernel(uint32_t* multiprocessors) {
   }
 }
 
-// The multiprocessor of every block, cluster by cluster; empty if there are no such clusters.
+// The multiprocessor of every block, cluster by cluster. Empty if such clusters cannot run.
 std::vector<uint32_t> Probe() {
   cudaLaunchAttribute size = {};
   size.id = cudaLaunchAttributeClusterDimension;

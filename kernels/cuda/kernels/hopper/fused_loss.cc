@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The launches of a fused loss, in their order (fused_loss.h): rows are prepared, the logit pass runs over
+// all panels, its tiles are merged, both are repeated for marked panels, and the rows are finished.
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
@@ -24,7 +26,7 @@ TilePartials PartialsOf(const FusedLossParams& params) {
   return partials;
 }
 
-// The pass over all panels, or over those that were marked when it had gone over all.
+// The pass over all panels, or over the panels that were marked after that pass.
 StatisticsPass Statistics(const FusedLossParams& params, bool marked) {
   StatisticsPass pass = {{params.rows.reference, params.rows.threshold}, PartialsOf(params), {}};
   if (marked) {
@@ -35,7 +37,7 @@ StatisticsPass Statistics(const FusedLossParams& params, bool marked) {
   return pass;
 }
 
-// Calls them in order until one fails.
+// Calls the launches in order until one fails.
 template <typename... Launches>
 cudaError_t InOrder(const Launches&... launches) {
   cudaError_t error = cudaSuccess;
@@ -43,8 +45,8 @@ cudaError_t InOrder(const Launches&... launches) {
   return error;
 }
 
-// The sums of all rows: a pass over all panels, and one over those whose sums were too large for the
-// reference.
+// Computes the sums of all rows: one pass over all panels, and one over the panels whose sums were too large
+// for their reference.
 template <typename All, typename Marked>
 cudaError_t SumRows(const FusedLossParams& params, const All& all, const Marked& marked, int clusters,
                     cudaStream_t stream) {
@@ -60,7 +62,7 @@ cudaError_t SumRows(const FusedLossParams& params, int clusters, cudaStream_t st
   return SumRows(params, Statistics(params, false), Statistics(params, true), clusters, stream);
 }
 
-// And the exponentials.
+// Also stores the exponentials.
 cudaError_t SumRowsStored(const FusedLossParams& params, void* exponentials, int clusters,
                           cudaStream_t stream) {
   const StatisticsPass all = Statistics(params, false), marked = Statistics(params, true);
@@ -73,7 +75,7 @@ cudaError_t SumRowsStored(const FusedLossParams& params, void* exponentials, int
                  RecoverablePass{marked, coef, exponentials}, clusters, stream);
 }
 
-// Lists what the pass that went by could not, now that the sums are complete.
+// Lists the candidates that the first pass could not list, now that the sums are complete.
 cudaError_t CompleteLists(const FusedLossParams& params, const CandidateLists& lists, int clusters,
                           cudaStream_t stream) {
   const LogitOperands operands = MakeOperands(params.operands, params.terms, params.in);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused loss: the first product of a chunk with its loss in the epilogue, on Hopper
+// The fused loss on Hopper: the logits product of a chunk, with the loss in its epilogue
 // (docs/kernels/hopper.md).
 //
 // Enqueues on `stream`; all pointers are device memory. Stateless and thread-safe.
@@ -17,7 +17,7 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// Hidden states and classes.
+// The operands of the logits product: hidden states and classes.
 struct FusedOperands {
   const void* hidden = nullptr;  // [padded_rows, inner]
   const void* weight = nullptr;  // [padded_classes, inner]
@@ -32,32 +32,33 @@ struct FusedLossParams {
   RowInputs in;  // with target_dots
   RowResults out;
   FusedRows rows;
-  const ClusterOrder* order = nullptr;  // of the device; host memory, or null
+  const ClusterOrder* order = nullptr;  // the device's order; host memory, or null
 };
 
-// Row results.
+// Computes row results.
 cudaError_t LaunchFusedResults(const FusedLossParams& params, int clusters, cudaStream_t stream);
-// Row results, and exponentials [padded_rows, padded_classes] bf16: row r times rows.factor[r] is dL/ds over
-// (scale * gradient unit), 0 in padding columns and in rows whose loss is not finite.
+// Computes row results and exponentials [padded_rows, padded_classes] bf16: row r times rows.factor[r] is
+// dL/ds over (scale * gradient unit). They are 0 in padding columns and in rows whose loss is not finite.
 cudaError_t LaunchFusedExponentials(const FusedLossParams& params, void* exponentials, int clusters,
                                     cudaStream_t stream);
-// Row results, and the rules of the rows, [rows], for LaunchFusedGradient().
+// Computes row results, and the rules of the rows, [rows], for LaunchFusedGradient().
 cudaError_t LaunchFusedRules(const FusedLossParams& params, GradientRule* rules, int clusters,
                              cudaStream_t stream);
-// The same in two steps: the sums of the rows, with `exponentials` unless they are null, and, when those of
-// classes elsewhere have been added to them (split_rows.h), the rest. `rules` and `exponentials` may be null,
-// and one of them is.
+// The same in two steps. LaunchFusedSums computes the sums of the rows, and exponentials unless they are
+// null. After the sums over classes elsewhere have been added (split_rows.h), LaunchFusedFinish computes the
+// rest. One of its `rules` and `exponentials` is null, or both.
 cudaError_t LaunchFusedSums(const FusedLossParams& params, void* exponentials, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchFusedFinish(const FusedLossParams& params, void* exponentials, GradientRule* rules,
                               cudaStream_t stream);
-// Row results, and lists of the candidates that are complete but for rows with too many.
+// Computes row results, and lists of candidates. The lists are complete except for rows with too many
+// candidates.
 cudaError_t LaunchFusedCandidates(const FusedLossParams& params, const CandidateLists& lists, int clusters,
                                   cudaStream_t stream);
 
-// The gradient over a block of classes of rows whose rules are known.
+// The gradient of a block of classes, for rows whose rules are known.
 struct FusedGradientParams {
-  FusedOperands operands;  // of the classes [first_class, first_class + classes)
+  FusedOperands operands;  // for the classes [first_class, first_class + classes)
   LossTerms terms;         // of all classes
   RowInputs in;
   const GradientRule* rules = nullptr;  // [padded_rows]

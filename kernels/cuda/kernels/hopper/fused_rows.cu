@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The rows of a chunk before and after the logit pass. With c a row's reference, S' the sum over all classes
-// but the target as the pass left it, relative to c, and M the reference that row_loss_math.cuh wants:
+// Row kernels before and after the logit pass.
 //
-//   S'_M = S' 2^(c - M),   ds_v = rule.softmax 2^(c - M) * stored_v,   stored_y = ds_y / (rule.softmax 2^(c -
-//   M))
+// Math. c is a row's reference, S' the sum over all classes but the target as the pass left it, relative to
+// c, and M the reference that row_loss_math.cuh uses:
 //
-// so that one factor a row is all that is left to do; it goes into x before the weight gradient and into dx
-// after its product. What 2^(c - M) rounds to is the same everywhere: p still sums to 1. An upstream gradient
-// of the entropy makes a function of d of that factor (EntropyRow).
+//   S'_M = S' 2^(c - M),   ds_v = rule.softmax 2^(c - M) * stored_v
+//   stored_y = ds_y / (rule.softmax 2^(c - M))
 //
-// The target's logit is known beforehand, and lse is not below it. So c = z_y f + 48 leaves stored
-// exponentials at most 2^-48 e_y too small, and sums up to 2^60, for losses below 75 nats. The panels of rows
-// beyond are computed again with c = max z f (LaunchMergeTiles), in the same launches whether there are any
-// or not.
+// So only one factor a row is missing: it is multiplied into x before the weight gradient, and into dx after
+// its product. The rounding of 2^(c - M) is the same for all classes, so p still sums to 1. With an upstream
+// gradient of the entropy, the factor becomes a function of d (EntropyRow).
+//
+// The target's logit is known in advance, and lse is at least as large. So with c = z_y f + 48, stored
+// exponentials are at most 2^-48 e_y too small, and sums stay below 2^60, for losses below 75 nats. Panels
+// with rows of larger loss are computed again with c = max z f (LaunchMergeTiles). The launches for that are
+// the same whether there are such panels or not.
 #include <cfloat>
 #include <cstdint>
 
@@ -29,19 +31,20 @@ namespace {
 
 constexpr float kHeadroom = 48.0f;
 constexpr float kPaddingReference = 200.0f;  // 2^(0 - 200) is 0
-// How far below the target, in units of log 2 and relative, a tile's maximum may seem without being so.
+// By how much a tile's maximum may seem to be below the target without being so: in units of log 2, and
+// relative.
 constexpr float kMargin = 0.25f;
 constexpr float kRelativeMargin = 0x1p-10f;
-// A softmax factor this much smaller than the target's gradient is left out.
+// If the softmax factor is smaller than this times the target's gradient, it is left out.
 constexpr float kNegligible = 0x1p-20f;
 
 constexpr int kThreads = 256;
 static_assert(kMostClusters <= kThreads, "PrepareRowsKernel");
-constexpr int kMergeRows = 32;  // a block; divides kPanelRows
+constexpr int kMergeRows = 32;  // rows of a block; divides kPanelRows
 constexpr int kMergeWarps = 8;
-constexpr int kFinishWarps = 4;  // rows a block
+constexpr int kFinishWarps = 4;  // rows of a block
 
-// ---- what is known of a row when its tiles are merged ----
+// ---- what is known of a row when its tiles have been merged ----
 
 template <bool kGeneral>
 __device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in, int64_t row) {
@@ -51,8 +54,8 @@ __device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowIn
 struct FusedRow {
   float f;
   Target target;
-  Stats others;   // of all classes but the target, rebased to the largest logit of the row; without arg
-  float shift;    // c - M, of what is stored here
+  Stats others;   // over all classes but the target, rebased to the row's largest logit; without arg
+  float shift;    // c - M, for what is stored here
   float rescale;  // 2^shift
 };
 
@@ -85,8 +88,8 @@ __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
   if (row >= in.padded_rows) return;
   if (lists.entries != nullptr) {
     lists.counts[row] = 0;
-    lists.sum_bound[row] =
-        row < in.rows ? Exp2(-kHeadroom) : -NegativeInfinity();  // the target's, or no candidates
+    // The target's term is a first lower bound of the sum. With an infinite bound no candidates are listed.
+    lists.sum_bound[row] = row < in.rows ? Exp2(-kHeadroom) : -NegativeInfinity();
   }
   if (row >= in.rows) {
     w.reference[row] = kPaddingReference;
@@ -108,7 +111,7 @@ __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
 
 struct Merged {
   float sum, spread, max;
-  int tile;  // the first that has max
+  int tile;  // the first tile that has `max`
 };
 
 __device__ __forceinline__ void Add(Merged& into, const Merged& other) {
@@ -120,7 +123,8 @@ __device__ __forceinline__ void Add(Merged& into, const Merged& other) {
   }
 }
 
-// A block has kMergeRows rows, a lane each; its warps take every kMergeWarps-th tile and are added in order.
+// A block has kMergeRows rows, one for each lane. Each of its warps adds every kMergeWarps-th tile; then the
+// warps are added in order.
 __global__ void MergeTilesKernel(const __grid_constant__ FusedRows w, int64_t rows, int tiles, float f,
                                  bool with_spread, bool again) {
   __shared__ Merged shared[kMergeWarps][kMergeRows];
@@ -154,14 +158,15 @@ __global__ void MergeTilesKernel(const __grid_constant__ FusedRows w, int64_t ro
 
 // ---- results ----
 
-// What a row of stored exponentials becomes.
+// How a row of stored exponentials becomes a gradient.
 struct RowGradient {
   float factor;
-  float entry;  // at the target
-  bool clear;   // the other elements of the row are to be zero
+  float entry;  // the element of the target
+  bool clear;   // the other elements of the row become 0
 };
 
-// With d' = d + c - M and the rule: 2^d' (softmax - entropy ((d' - log2 S) ln 2 + H)).
+// With d' = d + c - M and the rule: the gradient is 2^d' (softmax - entropy ((d' - log2 S) ln 2 + H)). This
+// returns the factor of 2^d'.
 __device__ __forceinline__ float EntropyFactor(const GradientRule& rule, float exponent) {
   return rule.softmax - rule.entropy * ((exponent - rule.log2_sum) * kLn2 + rule.row_entropy);
 }
@@ -184,13 +189,13 @@ __device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, co
   const float others = rule.softmax / r.inverse_sum;
   if (!(fabsf(others) > kNegligible * fabsf(rule.target))) return {rule.target, 1.0f, true};
   const float factor = rule.softmax * rescale;
-  // Where the largest logits are on another device, 2^(c - M) may be 0. What is stored here sums up to no
-  // more than kLargestSum.
+  // If the largest logits are on another device, 2^(c - M) may be 0. The exponentials stored here sum up to
+  // at most kLargestSum.
   if (!(fabsf(factor) * kLargestSum > kNegligible * fabsf(rule.target))) return {rule.target, 1.0f, true};
   return {factor, rule.target / factor, false};
 }
 
-// A purpose that has no rules or no exponentials leaves them null.
+// What a purpose does not have (rules or exponentials) is null.
 struct FinishParams {
   LossTerms terms;
   RowInputs in;
@@ -201,7 +206,7 @@ struct FinishParams {
   int64_t ld = 0;
 };
 
-// One lane: the results of a row, and what its gradient is made of.
+// Called by one lane. Writes the results of a row, and returns from what its gradient is made.
 template <bool kGeneral>
 __device__ __forceinline__ RowGradient FinishRow(const FinishParams& p, int64_t row) {
   const FusedRows& w = p.rows;
@@ -222,7 +227,7 @@ __device__ __forceinline__ RowGradient FinishRow(const FinishParams& p, int64_t 
   return MakeGradient(rule, r, fused.rescale);
 }
 
-// A warp a row.
+// Grid: one warp a row.
 template <bool kGeneral>
 __global__ void FinishRowsKernel(const __grid_constant__ FinishParams p) {
   const int64_t row = blockIdx.x * int64_t{kFinishWarps} + threadIdx.x / 32;
@@ -244,7 +249,7 @@ __global__ void FinishRowsKernel(const __grid_constant__ FinishParams p) {
 
 unsigned Blocks(int64_t count, int64_t per_block) { return static_cast<unsigned>(CeilDiv(count, per_block)); }
 
-// again: only the marked panels, nothing is marked.
+// again: merges only the marked panels, and marks nothing.
 cudaError_t LaunchMerge(const LossTerms& terms, int64_t row_count, const FusedRows& rows, bool again,
                         cudaStream_t stream) {
   const bool general = terms.IsGeneral();
@@ -302,23 +307,25 @@ cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in
   if (const cudaError_t error = LaunchFinish({terms, in, out, rows, nullptr, elements, ld}, stream);
       error != cudaSuccess)
     return error;
-  // Padding rows of a head that is not finite: 0 times NaN would reach the weight gradient.
+  // Zero the padding rows: if a weight is not finite they hold NaN, and 0 times NaN would reach the weight
+  // gradient.
   const int64_t padding = in.padded_rows - in.rows;
   if (padding == 0) return cudaSuccess;
   return cudaMemsetAsync(elements + in.rows * ld, 0, static_cast<size_t>(padding * ld) * sizeof(*elements),
                          stream);
 }
 
-// ---- the lists of the logit pass on their way to filtered gradients ----
+// ---- from the lists of the logit pass to filtered gradients ----
 //
-// What was listed while a row's sum was not yet known is judged again by the sum; bytes: 8 a listed class.
+// Classes that were listed before the row's sum was known are tested again by the sum. Bytes: 8 for each
+// listed class.
 
 namespace {
 
 constexpr int kSelectThreads = 128;
 
-// A block has a panel, a thread a row: if one of the panel's lists is incomplete and the panel is not `done`,
-// empties all of them, marks the panel and returns true in all threads.
+// A block has a panel, a thread has a row. If a list of the panel is incomplete and the panel is not `done`,
+// empties all lists of the panel, marks the panel, and returns true in all threads.
 __device__ __forceinline__ bool Reopen(const FusedRows& w, const CandidateLists& lists, int64_t row,
                                        bool exists, bool done) {
   const bool incomplete = __syncthreads_or(exists && lists.counts[row] > lists.capacity) != 0;
@@ -410,12 +417,13 @@ cudaError_t LaunchSelectListed(const LossTerms& terms, const RowInputs& in, cons
 
 // ---- gradients of rows with an upstream gradient of their entropy ----
 //
-// From 2^d to (factor + tilt d) 2^d slope, with d and the slope recovered from the 16 bits of 2^d.
+// Turns 2^d into (factor + tilt d) 2^d slope; d and the slope are recovered from the 16 bits of 2^d.
 //
-// Plan: a block has kBlockVectors vectors of eight elements of a row; a thread loads all of its vectors
-// before it uses the first. Blocks of rows without an upstream gradient of the entropy end at once.
+// Plan: a block has kBlockVectors vectors of eight elements of one row. A thread loads all its vectors before
+// it uses the first. Blocks of rows without an upstream gradient of the entropy end at once.
 //
-// Bytes: 4 an element of the other rows. Operations: a logarithm and about 8 others; with a softcap about 20.
+// Bytes: 4 for each element of rows with such a gradient. Operations: a logarithm and about 8 others; with a
+// softcap about 20.
 
 namespace {
 
@@ -429,7 +437,7 @@ struct Params {
   const float* reference;
   const EntropyRow* rows;
   uint4* exponentials;  // [rows, vectors]
-  int vectors;          // of a row
+  int vectors;          // vectors of a row
   int parts;            // blocks of a row
   float softcap;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels around the logit pass: what the pass has to know of a row beforehand, from what it
-// leaves of a row to the row's results and the factors of its gradient, and from its lists to the candidates
-// of filtered gradients.
+// Launchers of the row kernels around the logit pass. They prepare what the pass needs to know of each row;
+// they compute row results and factors of gradients from what the pass leaves; and they turn its lists into
+// candidates of filtered gradients.
 //
 // All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROWS_H_
@@ -19,60 +19,61 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// reference and threshold, also of padding rows, and zeros in marked_panels and claimed_positions. `in` has
-// target_dots, here and below. With lists: also empty lists and the first lower bounds of the sums.
+// Writes reference and threshold, also for padding rows, and zeros to marked_panels and claimed_positions.
+// `in` has target_dots, here and below. With lists: also empties the lists and writes the first lower bounds
+// of the sums.
 cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                               cudaStream_t stream);
 cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                               const CandidateLists& lists, cudaStream_t stream);
 
-// max, sum, spread and arg of all `rows` from the partials. Panels that have a row whose sum is too large for
-// 16-bit exponentials get a reference that is right for them, and a mark.
+// Computes max, sum, spread and arg of all `rows` from the partial results of tiles. A panel with a row whose
+// sum is too large for 16-bit exponentials gets a reference that suits it, and a mark.
 cudaError_t LaunchMergeTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
                              cudaStream_t stream);
-// The same for the marked panels, which have been computed again. It marks nothing.
+// The same for the marked panels, which have been computed again. Marks nothing.
 cudaError_t LaunchMergeMarkedTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
                                    cudaStream_t stream);
 
-// Row results.
+// Computes row results.
 cudaError_t LaunchFinishRows(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                              const FusedRows& rows, cudaStream_t stream);
-// Row results, and rules[r], what the gradient of each row is made of.
+// Computes row results, and rules[r], from which the gradient of each row is made.
 cudaError_t LaunchFinishRules(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                               const FusedRows& rows, GradientRule* rules, cudaStream_t stream);
-// Row results, factors, the targets' entries in the exponentials [padded_rows, ld], and zeros in padding rows
-// and in the rows whose loss is not finite. Rows whose coef_entropy is not 0 have factor 1, and are to go
-// through LaunchEntropyGradient().
+// Computes row results and factors, writes the targets' elements of the exponentials [padded_rows, ld], and
+// zeroes padding rows and rows whose loss is not finite. Rows whose coef_entropy is not 0 get factor 1, and
+// must go through LaunchEntropyGradient().
 cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in, const RowResults& out,
                                      const FusedRows& rows, void* exponentials, int64_t ld,
                                      cudaStream_t stream);
 
 // ---- from the lists of the logit pass (CandidateLists) to the candidates of filtered gradients ----
 
-// After the marked panels have been merged: sum_bound becomes the row's sum, and marked_panels, from now on
-// SecondListingPass::anew, tells the panels that have a row with an incomplete list; their lists are empty
-// again.
+// Call after the marked panels have been merged. sum_bound becomes the row's sum. marked_panels now has the
+// marks for SecondListingPass::anew: the panels that have a row with an incomplete list; the lists of these
+// panels are emptied.
 cudaError_t LaunchPrepareSecondListing(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                                        const CandidateLists& lists, cudaStream_t stream);
 
-// After the second listing: marked_panels, from now on those of LastListingPass, tells the panels that were
-// not listed anew and yet have a row with an incomplete list; their lists are empty again. Such a list had
-// room for what was listed as the pass went by but not for the first tiles' candidates beside it, which
-// depends on the order of the tiles. Listed anew, by complete sums, it does not.
+// Call after the second listing. marked_panels now has the marks for LastListingPass: the panels that were
+// not listed anew and still have a row with an incomplete list; the lists of these panels are emptied. Such a
+// list had room for the candidates listed during the pass, but not also for those of the first tiles. Whether
+// this happens depends on the order of the tiles; the new list, by complete sums, does not depend on it.
 cudaError_t LaunchPrepareLastListing(const RowInputs& in, const FusedRows& rows, const CandidateLists& lists,
                                      cudaStream_t stream);
 
-// As LaunchSelectRows(), from complete lists instead of logits, without row results. A row with more
-// candidates than a list holds leaves `used` above capacity.
+// As LaunchSelectRows(), but from complete lists instead of logits, and without row results. A row with more
+// candidates than a list can hold leaves `used` above capacity.
 cudaError_t LaunchSelectListed(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                                const CandidateLists& lists, const RowSelection& selection,
                                cudaStream_t stream);
 
-// ---- from stored exponentials to gradients in rows that have an upstream gradient of their entropy ----
+// ---- rows with an upstream gradient of their entropy: from stored exponentials to gradients ----
 
-// Such a gradient is no multiple of the exponentials, and needs the row's complete sums.
-// Changes, in place, the rows among in.rows whose coef_entropy is not 0: recoverable exponentials [rows, ld]
-// bf16 become what rows.entropy says. The elements of the targets stay as they are.
+// Such a gradient is not a multiple of the exponentials, and needs the row's complete sums. In the rows
+// in.rows whose coef_entropy is not 0, recoverable exponentials [rows, ld] bf16 become the gradient that
+// rows.entropy describes, in place. The elements of the targets stay.
 cudaError_t LaunchEntropyGradient(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                                   void* exponentials, int64_t ld, cudaStream_t stream);
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T),
-// B = W or x with its inner dimension slow: all three operands lie as the chunk has them.
+// C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T).
+// B is W or x, stored with its inner dimension slow. All three operands are used as the chunk stores them.
 //
-// Plan: C^T = B^T A^T with the main loop of main_loop.cuh over tiles of 256 columns and 256 rows of C a
-// cluster, in the order of PlanGradientGemm: that way round the tensor cores need less energy. Clusters
-// of one group of multiprocessors work side by side (TakePosition), and all of them in step. An output tile
-// is transposed on its way through boxes in shared memory; the copy engine stores it or, for a weight
-// gradient that is not zero, has L2 add it, so that C is never read by a multiprocessor and the next tile's
-// products begin at once. Each element of C is stored or added to once: results do not depend on who is
-// first.
+// Plan: the kernel computes C^T = B^T A^T with the main loop of main_loop.cuh, because the tensor cores need
+// less energy that way. A cluster computes tiles of 256 columns and 256 rows of C, in the order of
+// PlanGradientGemm. Clusters of one group of multiprocessors work side by side (TakePosition), and all
+// clusters work in step (Pace). An output tile is transposed on its way through boxes in shared memory. The
+// copy engine stores it or, for a weight gradient that is not zero, makes L2 add it. So no multiprocessor
+// reads C, and the next tile's products begin at once. Each element of C is stored or added to once, so
+// results do not depend on the order of clusters.
 //
-// FLOP: 2 rows columns inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP, as in the logit
-// pass.
+// FLOP: 2 rows columns inner. Bytes from L2 for each block and stage: 16 + 16 KB for 4.2 MFLOP, as in the
+// logit pass.
 #include <cstdint>
 #include <cuda/atomic>
 
@@ -25,23 +25,23 @@ namespace {
 
 // ---- pace ----
 //
-// The clusters of a persistent grid are kept within a few stages of each other, so that what one of them
-// brings to L2 is still there, or on its way, when others ask for it. Only time depends on it: a cluster that
-// has waited long goes on alone.
+// The clusters of a persistent grid are kept within a few stages of each other, so that the bytes that one of
+// them brings to L2 are still there, or on their way, when others need them. Only time depends on it: a
+// cluster that has waited long goes on alone.
 
-constexpr int kPaceStages = 8;  // of an epoch: no cluster is two of them ahead of another
+constexpr int kPaceStages = 8;  // stages of an epoch; clusters differ by less than two epochs
 constexpr int kPaceCounters = 4;
-constexpr int kPaceCounterWords = 32;  // a line each
+constexpr int kPaceCounterWords = 32;  // one cache line for each counter
 constexpr int kPaceWords = kPaceCounters * kPaceCounterWords;
 
-// One thread of a cluster.
+// Used by one thread of a cluster.
 class Pace {
  public:
   // begun: [kPaceWords], 0 when the kernel starts.
   __device__ __forceinline__ Pace(uint32_t* begun, int clusters)
       : begun_(begun), clusters_(static_cast<uint32_t>(clusters)) {}
 
-  // Before stage `i` of a unit, if all clusters have one with as many stages.
+  // Call before stage `i` of a unit, if all clusters have a unit with as many stages.
   __device__ __forceinline__ void Keep(int i) {
     if (i % kPaceStages != 0) return;
     if (epoch_ > 0 && patient_) Await(epoch_ - 1);
@@ -50,14 +50,14 @@ class Pace {
   }
 
  private:
-  static constexpr int kTries = 256;  // of about a microsecond
+  static constexpr int kTries = 256;  // about a microsecond each
 
   __device__ __forceinline__ ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device> Counter(
       uint32_t epoch) const {
     return ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device>(
         begun_[epoch % kPaceCounters * kPaceCounterWords]);
   }
-  // Until all clusters have begun `epoch`.
+  // Waits until all clusters have begun `epoch`.
   __device__ __forceinline__ void Await(uint32_t epoch) {
     const uint32_t all = clusters_ * (epoch / kPaceCounters + 1);
     for (int i = 0; i < kTries; ++i) {
@@ -74,12 +74,12 @@ class Pace {
 
 // ---- kernel ----
 
-constexpr int kTileParts = kClusterBlocks * kConsumers;  // of a tile's partial sums: a warpgroup each
+constexpr int kTileParts = kClusterBlocks * kConsumers;  // of a tile's partial sums: one a warpgroup
 constexpr int kPartVectors = kPartialBytes / kTileParts / sizeof(float4);
 
-// What the clusters of a launch tell each other: 0 when it starts.
+// Counters and flags that the clusters of a launch share; 0 when it starts.
 struct Signals {
-  uint32_t added[kMostPartials][kTileParts];  // segments that the partial sums have
+  uint32_t added[kMostPartials][kTileParts];  // segments that have been added to the partial sums
   uint32_t begun[kPaceWords];
   uint32_t claimed[kMostClusters];
 };
@@ -91,7 +91,7 @@ struct KernelParams {
   bool add;
   float scale;
   const float* factors;
-  float4* partials;  // [plan.segmented][kTileParts][kPartVectors], as the threads of a warpgroup hold them
+  float4* partials;  // [plan.segmented][kTileParts][kPartVectors], as a warpgroup's threads hold them
   Signals* signals;
   ClusterPositions positions;
 };
@@ -102,18 +102,19 @@ struct Maps {
 
 // ---- the work of a cluster ----
 
-// Stages [first, first + stages) of the inner dimension of a tile; all of them unless it is segmented.
+// The stages [first, first + stages) of the inner dimension of a tile; all stages unless the tile is
+// segmented.
 struct Unit {
   int panel, row_tile;
   int first, stages;
-  bool backwards;  // taken from the last stage to the first
+  bool backwards;  // processed from the last stage to the first
   int segment = 0, segments = 1;
-  int partial = 0;  // which of plan.segmented
+  int partial = 0;  // index among plan.segmented
 
   __device__ __forceinline__ int Stage(int i) const { return backwards ? first + stages - 1 - i : first + i; }
 };
 
-// Every other unit of a cluster goes backwards: it begins with what the last one left in L2.
+// Every other unit of a cluster goes backwards, and so begins with what the unit before it left in L2.
 __device__ __forceinline__ Unit UnitAt(const GradientGemmPlan& plan, int index) {
   Unit unit;
   int tile = index;
@@ -136,8 +137,9 @@ __device__ __forceinline__ Unit UnitAt(const GradientGemmPlan& plan, int index) 
   return unit;
 }
 
-// Which of `clusters` units in a row is the one of `position`. In rows of `size`, consecutive positions get
-// blocks of two rows and half as many columns, and what is left at the end as it comes.
+// Which of `clusters` consecutive units belongs to `position`. The units are seen as rows of `size`.
+// Consecutive positions get blocks of two rows and half the columns; the units that remain at the end are
+// taken in order.
 __device__ __forceinline__ int UnitInRound(int position, int size, int clusters) {
   const int band = position / (2 * size);
   if ((band + 1) * 2 * size > clusters) return position;
@@ -150,7 +152,8 @@ __device__ __forceinline__ int UnitInRound(int position, int size, int clusters)
   return (2 * band + row) * size + (second ? left : 0) + within - row * columns;
 }
 
-// Applies body(unit, together) to the units of a cluster; together: all clusters have one, of as many stages.
+// Applies body(unit, together) to the units of a cluster. together: all clusters have such a unit, with as
+// many stages.
 template <typename Body>
 __device__ __forceinline__ void ForEachUnit(const GradientGemmPlan& plan, int position, Body body) {
   const int together = plan.whole - plan.whole % plan.clusters;
@@ -173,11 +176,11 @@ __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p,
   });
 }
 
-// ---- what becomes of the sums ----
+// ---- from the sums to C ----
 
-// The sums of a tile's earlier segments, of one warpgroup. They are added up in the order of the segments.
+// The sums of a tile's earlier segments, for one warpgroup. They are added up in the order of the segments.
 struct PartialSums {
-  float4* vectors;  // this thread's, kWarpgroup apart
+  float4* vectors;  // this thread's vectors, kWarpgroup apart
   uint32_t* added;
   uint32_t barrier;
 
@@ -190,7 +193,7 @@ struct PartialSums {
   __device__ __forceinline__ ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device> Added() const {
     return ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device>(*added);
   }
-  // Adds those of all segments before `segment` to `sums`, once they are there.
+  // Waits until the sums of all segments before `segment` are there, and adds them to `sums`.
   __device__ __forceinline__ void AddTo(float (&sums)[128], int segment) const {
     if (threadIdx.x % kWarpgroup == 0) {
       while (Added().load(::cuda::memory_order_acquire) != static_cast<uint32_t>(segment)) {
@@ -219,14 +222,14 @@ struct PartialSums {
   }
 };
 
-// What row `row` of the product is multiplied by.
+// The factor by which row `row` of the product is multiplied.
 __device__ __forceinline__ float RowFactor(const KernelParams& p, int row) {
   if (p.factors == nullptr) return p.scale;
   return row < p.rows ? p.scale * p.factors[row] : 0.0f;
 }
 
-// Elements 4 j and 4 j + 2 of a thread's sums are of row 8 j + LaneRow() of C's tile, the others of the next
-// row.
+// Elements 4 j and 4 j + 2 of a thread's sums are in row 8 j + LaneRow() of C's tile, the other elements in
+// the next row.
 __device__ __forceinline__ int LaneRow() { return 2 * static_cast<int>(threadIdx.x & 3); }
 
 __device__ __forceinline__ void MultiplyRows(const KernelParams& p, int first_row, float (&sums)[128]) {
@@ -256,7 +259,7 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
 template <typename Out>
 inline constexpr int kBoxRows = sizeof(Out) == 4 ? kProductRows / 2 : kProductRows;
 
-// Box `i` of the two, with the rows from 8 `first_group` on of C's tile.
+// Fills box `i` of the two with the rows of C's tile from 8 * first_group on.
 template <typename Out>
 __device__ __forceinline__ void FillBox(const OutBoxes& out, int i, int first_group,
                                         const float (&sums)[128]) {
@@ -283,7 +286,7 @@ __device__ __forceinline__ void FillBox(const OutBoxes& out, int i, int first_gr
   }
 }
 
-// The tile of a warpgroup to C, where it begins at `column` and `row`.
+// Stores the tile of a warpgroup to C, where it begins at `column` and `row`.
 template <typename Out>
 __device__ __forceinline__ void Store(const OutBoxes& out, const float (&sums)[128], int column, int row,
                                       bool add) {
@@ -341,7 +344,7 @@ __global__ __cluster_dims__(kClusterBlocks)
     RaiseRegisters<kConsumerRegisters>();
     Consume<T, Out, kMajorA>(maps, p, ring, rank, position, warpgroup - 1, boxes);
   }
-  ClusterSync();  // the other block may still send to our shared memory
+  ClusterSync();  // the other block may still send to this block's shared memory
 }
 
 template <typename T, typename Out, Major kMajorA>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launcher of the products that follow the loss of a chunk on Hopper: the hidden gradient E W and the weight
-// gradient E^T x, with what is done to their results in the epilogue (docs/kernels/hopper.md).
+// gradient E^T x. Scaling and adding are done in the epilogue (docs/kernels/hopper.md).
 //
 // Enqueues on `stream`; all pointers are device memory. Stateless and thread-safe. Compute capability 9.0.
 // The same plan and operands give the same bits.
@@ -28,18 +28,19 @@ struct GradientGemmParams {
   DType output = DType::kBFloat16;
   bool add = false;  // fp32 output only
   int64_t rows = 0;
-  int64_t columns = 0;  // a multiple of 8; so is what A's rows are long
+  int64_t columns = 0;  // a multiple of 8; so is the length of A's stored rows
   int64_t inner = 0;
   float scale = 1.0f;
   const float* factors = nullptr;       // [rows] or null: all 1
   void* scratch = nullptr;              // [kGradientGemmScratchBytes]
-  const ClusterOrder* order = nullptr;  // of the device; host memory, or null: clusters as they come
+  const ClusterOrder* order = nullptr;  // the device's order; host memory; null: clusters in any order
 };
 
 inline constexpr int64_t kGradientGemmScratchBytes = kMostPartials * kPartialBytes + 4096;
 
-// `plan` as PlanGradientGemm() makes it for rows, columns, inner and the clusters of LogitPassClusters().
-// cudaErrorInvalidValue unless the output is fp32 or, not transposed, of the input's dtype.
+// `plan`: from PlanGradientGemm() for rows, columns, inner, and at most LogitPassClusters() clusters.
+// cudaErrorInvalidValue unless the output is fp32, or A is not transposed and the output has the input's
+// dtype.
 cudaError_t LaunchGradientGemm(const GradientGemmParams& params, const GradientGemmPlan& plan,
                                cudaStream_t stream);
 

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The logit pass: Z = X W^T for X [rows, inner], W [vocab, inner], tile by tile, without Z in memory.
+// The logit pass: Z = X W^T for X [rows, inner] and W [vocab, inner], tile by tile, without storing Z. Only
+// one purpose stores Z, for rows that have a teacher (kSoftmax).
 //
-// One purpose wants Z itself, of rows that have a teacher (kSoftmax).
+// Plan: a persistent grid of clusters of two blocks. A cluster takes tiles of 256 rows x 256 classes. Each
+// block has 128 of the rows, fetches their hidden states and half of the weights, and gets the other half of
+// the weights by multicast. A producer thread fills a ring of four stages of 64 inner elements (TMA,
+// mbarriers). Two consumer warpgroups multiply 64 x 256 each from shared memory (wgmma). The sums stay in
+// registers, and the warpgroups turn them into statistics and exponentials while the producer fetches for the
+// next tile.
 //
-// Plan: a persistent grid of clusters of two blocks. A cluster takes tiles of 256 rows x 256 classes; each
-// block has 128 of the rows, fetches their hidden states and half of the weights, and gets the other half by
-// multicast. A producer thread fills a ring of four stages of 64 inner elements (TMA, mbarriers); two
-// consumer warpgroups multiply 64 x 256 each from shared memory (wgmma) and turn the sums, which stay in
-// registers, into statistics and exponentials while the producer fetches for the next tile.
+// FLOP: 2 rows vocab inner. Bytes from L2 for each block and stage: 16 + 16 KB for 4.2 MFLOP. Exponentials:
+// rows * vocab, at 16 a clock and multiprocessor: 2048 clocks a tile, beside 1024 inner / 64 clocks of
+// products.
 //
-// FLOP: 2 rows vocab inner. Bytes from L2 a block and stage: 16 + 16 KB for 4.2 MFLOP. Exponentials: rows *
-// vocab at 16 a clock and multiprocessor, 2048 clocks a tile beside 1024 inner / 64 of products.
-//
-// Exponents are relative to a reference that the caller knows beforehand, so that one pass over the sums is
-// enough and what is stored needs no correction by tile. See docs/kernels/hopper.md.
+// Exponents are relative to a reference that the caller knows in advance. So one pass over the sums is
+// enough, and what is stored needs no correction by tile. docs/kernels/hopper.md says more.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -31,31 +32,32 @@
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
-// ---- what becomes of the sums of a tile while they are in registers ----
+// ---- processing the sums of a tile while they are in registers ----
 //
-// Logits, then statistics, exponentials, or gradients (logit_pass.h has the formulas). A thread holds 64
-// columns each of two rows ("halves"); the four lanes of a quad share the rows. Until the exponentials are
-// taken, the elements are logits before the softcap.
+// Sums become logits, then statistics, exponentials or gradients (logit_pass.h has the formulas). A thread
+// holds 64 columns of each of two rows ("halves"); the four lanes of a quad share the rows. Until
+// exponentials are computed, the elements are logits before the softcap.
 
-// How dot products become logits; see LogitForm. kCapped: the general form with a softcap.
+// How dot products become logits (LogitForm). kCapped: the general form with a softcap.
 enum class Form { kPlain, kGeneral, kCapped };
 
-// What becomes of them.
+// What the pass writes.
 enum class Output {
   kStatistics,
-  kCandidates,    // and statistics
-  kExponentials,  // likewise
-  kRecoverable,   // likewise, exponentials of which some rows are recoverable
+  kCandidates,    // candidates and statistics
+  kExponentials,  // exponentials and statistics
+  kRecoverable,   // the same; the exponentials of some rows are recoverable
   kGradient,
-  kSoftmax  // and the dot products
+  kSoftmax  // softmaxes and the dot products
 };
 
-// Whether tiles of 16-bit elements leave through boxes.
+// Whether tiles of 16-bit elements are stored through boxes.
 template <Output kOutput>
 constexpr bool kStores =
     kOutput == Output::kExponentials || kOutput == Output::kRecoverable || kOutput == Output::kGradient;
 
-// What the kernel gets of the operands and of the purpose of a pass; what the purpose has not is null.
+// The operands and the purpose of a pass, as the kernel gets them. Members that the purpose does not use are
+// null.
 struct LogitKernelParams {
   int rows, classes, last_bias, first_class;
   int inner_tiles, vocab_tiles, panels, group;
@@ -72,8 +74,8 @@ struct LogitKernelParams {
   int dots_ld;
   SoftmaxPart* softmax_parts;
   CandidateLists lists;
-  int first_listed;            // tile
-  const int32_t* listed_anew;  // panels whose tiles are all listed; null: sums are not complete yet
+  int first_listed;            // a tile
+  const int32_t* listed_anew;  // panels whose tiles are all listed again; null: sums are not complete yet
   ClusterPositions positions;
 };
 
@@ -82,21 +84,21 @@ struct LogitTile {
   int vocab_tile;
 };
 
-// What a thread knows of its two rows before the tile is done.
+// What a thread knows of its two rows before the tile is computed.
 struct RowPair {
   int row[2];
-  int target[2];        // column within the tile, if it is one
+  int target[2];        // column within the tile, if it is in the tile
   float reference[2];   // in units of log 2
-  float threshold[2];   // of statistics
-  float sum_bound[2];   // of candidates: lower bound of the row's sum; infinite if none are listed
-  bool recoverable[2];  // of exponentials
-  // Of a gradient: (factor + tilt d) 2^d is that of a class, and `entry` that of the target.
+  float threshold[2];   // for statistics
+  float sum_bound[2];   // for candidates: lower bound of the row's sum; infinite if none are listed
+  bool recoverable[2];  // for exponentials
+  // For gradients: that of a class is (factor + tilt d) 2^d, and that of the target is `entry`.
   float factor[2];
   float tilt[2];
   float entry[2];
 };
 
-// factor, tilt and entry of half `h`.
+// Sets factor, tilt and entry of half `h`.
 template <Form kForm>
 __device__ __forceinline__ void SetRule(const GradientRule& rule, int h, RowPair& r) {
   r.factor[h] = rule.softmax;
@@ -138,7 +140,7 @@ __device__ __forceinline__ RowPair LoadRows(const LogitKernelParams& p, const Lo
   return r;
 }
 
-// Other clusters add to the bounds, so they are loaded as late as no thread has to wait for them.
+// Other clusters add to the bounds, so they are loaded as late as possible without a thread having to wait.
 __device__ __forceinline__ void LoadSumBounds(const LogitKernelParams& p, const LogitTile& tile, RowPair& r) {
   const bool lists = p.listed_anew != nullptr || tile.vocab_tile >= p.first_listed;
 #pragma unroll
@@ -147,7 +149,8 @@ __device__ __forceinline__ void LoadSumBounds(const LogitKernelParams& p, const 
   }
 }
 
-// The first column within the tile that a lane holds; it holds the next, and both again every 8 columns.
+// The first column within the tile that a lane holds. The lane holds this column and the next, and both again
+// every 8 columns.
 __device__ __forceinline__ int LaneColumn() { return 2 * static_cast<int>(threadIdx.x & 3); }
 
 // Applies body(element, half, column within the tile).
@@ -158,7 +161,8 @@ __device__ __forceinline__ void ForEachElement(float (&logits)[128], Body body) 
   for (int i = 0; i < 128; ++i) body(logits[i], (i >> 1) & 1, 8 * (i >> 2) + lane_column + (i & 1));
 }
 
-// With a softcap, a bias that is infinite makes a logit that is large, and so the softcap; see ToLogit.
+// Bounds an infinite bias under a softcap, so that it gives a large finite logit, and so the softcap
+// (ToLogit).
 template <Form kForm>
 __device__ __forceinline__ float BoundedBias(const LogitKernelParams& p, float bias) {
   if constexpr (kForm != Form::kCapped) return bias;
@@ -184,7 +188,7 @@ __device__ __forceinline__ void ScaleAndShift(const LogitKernelParams& p, const 
   }
 }
 
-// The logit and its slope. Infinities stay: -inf is what is masked, and +inf must not hide behind the cap.
+// The logit and its slope. Infinities stay: -inf is masked, and +inf must not be hidden by the cap.
 template <Form kForm>
 __device__ __forceinline__ Logit ToLogit(const LogitKernelParams& p, float s) {
   if constexpr (kForm != Form::kCapped) return {s, 1.0f};
@@ -192,7 +196,8 @@ __device__ __forceinline__ Logit ToLogit(const LogitKernelParams& p, float s) {
   return {isinf(s) ? s : p.softcap * t.x, t.y};
 }
 
-// Takes the targets out of the logits, and makes the columns past the vocabulary -inf.
+// Masks the targets and the columns past the vocabulary: their logits become -inf. Also writes the targets'
+// logits.
 template <Form kForm, Output kOutput>
 __device__ __forceinline__ void Mask(const LogitKernelParams& p, const LogitTile& tile, const RowPair& r,
                                      float (&logits)[128]) {
@@ -229,7 +234,7 @@ __device__ __forceinline__ int QuadMin(int x) {
   return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// From each lane's largest of a half to the quad's, and the first column that has it.
+// Turns each lane's maximum of a half into the quad's maximum, and finds the first column that has it.
 __device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
   int found[2] = {kVocabTile, kVocabTile};
 #pragma unroll
@@ -248,12 +253,12 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Columns of a box of 16-bit elements, and the groups of 8 among them.
+// The columns of a box of 16-bit elements, and the groups of 8 columns in it.
 constexpr int kBoxColumns = kBoxRowBytes / 2;
 constexpr int kGroups = kBoxColumns / 8;
 
-// Turns pairs of neighbouring elements into words, word = body(s0, s1, half), and with kStore sends them out
-// a box at a time; end_box(box) comes between, when the warp has put the words of a box.
+// Turns pairs of neighboring elements into words, word = body(s0, s1, half). With kStore, sends the words out
+// one box at a time. end_box(box) is called before a box is sent, when the warp has put its words.
 template <bool kStore, typename Body, typename EndBox>
 __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column,
                                            int row, Body body, EndBox end_box) {
@@ -276,7 +281,7 @@ __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const Out
   }
 }
 
-// Sums of a thread over its columns; max is of logits before the softcap, box_max of those of a box.
+// A thread's sums over its columns. max: of logits before the softcap; box_max: of those in the current box.
 struct ThreadSums {
   float sum[2] = {};
   float spread[2] = {};
@@ -292,10 +297,11 @@ struct ThreadSums {
   }
 };
 
-// 2^d is 0 there, and 0 times -inf would not be.
+// Lower bound of d in products with 2^d: 2^d is 0 there, and the product with -inf would be NaN.
 constexpr float kNothing = -1000.0f;
 
-// Two neighbouring elements of a half: adds them to the sums and returns the exponentials as they are stored.
+// Processes two neighboring elements of a half: adds them to the sums, and returns the exponentials to be
+// stored.
 template <Form kForm, Output kOutput>
 __device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s0, float s1,
                                              const RowPair& rows, int h, ThreadSums& sums) {
@@ -316,18 +322,19 @@ __device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s
   return PackBf16(e0, e1);
 }
 
-// What an exponent may be off, in units of log 2 and relative, by all roundings between here and the last
-// judgement.
+// How much an exponent may be off by all roundings between here and the last test: in units of log 2, and
+// relative.
 constexpr float kListMargin = 0.02f;
 constexpr float kRelativeListMargin = 0x1p-14f;
 
-// The least logit before the softcap with which a class of the row may reach epsilon. NaN if `sum_bound` is
-// infinite or the row is not finite: no class does.
+// The smallest logit before the softcap with which a class of the row may reach epsilon. NaN if `sum_bound`
+// is infinite or the row is not finite: then no class reaches it.
 template <Form kForm>
 __device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, float sum_bound,
                                                 float reference) {
   const float log2_sum = log2f(sum_bound) + reference;
-  // Twice as much as long as sums grow: what is listed then is all that would be listed in the end, and more.
+  // The margin is doubled as long as sums grow, so that every class that would be listed at the end is listed
+  // now.
   const float own_margin = p.listed_anew == nullptr ? 2.0f * kListMargin : kListMargin;
   const float margin = own_margin + kRelativeListMargin * fabsf(log2_sum);
   float least = (log2_sum + p.lists.log2_epsilon - margin) / p.f;
@@ -335,10 +342,10 @@ __device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, floa
     const float t = least * p.inverse_cap;
     least = t >= 1.0f ? -NegativeInfinity() : t <= -1.0f ? NegativeInfinity() : p.softcap * atanhf(t);
   }
-  return least < -FLT_MAX ? -FLT_MAX : least;  // what is masked is below all
+  return least < -FLT_MAX ? -FLT_MAX : least;  // masked logits are below it
 }
 
-// Lists what a box has of candidates: what is not below `least`.
+// Lists the candidates of a box: elements that are not below `least`.
 template <Form kForm>
 __device__ __forceinline__ void ListBox(const LogitKernelParams& p, const float (&logits)[128],
                                         const RowPair& rows, const float (&least)[2], int column, int box) {
@@ -379,7 +386,7 @@ __device__ __forceinline__ ThreadSums Exponentials(const LogitKernelParams& p, c
   return sums;
 }
 
-// What a quad found in its two rows of a tile, to memory.
+// Writes what a quad has found in its two rows of a tile.
 template <Form kForm, Output kOutput>
 __device__ __forceinline__ void WritePartials(const LogitKernelParams& p, const LogitTile& tile,
                                               const RowPair& rows, const float (&logits)[128],
@@ -407,9 +414,9 @@ __device__ __forceinline__ void WritePartials(const LogitKernelParams& p, const 
   }
 }
 
-// ---- what becomes of the logits of a tile if they are to be gradients ----
+// ---- processing the logits of a tile if they become gradients ----
 
-// fp16 has no room for what is far above the gradient unit.
+// fp16 cannot represent values far above the gradient unit.
 template <typename T>
 __device__ __forceinline__ uint32_t PackGradients(float low, float high) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return PackBf16(low, high);
@@ -417,7 +424,7 @@ __device__ __forceinline__ uint32_t PackGradients(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Writes the targets' entries over what the warp has put into a box.
+// Writes the targets' elements over what the warp has put into a box.
 template <typename T>
 __device__ __forceinline__ void PutEntries(const RowPair& rows, const OutBoxes& out, int box) {
   const int column0 = rows.target[0] - box * kBoxColumns;
@@ -432,7 +439,7 @@ __device__ __forceinline__ void PutEntries(const RowPair& rows, const OutBoxes& 
   if (mine1) out.Replace(box & 1, row + 8, column1, PackGradients<T>(rows.entry[1], 0.0f));
 }
 
-// The gradient of a class whose row does have one.
+// The gradient of a class; only for rows that have one.
 template <Form kForm>
 __device__ __forceinline__ float GradientOf(const LogitKernelParams& p, const RowPair& rows, int h, float s) {
   const Logit logit = ToLogit<kForm>(p, s);
@@ -443,7 +450,7 @@ __device__ __forceinline__ float GradientOf(const LogitKernelParams& p, const Ro
   return kForm == Form::kCapped ? g * logit.slope : g;
 }
 
-// A row whose factors are 0 is 0 whatever its logits are.
+// A row whose factors are 0 gets 0, whatever its logits are.
 template <typename T, Form kForm>
 __device__ __forceinline__ void Gradients(const LogitKernelParams& p, const float (&logits)[128],
                                           const RowPair& rows, const OutBoxes& out, int column, int row) {
@@ -457,10 +464,11 @@ __device__ __forceinline__ void Gradients(const LogitKernelParams& p, const floa
       [&](int box) { PutEntries<T>(rows, out, box); });
 }
 
-// ---- what becomes of the sums of a tile if they are wanted themselves ----
+// ---- processing the sums of a tile if they are stored ----
 
-// Straight from the registers: no thread waits for a store, as it would for a box to leave. Two lanes
-// exchange halves of two groups of 8 columns, so that each writes 16 bytes and a quad whole sectors.
+// Stores the dot products directly from the registers. So no thread waits for a store, as it would wait for a
+// box. Two lanes exchange halves of two groups of 8 columns, so that each lane writes 16 bytes and a quad
+// writes whole sectors.
 __device__ __forceinline__ void StoreDots(const LogitKernelParams& p, const RowPair& rows, int column,
                                           const float (&dots)[128]) {
   const bool odd = (threadIdx.x & 1) != 0;
@@ -481,12 +489,12 @@ __device__ __forceinline__ void StoreDots(const LogitKernelParams& p, const RowP
   }
 }
 
-// p.f is log2(e) over the temperature. Logits are before the softcap. Several sums: each of them waits for
-// itself alone.
+// Writes the tile's parts of the softmaxes. p.f is log2(e) / temperature. `logits` are before the softcap.
+// There are several sums, because each addition has to wait for the one before it.
 template <Form kForm>
 __device__ __forceinline__ void WriteSoftmax(const LogitKernelParams& p, const LogitTile& tile,
                                              const RowPair& rows, float (&logits)[128]) {
-  constexpr int kChains = 4;  // of each half
+  constexpr int kChains = 4;  // sums of each half
   float max[2][kChains], sum[2][kChains] = {}, base[2];
 #pragma unroll
   for (int i = 0; i < 128; ++i) {
@@ -518,7 +526,7 @@ struct Maps {
   CUtensorMap hidden, weight, stored;
 };
 
-// Within a group of panels, classes are the outer loop: clusters that run at the same time share hidden
+// Within a group of panels, classes are the outer loop. So clusters that run at the same time share hidden
 // states and weights, and the group's hidden states are used again for the next classes.
 __device__ __forceinline__ LogitTile TileAt(const LogitKernelParams& p, int index) {
   const int group_tiles = p.group * p.vocab_tiles;
@@ -532,8 +540,8 @@ __device__ __forceinline__ LogitTile TileAt(const LogitKernelParams& p, int inde
 
 __device__ __forceinline__ int Clusters() { return static_cast<int>(gridDim.x) / kClusterBlocks; }
 
-// Applies body(tile) to the tiles of a cluster. Those of neighbours have the same classes: a group of
-// multiprocessors asks for their weights once.
+// Applies body(tile) to the tiles of a cluster. Clusters with neighboring positions have the same classes, so
+// a group of multiprocessors loads their weights once.
 template <typename Body>
 __device__ __forceinline__ void ForEachTile(const LogitKernelParams& p, int position, Body body) {
   const int tiles = p.panels * p.vocab_tiles;
@@ -546,7 +554,8 @@ __device__ __forceinline__ void ForEachTile(const LogitKernelParams& p, int posi
   }
 }
 
-// One thread: fetches this block's hidden states, and its share of the weights for the whole cluster.
+// Called by one thread. Fetches this block's hidden states, and its share of the weights for the whole
+// cluster.
 __device__ __forceinline__ void Produce(const Maps& maps, const LogitKernelParams& p, Ring ring,
                                         uint32_t rank, int position) {
   ForEachTile(p, position, [&](const LogitTile& tile) {
@@ -613,7 +622,7 @@ __global__ __cluster_dims__(kClusterBlocks)
     RaiseRegisters<kConsumerRegisters>();
     Consume<T, kForm, kOutput>(maps, p, ring, rank, position, warpgroup - 1, boxes);
   }
-  ClusterSync();  // the other block may still send to our shared memory
+  ClusterSync();  // the other block may still send to this block's shared memory
 }
 
 template <typename T, Form kForm, Output kOutput>
@@ -644,7 +653,7 @@ cudaError_t LaunchForm(const Maps& maps, const LogitKernelParams& p, bool genera
   return Kernel<T, Form::kCapped, kOutput>::Launch(maps, p, clusters, stream);
 }
 
-// But for what a pass stores.
+// Makes all maps except that of the stored elements.
 cudaError_t MakeMaps(const LogitOperands& o, Maps& maps) {
   const BoxedMatrix hidden = {o.hidden, o.dtype, o.rows, o.inner, kRowTile};
   const BoxedMatrix weight = {o.weight, o.dtype, o.padded_classes, o.inner, kPartColumns};
@@ -691,7 +700,7 @@ void Set(const StatisticsPass& pass, LogitKernelParams& p) {
   std::visit([&p](const auto& panels) { Set(panels, p); }, pass.panels);
 }
 
-// The thresholds are read with the references, but no maximum is looked for.
+// The thresholds are read together with the references, but no maximum is searched for.
 void Set(const CompleteSums& sums, const int32_t* listed_anew, LogitKernelParams& p) {
   p.reference = p.threshold = sums.reference;
   p.partials.target = sums.target;
@@ -735,7 +744,7 @@ cudaError_t LaunchStored(const LogitOperands& o, const LogitKernelParams& p, voi
 }  // namespace
 
 int LogitPassClusters() {
-  // The form with the most shared memory; one block a multiprocessor in any case.
+  // The form that needs the most shared memory. A multiprocessor holds one block in any case.
   using Largest = Kernel<__nv_bfloat16, Form::kPlain, Output::kExponentials>;
   if (Largest::AllowSharedBytes() != cudaSuccess) {
     cudaGetLastError();

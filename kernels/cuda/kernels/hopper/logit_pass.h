@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the logit pass, the first product of a chunk on Hopper: dot products of hidden states and
-// classes. The dot products stay in registers but for one purpose. What a pass writes depends on its purpose,
-// which is a type: statistics of the rows, exponentials (of two kinds) or lists of candidates besides, lists
-// alone, gradients, or the dot products themselves with softmaxes of the tiles.
+// Launchers of the logit pass: the logits product of a chunk on Hopper, i.e. the dot products of hidden
+// states and classes. For most purposes the dot products stay in registers. The purpose of a pass is a type,
+// and decides what the pass writes:
+// - StatisticsPass: statistics of the rows,
+// - ExponentialsPass, RecoverablePass: also exponentials, of two kinds,
+// - ListingPass: also lists of candidates; SecondListingPass, LastListingPass: only lists,
+// - GradientPass: gradients,
+// - SoftmaxPass: the dot products themselves, and softmaxes of the tiles.
 //
 // Enqueues on `stream`; all pointers are device memory unless said otherwise. Stateless and thread-safe.
 // Compute capability 9.0.
@@ -22,14 +26,14 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// Sums of 2^d beyond this are not relied on: the panels of their rows are computed again with another
-// reference.
+// Sums of 2^d above this are not used: the panels of such rows are computed again with another reference.
 inline constexpr float kLargestSum = 0x1p60f;
 
-// ---- what every pass takes ----
+// ---- operands of every pass ----
 
-// Plain form: z is the dot product, f = scale log2(e), scale > 0. General form: z = softcap tanh(s / softcap)
-// or, without a softcap, s = scale (dot product + bias); f = log2(e).
+// How z follows from a dot product. Plain form: z is the dot product, f = scale log2(e), scale > 0. General
+// form: s = scale (dot product + bias), z = softcap tanh(s / softcap), or z = s without a softcap; f =
+// log2(e).
 struct LogitForm {
   bool general = false;
   float scale = 1.0f;
@@ -37,10 +41,10 @@ struct LogitForm {
   float softcap = 0.0f;         // 0: none
 };
 
-// Rows, and all classes or a block of them.
+// Rows, and all classes or a block of classes.
 struct LogitOperands {
   const void* hidden = nullptr;    // [rows, inner]
-  const void* weight = nullptr;    // [padded_classes, inner], from first_class on
+  const void* weight = nullptr;    // [padded_classes, inner], beginning at first_class
   DType dtype = DType::kBFloat16;  // of both; a 16-bit type
   int64_t inner = 0;               // a multiple of 8
   int64_t rows = 0;
@@ -51,52 +55,53 @@ struct LogitOperands {
   const int32_t* targets = nullptr;  // [rows], classes counted from 0; -1: none
 };
 
-// ---- which rows it goes over ----
+// ---- the rows of a pass ----
 
-// All rows. The order is of the device, in host memory, with `claimed_positions` [kMostClusters], 0 on entry;
-// or null: clusters as they come.
+// All rows. `order`: the device's order, in host memory; then `claimed_positions` [kMostClusters] must be 0
+// on entry. null: clusters take tiles in any order.
 struct AllPanels {
   const ClusterOrder* order = nullptr;
   uint32_t* claimed_positions = nullptr;
 };
 
-// Marks of the panels of kPanelRows rows: nothing happens if marks[0] is 0, and else only to the panels whose
-// marks[1 + panel] is not 0.
+// Only marked panels of kPanelRows rows. If marks[0] is 0 the pass does nothing. Otherwise it processes the
+// panels with marks[1 + panel] not 0.
 struct MarkedPanels {
   const int32_t* marks = nullptr;
 };
 
-// ---- what it is for ----
+// ---- the purpose of a pass ----
 
-// What is known of each row before the pass, [rows] each.
+// What must be known of each row before the pass, [rows] each.
 struct RowReferences {
   const float* reference = nullptr;  // in units of log 2
-  const float* threshold = nullptr;  // of z before the softcap: maxima below it need not be found
+  const float* threshold = nullptr;  // for z before the softcap: smaller maxima need not be found
 };
 
+// Statistics of the rows alone.
 struct StatisticsPass {
   RowReferences references;
   TilePartials partials;
   std::variant<AllPanels, MarkedPanels> panels;
 };
 
-// Statistics, and 2^d times the slope of the softcap at z; 0 at the target and in padding columns. For bf16
-// operands only.
+// Statistics, and exponentials: 2^d times the slope of the softcap at z; 0 at the target and in padding
+// columns. Only for bf16 operands.
 struct ExponentialsPass {
   StatisticsPass statistics;
   void* exponentials = nullptr;  // [rows, padded_classes] bf16, out
 };
 
-// The same, but rows with an upstream gradient of their entropy have recoverable exponentials
-// (recoverable.cuh): without the slope under a softcap.
+// The same, but rows with an upstream gradient of their entropy get recoverable exponentials
+// (recoverable.cuh), without the slope under a softcap.
 struct RecoverablePass {
   StatisticsPass statistics;
-  const float* coef_entropy = nullptr;  // [rows]; 0: as ExponentialsPass says
+  const float* coef_entropy = nullptr;  // [rows]; 0: as in ExponentialsPass
   void* exponentials = nullptr;         // [rows, padded_classes] bf16, out
 };
 
-// Statistics, and the candidates among the classes of tiles from FirstListedTile() on, while the lower bound
-// of each row's sum grows with each tile.
+// Statistics, and the candidates among the classes of the tiles from FirstListedTile() on. Meanwhile the
+// lower bound of each row's sum grows with each tile.
 struct ListingPass {
   RowReferences references;
   TilePartials partials;
@@ -104,12 +109,12 @@ struct ListingPass {
   AllPanels panels;
 };
 
-// What a pass over the tiles needs that lists candidates when the sums are complete. Of the statistics it
-// writes none but `target`, as it was.
+// For passes that list candidates when the sums are complete. Of the statistics they write only `target`,
+// unchanged.
 struct CompleteSums {
   const float* reference = nullptr;  // [rows]
   float* target = nullptr;           // TilePartials::target
-  CandidateLists lists;              // sum_bound: the sums themselves
+  CandidateLists lists;              // sum_bound has the complete sums
 };
 
 // Lists the candidates of the tiles before FirstListedTile(), and of all tiles in the panels that `anew`
@@ -125,15 +130,15 @@ struct LastListingPass {
   MarkedPanels panels;
 };
 
-// dL/ds over (scale * gradient unit), the target's entry too, 0 in padding columns. Of a rule all but the
-// uniform part counts, its entropy in the general form only. A row whose softmax and entropy are 0 is 0 but
-// for the target.
+// dL/ds over (scale * gradient unit), including the target's element; 0 in padding columns. Of a rule
+// everything but the uniform part is used, its entropy only in the general form. A row with softmax 0 and
+// entropy 0 gets 0, except at the target.
 struct GradientPass {
   const GradientRule* rules = nullptr;  // [rows]
   void* gradient = nullptr;             // [rows, padded_classes] of the operands' dtype, out
 };
 
-// The dot products in fp32, and of each tile its part of the row's softmax at a temperature. Targets are not
+// The dot products in fp32, and for each tile its part of the row's softmax at a temperature. Targets are not
 // read. For operands of the general form.
 struct SoftmaxPass {
   float temperature = 1.0f;
@@ -144,11 +149,11 @@ struct SoftmaxPass {
 
 // ---- launch ----
 
-// The clusters that the current device runs at once; 0 if it cannot run the pass.
+// The number of clusters that the current device runs at once; 0 if it cannot run the pass.
 int LogitPassClusters();
 
-// cudaErrorNotSupported if the driver cannot describe the operands to the copy engine; cudaErrorInvalidValue
-// for operands that the pass is not for.
+// Errors: cudaErrorNotSupported if the driver cannot describe the operands to the copy engine;
+// cudaErrorInvalidValue for operands that the pass does not support.
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const StatisticsPass& pass, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const ExponentialsPass& pass, int clusters,

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the products of this folder share: the main loop, C = A B for A [rows, inner], B [inner, columns] of a
-// 16-bit type, tile by tile, with the sums of a tile left in registers; where a cluster stands in the order
-// of its grid (TakePosition); and how a tile leaves the registers (OutBoxes).
+// What the products of this folder share:
+// - the main loop: C = A B for A [rows, inner] and B [inner, columns] of a 16-bit type, tile by tile; it
+//   leaves the sums of a tile in registers,
+// - the position of a cluster in the order of its grid (TakePosition),
+// - how a tile leaves the registers for device memory (OutBoxes).
 //
-// A cluster of two blocks works on kPanelRows x kColumnTile of C. A block has kRowTile of the rows; it
-// fetches its part of A and half of B, and gets the other half by multicast. A producer thread fills a ring
-// of kStages stages of kInnerTile inner elements (TMA, mbarriers); two consumer warpgroups multiply
-// kProductRows x kColumnTile each from shared memory (wgmma).
+// Plan: a cluster of two blocks computes a tile of kPanelRows x kColumnTile of C. Each block has kRowTile of
+// the rows. It fetches its part of A and half of B, and gets the other half of B by multicast. A producer
+// thread fills a ring of kStages stages, each with kInnerTile inner elements (TMA, mbarriers). Two consumer
+// warpgroups multiply kProductRows x kColumnTile each from shared memory (wgmma).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_MAIN_LOOP_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_MAIN_LOOP_CUH_
 
@@ -18,38 +20,38 @@ namespace lossd::kernels::cuda::hopper {
 
 // ---- main loop ----
 
-inline constexpr int kConsumers = 2;  // warpgroups, kProductRows rows of the tile each
+inline constexpr int kConsumers = 2;  // warpgroups; each has kProductRows rows of the tile
 inline constexpr int kWarpgroup = 128;
 inline constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 inline constexpr int kStages = 4;
 inline constexpr int kProducerRegisters = 40;
 inline constexpr int kConsumerRegisters = 232;
-inline constexpr int kInnerStep = 16;  // of one product instruction
+inline constexpr int kInnerStep = 16;  // inner elements of one product instruction
 
-// A stage holds A, then B; either as slabs of 64 rows of A or columns of B.
+// A stage holds A, then B, each as slabs of 64 rows of A or 64 columns of B.
 inline constexpr int kSlab = 64;
 inline constexpr int kSlabBytes = kSlab * kInnerTile * 2;
 inline constexpr int kABytes = kRowTile / kSlab * kSlabBytes;
 inline constexpr int kBBytes = kColumnTile / kSlab * kSlabBytes;
 inline constexpr int kStageBytes = kABytes + kBBytes;
-inline constexpr int kBPart = kBBytes / kClusterBlocks;  // what one block of the cluster fetches for both
+inline constexpr int kBPart = kBBytes / kClusterBlocks;  // bytes that a block fetches for both
 inline constexpr int kPartColumns = kColumnTile / kClusterBlocks;
 inline constexpr int kRingBytes = kStages * kStageBytes;
 inline constexpr int kRingBarrierBytes = 2 * kStages * 8;
 
-// The ring of stages in shared memory, and where one of its users is.
+// The ring of stages in shared memory, and the position of one of its users.
 struct Ring {
   uint32_t stages;  // [kStages][kStageBytes]
-  uint32_t full;    // [kStages] barriers of 8 bytes
+  uint32_t full;    // [kStages] barriers of 8 bytes; so is `empty`
   uint32_t empty;
   int index = 0;
   uint32_t parity = 0;
 
-  // Addresses of shared memory: of kRingBytes, a multiple of 1024, and of kRingBarrierBytes.
+  // Addresses in shared memory: all_stages of kRingBytes (a multiple of 1024), barriers of kRingBarrierBytes.
   __device__ __forceinline__ Ring(uint32_t all_stages, uint32_t barriers)
       : stages(all_stages), full(barriers), empty(barriers + kStages * 8) {}
 
-  // All threads of the cluster, once, before any use.
+  // Called once by all threads of the cluster, before any use.
   __device__ __forceinline__ void Start() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
@@ -73,8 +75,9 @@ struct Ring {
   }
 };
 
-// The producer's thread: fetches the next stage, inner elements from k on, for rows of A from `row` and
-// columns of B from `column` on: this block's row of A, and its part of the columns of B.
+// Called by the producer thread. Fetches the next stage: the inner elements from k on, for the rows of A from
+// `row` on and the columns of B from `column` on. `row` and `column` are where this block's rows of A and its
+// part of the columns of B begin.
 template <Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void Fetch(const CUtensorMap& a, const CUtensorMap& b, int row, int column, int k,
                                       uint32_t rank, Ring& ring) {
@@ -101,8 +104,9 @@ __device__ __forceinline__ void Fetch(const CUtensorMap& a, const CUtensorMap& b
   ring.Next();
 }
 
-// One consumer warpgroup: the sums of its rows over the next `stages` stages (at least one), which go back to
-// both blocks. before_last(): once, while the last but one is being multiplied, or the only one.
+// Called by one consumer warpgroup. Computes the sums of its rows over the next `stages` stages (at least
+// one), and gives the stages back to both blocks. before_last() is called once, while the last stage but one
+// (or the only one) is being multiplied.
 template <typename T, Major kMajorA, Major kMajorB, typename BeforeLast>
 __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, float (&sums)[128],
                                          BeforeLast before_last) {
@@ -133,18 +137,19 @@ __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, f
   Multiply<T, kMajorA, kMajorB>(stages, consumer, ring, sums, [] {});
 }
 
-// ---- where a cluster stands in the order of its grid ----
+// ---- the position of a cluster in the order of its grid ----
 
 inline constexpr int kPositionBytes = 16;  // of shared memory
 
+// The order of the clusters of a launch, and the positions that have been taken.
 struct ClusterPositions {
   ClusterOrder order;
-  uint32_t* claimed = nullptr;  // [kMostClusters], 0 when the kernel starts; null: clusters as they come
+  uint32_t* claimed = nullptr;  // [kMostClusters], 0 when the kernel starts; null: clusters in any order
 };
 
-// One thread of the cluster, before the cluster synchronises: takes a position below `clusters`, the
-// preferred one if no other cluster has it. As many clusters as positions: each gets another, wherever they
-// run.
+// Called by one thread of the cluster, before the cluster synchronizes. Takes a position below `clusters`:
+// the preferred one if no other cluster has it. There are as many clusters as positions, so each cluster gets
+// a different one, wherever it runs.
 __device__ __forceinline__ void TakePosition(const ClusterPositions& positions, int clusters, uint32_t word) {
   int position = static_cast<int>(blockIdx.x) / kClusterBlocks;
   if (positions.claimed != nullptr) {
@@ -154,24 +159,26 @@ __device__ __forceinline__ void TakePosition(const ClusterPositions& positions, 
   StoreWord(word, static_cast<uint32_t>(position));
 }
 
-// The cluster's position, which a thread of block 0 has claimed.
+// The position that a thread of block 0 has claimed for the cluster.
 __device__ __forceinline__ int Position(uint32_t word) { return static_cast<int>(LoadWordOf(word, 0)); }
 
-// ---- how the tile of a consumer warpgroup leaves its registers for device memory ----
+// ---- how the tile of a consumer warpgroup gets from its registers to device memory ----
 //
-// Boxes in shared memory are filled while the copy engine stores the ones before. What a thread holds of its
-// warpgroup's kProductRows x kColumnTile is said at Mma64x256x16.
+// Boxes in shared memory are filled while the copy engine stores earlier ones. The comment at kProductRows
+// (ptx.cuh) says which elements of the warpgroup's kProductRows x kColumnTile a thread holds.
 
-// A box is kProductRows rows of 128 bytes, with the 128-byte swizzle; two a warpgroup, used in turn.
+// A box has kProductRows rows of 128 bytes, with the 128-byte swizzle. Each warpgroup has two boxes, used in
+// turn.
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kBoxBytes = kProductRows * kBoxRowBytes;
 inline constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
 
+// The boxes of one consumer warpgroup, through which its tile leaves.
 struct OutBoxes {
   const CUtensorMap* map;
-  uint32_t boxes;    // of this warpgroup, [2][kBoxBytes]
+  uint32_t boxes;    // this warpgroup's, [2][kBoxBytes]
   uint32_t barrier;  // its named barrier
-  bool leader;       // the one thread that starts its copies
+  bool leader;       // the one thread that starts the copies
 
   __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
       : map(&out),
@@ -179,26 +186,28 @@ struct OutBoxes {
         barrier(1 + consumer),
         leader(threadIdx.x % kWarpgroup == 0) {}
 
-  // Waits until the box that was not sent last may be written again; kCopies: that a box is sent in.
+  // Waits until the box that was not sent last may be written again. kCopies: the number of copies in which a
+  // box is sent.
   template <int kCopies = 1>
   __device__ __forceinline__ void Open() const {
     if (leader) WaitBoxesRead<kCopies>();
     SyncNamed(barrier, kWarpgroup);
   }
-  // 16-bit elements, two a word: two groups of 8 columns from `group` on, both halves of each.
+  // Puts 16-bit elements, two in a word: two groups of 8 columns from `group` on, both halves of each.
   __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
     const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15);
     const int mine = group + static_cast<int>((threadIdx.x >> 4) & 1);
     StoreMatrices(boxes + i * kBoxBytes + row * kBoxRowBytes + ((mine ^ (row & 7)) << 4), words[0], words[1],
                   words[2], words[3]);
   }
-  // Writes the low half of `word` over one 16-bit element, after the warp that Put() it has synchronised.
+  // Overwrites one 16-bit element with the low half of `word`, after the warp that called Put() for it has
+  // synchronized.
   __device__ __forceinline__ void Replace(int i, int row, int column, uint32_t word) const {
     const int group = (column >> 3) ^ (row & 7);
     StoreHalf(boxes + i * kBoxBytes + row * kBoxRowBytes + (group << 4) + 2 * (column & 7), word);
   }
-  // The same to a box that has the tile transposed: its rows are the tile's columns, 8 a group, and their
-  // 128 bytes the warpgroup's rows.
+  // Puts elements into a box that holds the tile transposed: the rows of the box are the tile's columns, 8 in
+  // a group, and the 128 bytes of each are the warpgroup's rows.
   __device__ __forceinline__ void PutTransposed(int i, int group, const uint32_t (&words)[4]) const {
     const int lane = static_cast<int>(threadIdx.x & 31);
     const int row = 8 * (group + (lane >> 4)) + (lane & 7);
@@ -206,8 +215,9 @@ struct OutBoxes {
     StoreMatricesTransposed(boxes + i * kBoxBytes + row * kBoxRowBytes + ((chunk ^ (row & 7)) << 4), words[0],
                             words[1], words[2], words[3]);
   }
-  // fp32 elements, of half `h`, to a pair of boxes of half as many rows, one for the warpgroup's first 32
-  // rows and one for the others. `row` of these boxes: 8 times a group and the lane's column in it.
+  // Puts fp32 elements of half `h` into a pair of boxes with half as many rows, one for the warpgroup's first
+  // 32 rows and one for the others. `row`: the row in these boxes, 8 times a group plus the lane's column in
+  // it.
   __device__ __forceinline__ void PutFloatTransposed(int i, int row, int h, float value) const {
     const int column =
         16 * static_cast<int>((threadIdx.x >> 5) & 3) + 8 * h + static_cast<int>(threadIdx.x & 31) / 4;
@@ -221,7 +231,7 @@ struct OutBoxes {
     SyncNamed(barrier, kWarpgroup);
     if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
   }
-  // A pair of fp32 boxes. add: to what is there.
+  // Sends a pair of fp32 boxes. add: adds them to what is in memory.
   __device__ __forceinline__ void SendPair(int i, int column, int row, bool add) const {
     FenceAsyncProxy();
     SyncNamed(barrier, kWarpgroup);
@@ -236,7 +246,7 @@ struct OutBoxes {
       }
     }
   }
-  // Before the block ends.
+  // Call before the block ends.
   __device__ __forceinline__ void Finish() const {
     if (leader) WaitBoxesRead<0>();
   }

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// LayerNorm and RMSNorm backward for rows of 1024 to 32768 columns. Bytes: reads x and dy, writes dx.
+// LayerNorm and RMSNorm, backward, for rows of 1024 to 32768 columns. Bytes: reads x and dy, writes dx.
 //
-// Works as the backward pass in ../norm.cu does, but one thread of a group copies whole rows into the group's
-// ring, and a thread keeps what it has of a row in registers between the two passes: the barrier of the row's
-// sums also says that the row's place in the ring is free.
+// Plan: as the backward pass in ../norm.cu, with two differences. One thread of a group copies whole rows
+// into the group's ring. And a thread keeps its part of a row in registers between the two passes, so the
+// barrier for the row's sums also tells that the row's place in the ring is free.
 //
-// Two blocks of a cluster may share rows, each with half of the columns. Rows of less than 10240 columns do,
-// so that a block has several rows at work and computes on one while another waits for its sums; rows of more
-// than 12288 columns because one block has no room for them. Between those a block has a row to itself. Up to
-// 8192 columns a thread has two vectors, then three: fewer instructions a column.
+// Two blocks of a cluster may share rows; each then has half of the columns. Rows with less than 10240
+// columns are shared so that a block has several rows in work: it computes on one while another waits for its
+// sums. Rows with more than 12288 columns are shared because one block has no room for them. Rows between
+// these limits are not shared. Up to 8192 columns a thread has two vectors, above that three, which needs
+// fewer instructions a column.
 #include <algorithm>
 #include <cstdint>
 
@@ -21,26 +22,28 @@
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
-// ---- a group's rows through shared memory by bulk copies, and two sums over a group at once ----
+// ---- a group's rows in shared memory, by bulk copies; and two sums over a group at once ----
 
-constexpr int kMostGroups = 8;       // of a block: each has a barrier of its own
+constexpr int kMostGroups = 8;       // of a block, because each has a barrier of its own
 constexpr int kMostGroupWarps = 16;  // of a group
-constexpr int kStages = 2;           // rows of a ring; with more the first rows come later
-constexpr int kMostSums = 64;        // of all warps of a cluster, a multiple of four for each group
+constexpr int kStages = 2;           // rows of a ring; with more the first rows arrive later
+constexpr int kMostSums = 64;        // for all warps of a cluster; a multiple of four for each group
 
-// A group's rows, kStages of them in shared memory or under way; `turn` counts those it has had. One thread
-// brings them, and what is known of a row (RowFacts) one turn ahead of the row itself. `Copy`: copy(to,
-// barrier, row, raw_row) starts the copies of a row, row_units units of 16 bytes in all.
+// The rows of a group: kStages of them are in shared memory or on their way. `turn` counts the rows that the
+// group has had. One thread fetches the rows, and the facts of a row (RowFacts) one turn before the row
+// itself. `Copy`: copy(to, barrier, row, raw_row) starts the copies of a row, row_units units of 16 bytes in
+// all.
 template <typename Copy>
 class RowRing {
  public:
-  // What lies in shared memory beside the rows.
+  // The shared memory of a ring, apart from the rows.
   struct Places {
     RowFacts facts[2 * kStages];
     uint64_t barriers[kStages];
   };
 
-  // ring: [kStages][row_units]. Usable after the next barrier of the block.
+  // ring: [kStages][row_units]. `brings`: this thread fetches the rows. Usable after the next barrier of the
+  // block.
   __device__ __forceinline__ RowRing(const NormParams& p, const NormBackwardParams& b, Places& places,
                                      uint4* ring, int row_units, bool brings, Copy copy)
       : p_(p), b_(b), places_(places), ring_(ring), row_units_(row_units), brings_(brings), copy_(copy) {
@@ -54,7 +57,7 @@ class RowRing {
       if (b.keep == nullptr) facts.keep = 1;
     }
   }
-  // The first rows: row, row + step, ...
+  // Starts to fetch the first rows: row, row + step, ...
   __device__ __forceinline__ void Start(int row, int step) {
     if (!brings_) return;
 #pragma unroll
@@ -63,13 +66,14 @@ class RowRing {
 #pragma unroll
     for (uint32_t turn = 0; turn < kStages; ++turn) BringRow(turn, row + static_cast<int>(turn) * step);
   }
-  // The row, when it is there; without one, what is in its place.
+  // Waits for the row and returns it. If there is no row, returns its place at once.
   __device__ __forceinline__ const uint4* Await(uint32_t turn, bool has_row) const {
     if (has_row) Wait(Barrier(turn % kStages), turn / kStages % 2);
     return ring_ + turn % kStages * row_units_;
   }
   __device__ __forceinline__ RowFacts Facts(uint32_t turn) const { return FactsPlace(turn); }
-  // All threads of the group have read the row: `row` takes its place, and after that comes row + step.
+  // Call when all threads of the group have read the row. `row` takes its place; the row after that will be
+  // row + step.
   __device__ __forceinline__ void Replace(uint32_t turn, int row, int step) {
     if (!brings_) return;
     AwaitAllCopies();
@@ -109,18 +113,18 @@ class RowRing {
   Copy copy_;
 };
 
-// Sums of two numbers over the groups of the same index of a cluster's blocks, the same bits in all their
-// threads. The sums' places and barriers are used by turns: whoever is about to write to a place for the next
-// sum but one knows that all have read it, since the next sum needed all of them.
+// Sums two values at once over the groups with the same index in all blocks of a cluster, with the same bits
+// in all threads. There are two sets of places and barriers, used in turn. A thread that writes to a place
+// for the next sum but one knows that all threads have read it, because the sum between needed all of them.
 template <int kBlocks>
 class PairSum {
  public:
   struct Scratch {
-    alignas(16) float sums[2][2][kMostSums];  // [turn][which of the two numbers]
+    alignas(16) float sums[2][2][kMostSums];  // [turn][which of the two values]
     uint64_t barriers[kMostGroups][2];
   };
 
-  // The block's scratch is usable after the next barrier of the cluster.
+  // Usable after the next barrier of the cluster.
   __device__ __forceinline__ PairSum(const RowGroup<false>& group, Scratch& scratch)
       : group_(group),
         quads_((kBlocks * (group.size / 32) + 3) / 4),
@@ -131,8 +135,8 @@ class PairSum {
       sums[i] = 0.0f;
     if constexpr (kBlocks > 1) {
       if (group.thread != 0) return;
-        // A loop, so that the other threads branch around it: racecheck takes an init that they are
-        // predicated off for a write of theirs to wherever.
+        // A loop, so that the other threads branch around it. If they were only predicated off, racecheck
+        // would report a write by them to an undefined address.
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) InitBarrier(Barrier(turn), static_cast<uint32_t>(group.size / 32));
       FenceBarrierInit();
@@ -140,7 +144,7 @@ class PairSum {
   }
 
   __device__ __forceinline__ float2 operator()(uint32_t count, float a, float b) {
-    // The lower half of the warp adds up a, the upper b.
+    // The lower half of the warp sums a, the upper half sums b.
     const int which = group_.lane / 16;
     float sum = which == 1 ? b : a;
     sum += __shfl_xor_sync(0xffffffffu, which == 1 ? a : b, 16);
@@ -180,7 +184,7 @@ class PairSum {
   }
 
   const RowGroup<false>& group_;
-  int quads_;  // places of the group's sums, by four; those past the last warp's stay zero
+  int quads_;  // places of the group's sums, in fours; places past the last warp stay 0
   int first_;
   Scratch& scratch_;
 };
@@ -188,15 +192,15 @@ class PairSum {
 // ---- kernel ----
 
 constexpr int64_t kMostRows = int64_t{1} << 30;
-constexpr int64_t kFewestColumns = 1024;        // shorter rows leave too few threads a group
-constexpr int64_t kFewestColumnsToPair = 2048;  // rows of as many are shared by the blocks of a cluster
-constexpr int64_t kMostColumnsOfTwo = 8192;     // vectors a thread; then three
-constexpr int64_t kFewestColumnsAlone = 10240;  // rows of as many are shared only where they have to be
+constexpr int64_t kFewestColumns = 1024;        // shorter rows leave too few threads for a group
+constexpr int64_t kFewestColumnsToPair = 2048;  // such rows, and longer ones, are shared by two blocks
+constexpr int64_t kMostColumnsOfTwo = 8192;     // with two vectors a thread; more columns: three
+constexpr int64_t kFewestColumnsAlone = 10240;  // such rows, and longer ones, are shared only if necessary
 
-// One thread's vectors of a row, as they came.
+// One thread's vectors of a row, as loaded.
 template <typename X, typename Dy, int kVectors>
 struct HeldRow {
-  static constexpr int kXPieces = sizeof(X) / 2;  // of 16 bytes in a vector
+  static constexpr int kXPieces = sizeof(X) / 2;  // 16-byte pieces of a vector
   static constexpr int kDyPieces = sizeof(Dy) / 2;
   uint4 x[kVectors][kXPieces];
   uint4 dy[kVectors][kDyPieces];
@@ -222,14 +226,14 @@ struct HeldRow {
   }
 };
 
-// How the work is divided.
+// How a launch divides the work.
 struct Plan {
-  int group = 0;     // threads that work on a row in a block
+  int group = 0;     // threads of a block that work on a row
   int groups = 0;    // of a block
-  int clusters = 0;  // of one block or two
-  int vectors = 0;   // of a row in a block; the second block of a cluster may have one less
+  int clusters = 0;  // of one or two blocks
+  int vectors = 0;   // of a row, in a block; the second block of a cluster may have one less
   int row_vectors = 0;
-  int rounds = 0;  // rows of a group, the last of which may be missing
+  int rounds = 0;  // rows of a group; the last one may be missing
   float inverse_cols = 0.0f;
   int shared_bytes = 0;
 };
@@ -239,11 +243,11 @@ __global__ __launch_bounds__(kThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
                                                         const __grid_constant__ NormBackwardParams b,
                                                         const __grid_constant__ Plan plan) {
-  // [groups][kStages] parts of rows of x, then dy, at the end the groups' sums; then the gain, unless it is
-  // in registers.
+  // [groups][kStages] parts of rows of x, then dy; at the end reused for the groups' sums. Then the gain,
+  // unless it is in registers.
   extern __shared__ uint4 shared[];
   __shared__ typename PairSum<kBlocks>::Scratch scratch;
-  constexpr int kUnits = static_cast<int>((sizeof(X) + sizeof(Dy)) / 2);  // of a vector in the ring
+  constexpr int kUnits = static_cast<int>((sizeof(X) + sizeof(Dy)) / 2);  // 16-byte units of a vector
   const RowGroup<false> group(plan.group);
   PairSum<kBlocks> pair_sum(group, scratch);
   const int cluster = static_cast<int>(blockIdx.x) / kBlocks;
@@ -275,7 +279,7 @@ __global__ __launch_bounds__(kThreads,
   if constexpr (!Gain<kVectors>::kHeld) __syncthreads();
 
   ColumnSums<kVectors> sums;
-  // All groups take part in every round, with a row or without.
+  // All groups take part in every round, even without a row.
   for (int turn = 0; turn < plan.rounds; ++turn, row += step) {
     const bool has_row = row < p.rows;
     const HeldRow<X, Dy, kVectors> held(ring.Await(turn, has_row), vectors, group, ring.Facts(turn));
@@ -327,7 +331,7 @@ struct Launch {
   const DeviceLimits& limits;
   cudaStream_t stream;
   int64_t* partial_rows;
-  bool asks = false;  // whether it would fit; launches nothing
+  bool asks = false;  // only tests whether rows fit; launches nothing
 
   template <typename X, typename Dy, int kBlocks, int kVectors, int kThreads>
   bool IfFits(cudaError_t* error) const {
@@ -344,8 +348,8 @@ struct Launch {
     *error = cudaLaunchKernelEx(launch.config(), kernel, p, b, plan);
     return true;
   }
-  // As many threads as registers suffice for, and three vectors a thread rather than four: of four the gain
-  // lies in shared memory.
+  // Uses as many threads as the registers allow, and three vectors a thread rather than four, because with
+  // four the gain is in shared memory.
   template <typename X, typename Dy>
   bool IfFits(cudaError_t* error) const {
     const int64_t cols = p.x.cols;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Limits and plans of the products on Hopper (plan.h).
 #include "kernels/cuda/kernels/hopper/plan.h"
 
 #include <algorithm>
@@ -6,16 +7,17 @@
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
-// Below these the tiles are too few to fill the device, and cuBLAS splits the inner dimension.
+// With fewer rows or tiles, the tiles cannot fill the device, while cuBLAS splits the inner dimension.
 constexpr int64_t kFewestFusedRows = 512;
 constexpr int64_t kFewestFusedTiles = 512;
 
-// The cost of a tile in stages of the main loop, and what its partial sums add to it.
+// The costs, in stages of the main loop, of a tile, and of the partial sums of a segment.
 constexpr int64_t kTileStages = 4;
 constexpr int64_t kSegmentStages = 8;
 constexpr int64_t kMostSegments = 12;
 
-// Beside cuBLASLt, each alone at the card's power limit: docs/lab/2026-11-21-hopper-products.md.
+// The number of rows from which these products are faster than cuBLASLt, each alone at the card's power
+// limit: docs/lab/2026-11-21-hopper-products.md.
 constexpr int64_t kFewestGemmRows = 768;
 
 }  // namespace
@@ -63,7 +65,7 @@ absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab) {
 }
 
 int64_t RowTilesPerGroup(int64_t row_tiles) {
-  constexpr int64_t kMost = 10;  // of 66 tiles at a time: then they are from at least six panels
+  constexpr int64_t kMost = 10;  // 66 tiles at a time then come from at least six panels
   return CeilDiv(row_tiles, CeilDiv(row_tiles, kMost));
 }
 
@@ -100,8 +102,8 @@ GradientGemmPlan PlanGradientGemm(int64_t rows, int64_t columns, int64_t inner, 
 absl::string_view WhyNoGradientGemms(DType compute, const DeviceLimits& limits) {
   if (limits.fused_clusters == 0) return "not a Hopper GPU";
   if (compute == DType::kFloat32) return "fp32 compute";
-  // Clusters that share a tile wait for each other: with kernels of two processes on the device at once, some
-  // of each might run and wait for ever for those that have no place.
+  // Clusters that share a tile wait for each other. If kernels of two processes are on the device at once,
+  // some clusters of each might run and wait forever for clusters that have no place.
   if (limits.shared_by_mps) return "MPS is enabled";
   return "";
 }

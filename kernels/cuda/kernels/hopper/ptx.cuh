@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hopper's own instructions (sm_90a) under plain names: barriers in shared memory, bulk tensor copies,
-// warpgroup matrix products, clusters. Nothing here knows what it is used for.
+// Instructions that only Hopper has (sm_90a) under plain names: barriers in shared memory, bulk tensor
+// copies, warpgroup matrix products, clusters. This file does not know what they are used for.
 //
-// Addresses of shared memory are 32-bit offsets in the shared window (SharedAddress). "Async proxy" is what
-// the copy engine and the tensor cores read and write through; ordinary stores reach it after
+// Addresses of shared memory are 32-bit offsets in the shared window (SharedAddress). The copy engine and the
+// tensor cores read and write through the "async proxy"; ordinary stores are visible to it after
 // FenceAsyncProxy().
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_PTX_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_PTX_CUH_
@@ -35,7 +35,8 @@ __device__ __forceinline__ uint32_t Multiprocessor() {
   return id;
 }
 
-// All threads of all blocks of the cluster; orders what came before against what comes after.
+// Barrier for all threads of all blocks of the cluster. It orders memory accesses before it against those
+// after it.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -46,17 +47,17 @@ __device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals)
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the cluster and to the copy engine.
+// Makes initialized barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// One arrival, and `bytes` more that copies have to bring before the phase ends.
+// Arrives once, and adds `bytes` to those that copies have to bring before the phase ends.
 __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// One arrival at the barrier at the same place in block `rank` of the cluster.
+// Arrives once at the barrier at the same address in block `rank` of the cluster.
 __device__ __forceinline__ void ArriveAt(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
@@ -78,7 +79,7 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// The same; what other blocks of the cluster wrote before their part of the phase is visible after it.
+// The same. Data that other blocks of the cluster wrote before their part of the phase is visible afterwards.
 __device__ __forceinline__ void WaitForCluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{.reg .pred done;\n"
@@ -91,8 +92,8 @@ __device__ __forceinline__ void WaitForCluster(uint32_t barrier, uint32_t parity
       : "memory");
 }
 
-// `value` to the same place in block `rank` of the cluster; its four bytes count at the barrier at the same
-// place there.
+// Sends `value` to the same address in block `rank` of the cluster. Its four bytes count at the barrier at
+// the same address there.
 __device__ __forceinline__ void SendFloat(uint32_t to, float value, uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{.reg .b32 remote, remote_barrier; mapa.shared::cluster.u32 remote, %0, %3;"
@@ -103,14 +104,15 @@ __device__ __forceinline__ void SendFloat(uint32_t to, float value, uint32_t bar
       : "memory");
 }
 
-// Named barrier of the block: `threads` of them have to come. Barrier 0 is __syncthreads().
+// Named barrier of the block, for `threads` threads. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void SyncNamed(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- bulk copies ----
 
-// `bytes` consecutive bytes to shared memory, counted at `barrier`; all of them multiples of 16.
+// Copies `bytes` consecutive bytes to shared memory, counted at `barrier`. Addresses and `bytes` are
+// multiples of 16.
 __device__ __forceinline__ void CopyBytesIn(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -120,7 +122,7 @@ __device__ __forceinline__ void CopyBytesIn(uint32_t to, const void* from, uint3
 
 // ---- bulk tensor copies ----
 
-// The box at column x, row y to shared memory; its bytes count at `barrier`.
+// Copies the box at column x, row y to shared memory. Its bytes count at `barrier`.
 __device__ __forceinline__ void CopyBoxIn(uint32_t to, const CUtensorMap& map, int x, int y,
                                           uint32_t barrier) {
   asm volatile(
@@ -130,8 +132,8 @@ __device__ __forceinline__ void CopyBoxIn(uint32_t to, const CUtensorMap& map, i
       : "memory");
 }
 
-// The same to the same place in every block of the cluster that has its bit in `blocks`, each counting at its
-// own barrier.
+// The same to the same address in every block of the cluster whose bit is set in `blocks`. In each block the
+// bytes count at that block's barrier.
 __device__ __forceinline__ void CopyBoxToBlocks(uint32_t to, const CUtensorMap& map, int x, int y,
                                                 uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -141,7 +143,7 @@ __device__ __forceinline__ void CopyBoxToBlocks(uint32_t to, const CUtensorMap& 
       : "memory");
 }
 
-// A box from shared memory to column x, row y, as one bulk group of this thread.
+// Copies a box from shared memory to column x, row y, as one bulk group of this thread.
 __device__ __forceinline__ void CopyBoxOut(const CUtensorMap& map, int x, int y, uint32_t from) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
                    reinterpret_cast<uint64_t>(&map)),
@@ -150,7 +152,7 @@ __device__ __forceinline__ void CopyBoxOut(const CUtensorMap& map, int x, int y,
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// The same, added to what is there, once for each element.
+// The same, but each element is added once to the element in memory.
 __device__ __forceinline__ void AddBoxOut(const CUtensorMap& map, int x, int y, uint32_t from) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
                    reinterpret_cast<uint64_t>(&map)),
@@ -181,8 +183,8 @@ __device__ __forceinline__ void LowerRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Four 8x8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l
-// / 8.
+// Stores four 8x8 matrices of 16-bit elements to shared memory. Lane l gives the address of row l % 8 of
+// matrix l / 8.
 __device__ __forceinline__ void StoreMatrices(uint32_t row_address, uint32_t m0, uint32_t m1, uint32_t m2,
                                               uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(m0),
@@ -190,7 +192,7 @@ __device__ __forceinline__ void StoreMatrices(uint32_t row_address, uint32_t m0,
                : "memory");
 }
 
-// The same, each matrix transposed.
+// The same, with each matrix transposed.
 __device__ __forceinline__ void StoreMatricesTransposed(uint32_t row_address, uint32_t m0, uint32_t m1,
                                                         uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
@@ -206,7 +208,7 @@ __device__ __forceinline__ void StoreWord(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
 
-// The word at the same place in block `rank` of the cluster.
+// Loads the word at the same address in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t LoadWordOf(uint32_t address, uint32_t rank) {
   uint32_t word;
   asm volatile(
@@ -218,7 +220,7 @@ __device__ __forceinline__ uint32_t LoadWordOf(uint32_t address, uint32_t rank) 
   return word;
 }
 
-// The low half of `word` to shared memory.
+// Stores the low half of `word` to shared memory.
 __device__ __forceinline__ void StoreHalf(uint32_t address, uint32_t word) {
   asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(word)) : "memory");
 }
@@ -228,10 +230,10 @@ __device__ __forceinline__ void StoreHalf(uint32_t address, uint32_t word) {
 // Which dimension of an operand is contiguous in memory: the inner one, or its rows (A) or columns (B).
 enum class Major { kInner, kOuter };
 
-// An operand in shared memory, stored with the 128-byte swizzle by copies of boxes of 64 elements (128 bytes)
-// of the contiguous dimension; `address` is a multiple of 1024. kInner: one line of 128 bytes for each row of
-// A or column of B. kOuter: slabs of 64 rows of A or columns of B, in each 64 lines, one for each inner
-// element.
+// The descriptor of an operand in shared memory. The operand was stored with the 128-byte swizzle, by copies
+// of boxes of 64 elements (128 bytes) of the contiguous dimension. `address` is a multiple of 1024. kInner:
+// one line of 128 bytes for each row of A or column of B. kOuter: slabs of 64 rows of A or columns of B; each
+// slab has 64 lines, one for each inner element.
 template <Major kMajor>
 __device__ __forceinline__ uint64_t MatrixDescriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
@@ -240,11 +242,11 @@ __device__ __forceinline__ uint64_t MatrixDescriptor(uint32_t address) {
   return kSwizzle128 | kLineGroupStride | kSlabStride | ((address & 0x3ffff) >> 4);
 }
 
-// What 16 elements further along the inner dimension adds to a descriptor.
+// What is added to a descriptor for 16 elements further along the inner dimension.
 template <Major kMajor>
 inline constexpr uint64_t kDescriptorStep = kMajor == Major::kOuter ? 16 * 128 >> 4 : 16 * 2 >> 4;
 
-// Registers of the accumulators are ours again only after the products have been waited for.
+// After BeginProducts, the accumulator registers may be used again only after WaitProducts.
 __device__ __forceinline__ void BeginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -254,12 +256,13 @@ __device__ __forceinline__ void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Lane l of warp w of the warpgroup holds of D [64, 256] the rows 16 w + l / 4 (elements 4 j, 4 j + 1 of d)
-// and 8 further (4 j + 2, 4 j + 3), columns 8 j + 2 (l % 4) and the next.
+// The rows of one product. Lane l of warp w of the warpgroup holds of D [64, 256] the rows 16 w + l / 4
+// (elements 4 j and 4 j + 1 of d) and 16 w + l / 4 + 8 (4 j + 2 and 4 j + 3), in the columns 8 j + 2 (l % 4)
+// and the next one.
 inline constexpr int kProductRows = 64;
 
-// The text and operands of the product, which only the types of A and B tell apart; PTX wants every register
-// by its name.
+// The text and operands of the product instruction; only the types of A and B differ. PTX needs the name of
+// every register.
 #define LOSSD_WGMMA(types)                                                                                \
   asm volatile(                                                                                           \
       "{.reg .pred p; setp.ne.b32 p, %130, 0;"                                                            \

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exponentials of 16 bits from which logits can be recovered: 2^d times the slope of a softcap cannot,
-// because logits below and above softcap - 1 may have the same.
+// A 16-bit encoding of exponentials from which logits can be recovered. From 2^d times the slope of a softcap
+// they cannot, because two logits on either side of softcap - 1 may give the same product.
 //
-// 2^d alone, rounded to bf16, says d within 0.003, and with it the slope within 0.004 / softcap. That is
-// little of a slope that is not small. Where the slope is small, it is stored instead, negative, and 2^64
-// times as large if the logit is positive: z = +-softcap sqrt(1 - slope) follows from it within softcap *
-// slope / 1000. The limit between the two makes both errors at most 0.003 for softcaps from 4 on; that of
-// rounding to bf16 is up to 0.002.
+// 2^d alone, rounded to bf16, gives d within 0.003, and with it the slope within 0.004 / softcap, which is a
+// small error unless the slope is small. If the slope is small, it is stored instead: negative, and
+// multiplied by 2^64 if the logit is positive. Then z = +-softcap sqrt(1 - slope) follows within softcap *
+// slope / 1000. The limit between the two cases makes both errors at most 0.003 for softcaps of at least 4;
+// rounding to bf16 alone gives up to 0.002.
 //
-// The file is shorter than 60 lines because it is one encoding, which the logit pass writes and the gradient
-// of the entropy reads.
+// The encoding has a file of its own because the logit pass writes it and the gradient of the entropy reads
+// it.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_RECOVERABLE_CUH_
 
@@ -19,28 +19,29 @@
 namespace lossd::kernels::cuda::hopper {
 
 inline constexpr float kPositiveLogit = 0x1p64f;
-inline constexpr float kLeastSlope = 0x1p-60f;  // what is below counts as 0
+inline constexpr float kLeastSlope = 0x1p-60f;  // smaller slopes count as 0
 
-// Slopes below this are stored instead of exponentials.
+// Smaller slopes are stored instead of exponentials.
 __host__ __device__ inline float SmallSlope(float softcap) {
   const float limit = 2.0f / softcap;
   return limit < 0.5f ? limit : 0.5f;
 }
 
-// `exponential`: of the logit. small_slope: SmallSlope().
+// `exponential`: 2^d of the logit. small_slope: SmallSlope().
 __device__ __forceinline__ float MakeRecoverable(float exponential, const Logit& logit, float small_slope) {
   if (logit.slope >= small_slope) return exponential;
   if (!(logit.slope >= kLeastSlope)) return 0.0f;
   return logit.z > 0.0f ? -kPositiveLogit * logit.slope : -logit.slope;
 }
 
+// What is recovered from a stored element.
 struct Recovered {
-  float exponential;  // 0: the others say nothing
+  float exponential;  // 0: the other members have no meaning
   float exponent;     // d
   float slope;
 };
 
-// What a stored element of a row says; RecoverCapped: of a row with this reference, under a softcap.
+// Decodes a stored element of a row. RecoverCapped: under a softcap, for a row with this reference.
 __device__ __forceinline__ Recovered RecoverPlain(float stored) { return {stored, __log2f(stored), 1.0f}; }
 
 __device__ __forceinline__ Recovered RecoverCapped(float stored, float reference, float softcap) {
