@@ -354,8 +354,13 @@ int Connections::count() const {
 
 ConnectionChoice Connections::choice() const {
   absl::MutexLock lock(&mu_);
-  return {static_cast<int>(channels_.size()),
-          options_.channels.has_value() ? "the client was told so" : chooser_.reason()};
+  ConnectionChoice choice{.connections = static_cast<int>(channels_.size())};
+  if (wire::DirectServer::Find(peer_.target) != nullptr) {
+    choice.reason = "loss computations need none, as the server is in this process";
+  } else {
+    choice.reason = options_.channels.has_value() ? "the client was told so" : chooser_.reason();
+  }
+  return choice;
 }
 
 void Connections::Begin() {

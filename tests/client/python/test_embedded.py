@@ -112,6 +112,28 @@ def test_rows_lie_in_memory_of_the_process(here: lossd.EmbeddedClient) -> None:
     assert here.transport[0] == "shared_memory", here.transport
 
 
+def test_loss_computations_need_no_connection(here: lossd.EmbeddedClient) -> None:
+    make(here)
+    with lossd.Client(here.target) as another:  # of the same process
+        for client in (here, another):
+            train(client, range(here.describe_head("lm").state.step, here.describe_head("lm").state.step + 1))
+            assert client.connections == (1, "loss computations need none, as the server is in this process")
+
+
+def test_a_server_that_asks_who_calls_asks_its_own_process_too(folder: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("trainer:p1:a-token-of-the-trainer\nreader:watch:a-token-of-the-reader\nadmin:ops:a-token-of-the-admin\n")
+    tokens.chmod(0o600)
+    flags = {"listen": "127.0.0.1:0", "token_file": str(tokens)}
+    with lossd.embedded(threads=1, flags=flags, client={"token": "a-token-of-the-admin"}) as here:
+        make(here)
+        train(here, range(1))
+        assert here.connections == (1, "little was sent in messages so far")
+        with lossd.Client(here.target, token="a-token-of-the-reader") as reader:
+            with pytest.raises(lossd.PermissionDenied, match="ComputeLoss"):
+                train(reader, range(1, 2))
+
+
 def test_several_servers_in_a_process(here: lossd.EmbeddedClient, folder: Path) -> None:
     make(here)
     with lossd.embedded(threads=1, http="127.0.0.1:0") as other:
