@@ -20,8 +20,8 @@
 // connection is never refused: the oldest one is closed to make room for it, if there are more than
 // kMostConnections in all or more than kMostPerPeer of one peer. (A peer is an address, or a user of this
 // host.) When a
-// new connection comes, connections older than kAge are closed too. So no client is locked out because others hold
-// connections. A connection costs one descriptor and no thread.
+// new connection comes, connections older than kAge are closed too. So no client is locked out because others
+// hold connections. A connection costs one descriptor and no thread.
 #ifndef LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 #define LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 

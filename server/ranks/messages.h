@@ -75,8 +75,8 @@ struct RowBytes {
   size_t teacher = 0;  // bytes of the teacher's hidden state; 0: no teacher
 };
 
-// ---- The leader's side ---- `head`, `teacher`: the ids of these heads at the worker. `teacher` is 0 if
-// there is no teacher.
+// ---- The leader's side ----
+// `head`, `teacher`: the ids of these heads at the worker. `teacher` is 0 if there is no teacher.
 v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head, uint64_t teacher);
 // Finds the place of bytes in memory that the worker has mapped. nullopt: they are not in such memory.
 using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* begin, size_t bytes)>;
@@ -100,7 +100,8 @@ absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool
 // the rows.
 void TakePartResults(const v1::SliceResults& results, kernels::Slice& slice);
 
-// ---- The worker's side ---- The chunk, except for its slices and its teacher.
+// ---- The worker's side ----
+// The chunk, except for its slices and its teacher.
 absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start);
 // The memory that a slice uses on the worker.
 struct SliceMemory {

@@ -160,8 +160,9 @@ class RankFiles final : public head::FileSites {
   std::map<std::pair<int, std::string>, std::string> noted_ ABSL_GUARDED_BY(mutex_);
 };
 
-// ---- What carries the sums and exchanges of all ranks ---- The leader chooses a library for them when all
-// workers have connected. The functions are stateless and thread-safe.
+// ---- What carries the sums and exchanges of all ranks ----
+// The leader chooses a library for them when all workers have connected. The functions are stateless and
+// thread-safe.
 
 // INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU. `why`: what needs a GPU for each rank,
 // for the message. CPUs have no names, and are not compared.
