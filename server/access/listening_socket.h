@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ListeningSocket owns a socket that listens, and the file of a Unix socket where it has one.
+// ListeningSocket owns a listening socket, and the file of a Unix socket.
 #ifndef LOSSD_SERVER_ACCESS_LISTENING_SOCKET_H_
 #define LOSSD_SERVER_ACCESS_LISTENING_SOCKET_H_
 
@@ -14,7 +14,7 @@
 
 namespace lossd::access {
 
-// Move-only, thread-compatible. Its end closes the socket and removes the socket's file.
+// A listening socket. The destructor closes it and removes its file. Move-only, thread-compatible.
 class ListeningSocket {
  public:
   // Listens on all addresses of `host` (an IPv6 address in brackets). Port 0: any free port, the same for all
