@@ -22,13 +22,10 @@ namespace lossd::app {
 // The options of a process that is one of several processes of a server.
 struct RankOptions {
   ranks::Launch launch;  // one rank: there is only this process
-  std::string
-      // "host:port" at which rank 0 listens for the other ranks; empty: derived from the leader's address.
-      listen;
-  std::string
-      // An address of this host that the other ranks reach; empty: the source address of packets to the
-      // leader.
-      host;
+  // "host:port" at which rank 0 listens for the other ranks; empty: derived from the leader's address.
+  std::string listen;
+  // An address of this host that the other ranks reach; empty: the source address of packets to the leader.
+  std::string host;
   // The library that carries sums and exchanges between the ranks (kernels::BackendChoice).
   std::string collectives = "auto";
   // Whether rank 0 shares the memory of rows with the ranks of its host. If not, rows travel in messages.

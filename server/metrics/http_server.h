@@ -19,9 +19,8 @@
 // Connections. They are accepted as gRPC's are (server/access), on a thread of their own. But a new
 // connection is never refused: the oldest one is closed to make room for it, if there are more than
 // kMostConnections in all or more than kMostPerPeer of one peer. (A peer is an address, or a user of this
-// host.) When a
-// new connection comes, connections older than kAge are closed too. So no client is locked out because others
-// hold connections. A connection costs one descriptor and no thread.
+// host.) When a new connection comes, connections older than kAge are closed too. So no client is locked out
+// because others hold connections. A connection costs one descriptor and no thread.
 #ifndef LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 #define LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 
