@@ -83,8 +83,7 @@ class Bell {
       if (alarms_.empty()) {
         earlier_.wait(lock);
       } else if (alarms_.begin()->first > Steady::now()) {
-        const Steady::time_point due = alarms_.begin()->first;  // a copy, because the alarm may be removed
-                                                                // meanwhile
+        const Steady::time_point due = alarms_.begin()->first;  // a copy: the alarm may be removed meanwhile
         earlier_.wait_until(lock, due);
       } else if (RingDue()) {
         earlier_.wait_for(lock, kAgain);

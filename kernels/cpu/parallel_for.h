@@ -66,9 +66,9 @@ class ThreadPool {
 
   absl::Mutex mutex_;
   Loop loop_ ABSL_GUARDED_BY(mutex_);
-  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;  // the number of loops so far, so that a worker runs each
-                                                     // loop once
-  int busy_ ABSL_GUARDED_BY(mutex_) = 0;             // workers that have not finished the current loop
+  // The number of loops so far. It lets a worker run each loop once.
+  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;
+  int busy_ ABSL_GUARDED_BY(mutex_) = 0;  // workers that have not finished the current loop
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 
   std::vector<std::thread> workers_;

@@ -27,8 +27,8 @@ void ApplyAdamW(const OptimizerOptions& options, int64_t update, double decay, d
 
 void ApplySgd(const OptimizerOptions& options, int64_t update, double decay, double gradient, double& value,
               double& buffer) {
-  double step = decay == 0.0 ? gradient : gradient + decay * value;  // without decay, a value of -infinity
-                                                                     // does not change
+  // Without decay, a value of -infinity does not change.
+  double step = decay == 0.0 ? gradient : gradient + decay * value;
   if (options.momentum > 0.0) {
     buffer = update == 1 ? step : options.momentum * buffer + (1.0 - options.dampening) * step;
     step = options.nesterov ? step + options.momentum * buffer : buffer;
@@ -138,8 +138,8 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
     if (c.error >= 0.5) undecided[c.v] = std::max(0.25, 2.0 * width * (1.0 - width));
     if (c.error > 0.0 && c.error < 0.5) AddCandidates(c, omega, candidates);
   }
-  std::vector<double> others(sizes.size() + 2);  // for each point: the shares of the classes that are not
-                                                 // taken
+  // For each point, the sum of the shares of the classes that are not taken.
+  std::vector<double> others(sizes.size() + 2);
   for (const Candidate& c : candidates) others[c.point] += c.taken ? 0.0 : c.share;
   for (const Candidate& c : candidates) {
     undecided[c.v] = std::min(1.0, undecided[c.v] + (c.taken ? 1.0 : c.share / others[c.point]));

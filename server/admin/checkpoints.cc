@@ -126,8 +126,7 @@ v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
   v1::CheckpointInfo message;
   message.set_checkpoint(info.name);
   if (!info.status.ok()) {
-    message.set_error(errors::ValidUtf8(info.status.message()));  // the message may contain bytes of a broken
-                                                                  // file
+    message.set_error(errors::ValidUtf8(info.status.message()));  // it may have bytes of a broken file
     return message;
   }
   *message.mutable_spec() = messages::ToProto(info.subject.head, info.subject.config);

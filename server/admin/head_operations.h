@@ -91,15 +91,14 @@ class DoneCalls {
 
   const std::string id_field_, kind_;
   mutable absl::Mutex mutex_;
-  std::map<std::string, std::deque<Done>, std::less<>> done_ ABSL_GUARDED_BY(mutex_);  // by head, the oldest
-                                                                                       // call first
+  std::map<std::string, std::deque<Done>, std::less<>> done_ ABSL_GUARDED_BY(mutex_);  // by head, oldest
+                                                                                       // first
 };
 
 // Remembers the last resets of each head.
 class ResetLog {
  public:
-  static constexpr size_t kRemembered = DoneCalls<v1::ResetHeadResponse>::kRemembered;  // remembered resets
-                                                                                        // of each head
+  static constexpr size_t kRemembered = DoneCalls<v1::ResetHeadResponse>::kRemembered;  // resets of each head
 
   // As DoneCalls::Find, for the field "reset_id".
   absl::StatusOr<std::optional<v1::ResetHeadResponse>> Find(const v1::ResetHeadRequest& request) const;

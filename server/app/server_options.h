@@ -101,10 +101,10 @@ struct ServerOptions {
   RankOptions ranks;
 
   // Admission.
-  int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
-  int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
-  int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: no deferred
-                                                // microbatches
+  int64_t slice_bytes = int64_t{4} << 20;      // largest slice payload
+  int64_t staging_bytes = int64_t{256} << 20;  // all buffers for slices in transit
+  // Hidden states of deferred microbatches; 0: there can be no deferred microbatches.
+  int64_t retained_bytes = int64_t{256} << 20;
   // Memory, of the host and of the GPU, that clients of this host may open and put their slices into
   // (docs/transport.md). It is allocated when clients open it; 0: none. `region_socket` is where they open
   // it: a path, or "@" and a name in the abstract namespace; empty: the server chooses.

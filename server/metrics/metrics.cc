@@ -57,8 +57,7 @@ int64_t CountOpenFiles() {
   std::error_code error;
   std::filesystem::directory_iterator entries("/proc/self/fd", error);
   if (error) return 0;
-  return std::distance(entries, std::filesystem::directory_iterator()) - 1;  // minus the descriptor of the
-                                                                             // listing itself
+  return std::distance(entries, std::filesystem::directory_iterator()) - 1;  // without the listing's own
 }
 
 }  // namespace
@@ -1065,8 +1064,8 @@ std::vector<MetricFamily> Metrics::Collect() const {
     if (shared_memory_) AddSharedMemoryFamilies(shared_memory_(), &families);
     const size_t of_server = families.size();
     if (ranks_) AddRankFamilies(ranks_(), &families);
-    const bool several = families.size() > of_server;  // there are several ranks; the first ranks are this
-                                                       // process's
+    // Whether there are several ranks. The first of them are this process's.
+    const bool several = families.size() > of_server;
     for (size_t i = 0; i < gpus_.size(); ++i) {
       if (gpus_[i] == nullptr) continue;
       std::vector<MetricFamily> own = gpus_[i]->Collect();

@@ -37,9 +37,7 @@ bool WorkerFiles::IsFor(const v1::Request& request) {
 void WorkerFiles::Handle(const v1::Request& request) {
   JoinEnded();
   const absl::Status status = Do(request);
-  if (status.ok() && (request.has_save_files() || request.has_load_files()))
-    return;  // the job answers when
-             // it ends
+  if (status.ok() && (request.has_save_files() || request.has_load_files())) return;  // the job answers later
   v1::FromWorker message;
   message.mutable_answer()->set_request(request.id());
   *message.mutable_answer()->mutable_status() = ToProto(status);
