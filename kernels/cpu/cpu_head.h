@@ -383,7 +383,7 @@ class CpuHead final : public CpuPooledKernels {
   const HeadConfig config_;
   const int part_;  // the index among the parts that divide the classes of one copy of the head
   const bool has_norm_;
-  const bool is_split_;  // by vocabulary
+  const bool is_split_;  // the head is split by vocabulary
   // This part delivers row results, and other results that are the same for all parts. The first part does.
   const bool reports_;
   const ShardRows classes_;  // the classes whose logits are computed here

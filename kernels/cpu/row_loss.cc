@@ -426,7 +426,7 @@ void RowSampler::Sample(float* gradient, int64_t n) {
   for (int64_t v = 0; v < n; ++v) {
     const double size = std::fabs(double{gradient[v]});
     square_ += size * size;
-    if (size >= threshold) continue;  // at or above the threshold: it is always kept
+    if (size >= threshold) continue;  // an element at or above the threshold is always kept
     variance_ += size * (threshold - size);
     gradient[v] = sampler_.Take(size / threshold) ? std::copysign(threshold_, gradient[v]) : 0.0f;
   }

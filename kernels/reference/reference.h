@@ -291,8 +291,8 @@ double DroppedMass(const LossOptions& options, const Softmax& soft, size_t targe
 // The derivative dL/ds of one class in pieces, without the logit scale.
 struct ClassGradient {
   double value = 0.0;      // without `uniform`
-  double magnitude = 0.0;  // of the terms of `value`
-  double uncapped = 0.0;   // of the terms of `value`, without the factor dz/ds
+  double magnitude = 0.0;  // sum of the absolute terms of `value`
+  double uncapped = 0.0;   // sum of the absolute terms of `value`, without the factor dz/ds
   // The part of label smoothing, which is the same for all rows except for a factor.
   double uniform = 0.0;
 };

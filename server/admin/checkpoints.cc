@@ -169,7 +169,7 @@ absl::Status Checkpoints::PrepareDirectory() {
   if (directory_ready_ && is_there) return absl::OkStatus();
   absl::Status status = head::PrepareCheckpointDirectory(options_.directory, options_.disk);
   if (absl::IsAlreadyExists(status))
-    status = absl::NotFoundError(status.message());  // something else is there
+    status = absl::NotFoundError(status.message());  // there is a file that is no folder
   status = OfTheDisk(std::move(status));
   if (directory_ready_ && status.ok()) {
     metrics_->events().Add(metrics::EventLevel::kWarning, "checkpoint_directory_made", "",

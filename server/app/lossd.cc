@@ -250,7 +250,7 @@ struct lossd_server {
   absl::Status StartServer() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status StartRanks() ABSL_LOCKS_EXCLUDED(mutex_);
   void OnLeaving() ABSL_LOCKS_EXCLUDED(mutex_);
-  // The server or the ranks; null if there is none, or not any more.
+  // The server or the ranks; null if there is none, or after Stop.
   std::shared_ptr<Server> server() ABSL_LOCKS_EXCLUDED(mutex_);
   std::shared_ptr<LocalRanks> ranks() ABSL_LOCKS_EXCLUDED(mutex_);
 

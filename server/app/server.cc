@@ -112,7 +112,8 @@ absl::Status Server::CreateEngine() {
   return absl::OkStatus();
 }
 
-// Handles the loss of a rank like the loss of the device, because its part of every head is lost.
+// Watches the ranks. The loss of a rank is handled like the loss of the device, because its part of every
+// head is lost.
 void Server::WatchRanks() {
   leader_->WatchLoss([this](const absl::Status& status) {
     metrics_->OnDeviceError(status);

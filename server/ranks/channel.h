@@ -27,7 +27,7 @@ namespace lossd::ranks {
 
 struct ChannelLimits {
   int64_t slice_bytes = 0;  // the most bytes of a slice's hidden states
-  // An end that answers no ping for so long is lost.
+  // An end that answers no ping for this long counts as lost.
   absl::Duration silence = absl::Seconds(30);
 };
 

@@ -284,7 +284,7 @@ struct WorkerOptions {
   ChannelLimits limits;
   Settings settings;                          // without the settings of the backend
   WorkerFilesOptions files = {};              // `rank` is not used here
-  absl::Duration timeout = absl::Minutes(5);  // for the leader to admit this rank
+  absl::Duration timeout = absl::Minutes(5);  // how long the leader may take to admit it
   // Called once on the driving thread, when joined() becomes true. It must not call into the worker.
   std::function<void()> on_joined = [] {};
   // Returns the metrics of this rank, as a scrape would. The leader shows them beside its own. Once the
