@@ -61,7 +61,7 @@ struct RowRequest {
   // be infinite, and the row has no upstream gradient here.
   bool counts_target = true;
   bool keeps_logits = false;  // the logits must be kept until Finish
-  float sample = 0.0f;        // sampleOf() of the row and the classes here, for sampled gradients
+  float sample = 0.0f;        // SampleOf() of the row and the classes here, for sampled gradients
   // The single classes here of which Summarise writes the logits.
   int32_t top_k = 0;
   RankedClass* top = nullptr;        // out: [top_k], as SelectTop
