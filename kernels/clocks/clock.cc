@@ -37,18 +37,19 @@ namespace {
 
 using Steady = std::chrono::steady_clock;
 
-constexpr auto kAgain = std::chrono::milliseconds(1);  // after a mutex was held by another thread
+constexpr auto kAgain = std::chrono::milliseconds(1);  // pause before Ring is tried again
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 
-// A wait whose end is to be rung for.
+// A wait that has a deadline.
 struct Alarm {
   absl::Mutex* mutex = nullptr;
-  absl::CondVar* changed = nullptr;  // null: the condition sees `rang`
+  absl::CondVar* changed = nullptr;  // null: the wait's condition reads `rang`
   bool rang = false;                 // guarded by `mutex`
 };
 
-// The thread that rings. It waits for no mutex of others, and so rings while it holds its own: once Remove
-// has returned, the alarm is not touched any more. Never destroyed, since threads may wait until the end.
+// The thread that ends waits at their deadlines. It never waits for the mutex of an alarm, so it can ring
+// while it holds its own mutex. Hence, once Remove has returned, the alarm is not used any more. Never
+// destroyed, because threads may wait until the process ends.
 class Bell {
  public:
   static Bell& Get() {
@@ -65,7 +66,7 @@ class Bell {
     if (place == alarms_.begin()) earlier_.notify_one();
     return place;
   }
-  // `alarm` was added at `place`.
+  // Removes `alarm`, for which Add has returned `place`.
   void Remove(Place place, const Alarm& alarm) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!alarm.rang) alarms_.erase(place);
@@ -82,7 +83,7 @@ class Bell {
       if (alarms_.empty()) {
         earlier_.wait(lock);
       } else if (alarms_.begin()->first > Steady::now()) {
-        const Steady::time_point due = alarms_.begin()->first;  // the alarm may go meanwhile
+        const Steady::time_point due = alarms_.begin()->first;  // a copy: the alarm may be removed meanwhile
         earlier_.wait_until(lock, due);
       } else if (RingDue()) {
         earlier_.wait_for(lock, kAgain);
@@ -90,7 +91,7 @@ class Bell {
     }
   }
 
-  // Whether some are due still, because others hold their mutexes.
+  // Rings all alarms that are due. Returns whether some are left, because other threads hold their mutexes.
   bool RingDue() {
     bool some_left = false;
     const auto now = Steady::now();
@@ -118,7 +119,8 @@ class Bell {
   std::multimap<Steady::time_point, Alarm*> alarms_;
 };
 
-// Reads `rang` with the alarm's mutex held, so it cannot change meanwhile.
+// Adds an alarm for its lifetime. The destructor runs with the alarm's mutex held, so `rang` cannot change
+// while Remove reads it.
 class Rung {
  public:
   Rung(Alarm* alarm, absl::Duration timeout) : alarm_(alarm), place_(Bell::Get().Add(alarm, timeout)) {}

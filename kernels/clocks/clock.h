@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program's clocks, and waits that end at a time of a clock. Everything that waits, measures or expires
-// goes by the steady clock, which nobody sets. The wall clock is for what people read, for dates that came
-// from outside (certificates), and for comparing with times that files have. scripts/check-clocks (a test)
-// finds code that asks the system past this file.
+// The program's clocks, and waits with a deadline. Waits, measurements and timeouts use the steady clock,
+// which cannot be set. The wall clock is for times that people read, for dates from outside (certificates),
+// and for comparisons with the times of files. scripts/check-clocks (a test) finds code that uses the
+// system's clocks instead of this file.
 //
 // All functions and classes are thread-safe.
 #ifndef LOSSD_KERNELS_CLOCKS_CLOCK_H_
@@ -17,35 +17,36 @@
 
 namespace lossd::clocks {
 
-// Goes forward by a second each second. Two of its times may be compared and subtracted; one alone says
-// nothing to people.
+// The steady clock: it advances by a second each second. Compare and subtract its times; a single one has no
+// meaning for people.
 absl::Time SteadyNow();
 
-// What a clock on the wall shows. It may jump, in both directions.
+// The wall clock: date and time of day. It may jump in both directions.
 absl::Time WallNow();
 
-// What the wall clock shows, or showed, at a time of the steady clock, as it is set now. Infinite times stay.
+// Converts a time of the steady clock to the wall clock as it is set now. Infinite times stay infinite.
 absl::Time OnTheWall(absl::Time steady);
 
-// For tests: the wall clock of this process is set by so much. The last call counts; zero undoes it.
+// For tests: sets the wall clock of this process ahead. The last call counts; zero undoes it.
 void SetWallClockForTesting(absl::Duration ahead);
 
-// AwaitUntil, AwaitFor and WaitFor end at a time of the steady clock. The waits of absl::Mutex end at a time
-// of the wall clock: when that is set back by two hours, a wait of a second takes two hours and a second.
+// AwaitUntil, AwaitFor and WaitFor end at a time of the steady clock. Use them in place of the waits of
+// absl::Mutex, which end at a time of the wall clock: if that is set back by two hours, a wait of one second
+// takes two hours and one second.
 //
-// One thread of the process rings for all waits that have an end; it begins with the first of them. A wait
-// costs two short locks more than one of absl::Mutex. An end is met within some milliseconds, and later while
-// another thread holds the mutex.
+// One thread of the process, which the first wait starts, ends all waits in time. A wait locks two more short
+// locks than a wait of absl::Mutex. It ends within some milliseconds of its deadline, or later if another
+// thread holds the mutex.
 
 // Waits, without the mutex, until `condition` is true or SteadyNow() reaches `deadline`. Returns whether the
 // condition is true; the mutex is held in either case.
 bool AwaitUntil(absl::Mutex& mutex, const absl::Condition& condition, absl::Time deadline)
     ABSL_SHARED_LOCKS_REQUIRED(mutex);
-// The same with a time from now. Negative: only asks.
+// The same, with a timeout from now on. If it is not positive, only evaluates the condition.
 bool AwaitFor(absl::Mutex& mutex, const absl::Condition& condition, absl::Duration timeout)
     ABSL_SHARED_LOCKS_REQUIRED(mutex);
 
-// Waits, without the mutex, until `changed` is signalled or the time has passed; may return earlier.
+// Waits, without the mutex, until `changed` is signalled or the timeout has passed. May return earlier.
 void WaitFor(absl::CondVar& changed, absl::Mutex& mutex, absl::Duration timeout)
     ABSL_SHARED_LOCKS_REQUIRED(mutex);
 
@@ -60,7 +61,7 @@ class Event {
     absl::MutexLock lock(&mutex_);
     return happened_;
   }
-  // Whether it has happened within this time.
+  // Waits for the event. Returns whether it has happened within this time.
   bool AwaitFor(absl::Duration timeout) const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     return clocks::AwaitFor(mutex_, absl::Condition(&happened_), timeout);
@@ -71,16 +72,16 @@ class Event {
   bool happened_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// A sign of life: one side beats whenever it makes progress, and the other side asks how long ago that was.
-// Neither member blocks.
+// A sign of life: one thread calls Beat when it makes progress, and another asks by Silence how long ago that
+// was. Both functions do not block.
 class Heartbeat {
  public:
   void Beat() { last_ = Clock::now(); }
-  // Since the last beat, or since this object began.
+  // The time since the last Beat, or since the construction.
   absl::Duration Silence() const { return absl::FromChrono(Clock::now() - last_.load()); }
 
  private:
-  using Clock = std::chrono::steady_clock;  // does not jump when the time of day is set
+  using Clock = std::chrono::steady_clock;  // does not jump when the wall clock is set
   std::atomic<Clock::time_point> last_ = Clock::now();
 };
 

@@ -47,12 +47,12 @@ class AdoptedStaging final : public StagingMemory {
   const absl::Span<uint8_t> memory_;
 };
 
-// What is refused, in errors.
+// The name of a head in errors.
 constexpr absl::string_view kTheHead = "the head";
 
 class CpuBackend final : public Backend {
  public:
-  // `accounting` may be shared with others.
+  // `accounting` may be shared with other backends.
   CpuBackend(const CpuBackendOptions& options, Replica replica, int threads,
              std::shared_ptr<MemoryAccounting> accounting)
       : workspace_bytes_(options.workspace_bytes),
@@ -238,7 +238,7 @@ absl::StatusOr<std::vector<CpuHead*>> CpuPartsOf(absl::Span<HeadKernels* const> 
 
 namespace {
 
-// The replicas that have the same classes.
+// Connects the replicas that have the same classes.
 class CpuReplicas final : public Replicas {
  public:
   explicit CpuReplicas(std::vector<CpuParams*> replicas) : replicas_(std::move(replicas)) {}
@@ -258,7 +258,7 @@ class CpuReplicas final : public Replicas {
   }
 
  private:
-  // The elements of the owner's shard among those that each of the replicas keeps of a parameter.
+  // The elements of an owner's shard, relative to the elements of the parameter that each replica keeps.
   struct Range {
     int64_t first;
     int64_t elements;
@@ -306,7 +306,7 @@ class CpuReplicas final : public Replicas {
   const std::vector<CpuParams*> replicas_;
 };
 
-// The replicas of a head that is split by vocabulary, one place after the other.
+// Connects the replicas of a head that is split by vocabulary: a CpuReplicas for each part.
 class CpuGrid final : public Replicas {
  public:
   explicit CpuGrid(std::vector<CpuReplicas> places) : places_(std::move(places)) {}

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks of a CPU head whose weight serves as an embedding (LossOptions::embedding): rows of the weight
-// go out, or gradients of them come in. There is no product, no norm and no loss.
+// CpuHead::EmbeddingRows: the chunks of a CPU head whose weight serves as an embedding
+// (LossOptions::embedding). Either rows of the weight are returned, or gradients of these rows come in and
+// are added. There is no matrix product, no norm and no loss.
 #include <algorithm>
 #include <cmath>
 
@@ -10,7 +11,7 @@
 namespace lossd::kernels {
 namespace {
 
-// So many rows of d elements are worth a thread.
+// The least number of rows of d elements for which a thread is worth waking.
 int64_t GrainOfRows(int64_t d) { return std::max<int64_t>(1, (1 << 15) / d); }
 
 }  // namespace
@@ -38,8 +39,8 @@ absl::Status CpuHead::EmbeddingRows::Compute() {
   return absl::OkStatus();
 }
 
-// Each part of a head has the rows of its classes and zeros for the others, so the sum over the parts is the
-// row.
+// Looks up the rows of the gathered classes. Each part of a head fills in the rows of its own classes, and
+// zeros for all others, so the sum over the parts is the row.
 absl::Status CpuHead::EmbeddingRows::LookUp() {
   const int64_t d = head_.config_.hidden_size;
   const RowRange rows = {0, order_.rows};
@@ -62,7 +63,7 @@ absl::Status CpuHead::EmbeddingRows::LookUp() {
   return absl::OkStatus();
 }
 
-// The scaled gradients of the gathered rows, and which slices have one that is not finite.
+// Gathers the gradients of the rows, scaled, and finds the slices with a gradient that is not finite.
 absl::Status CpuHead::EmbeddingRows::GatherGradients() {
   const int64_t d = head_.config_.hidden_size;
   head_.pool_->ParallelFor(order_.rows, GrainOfRows(d), [&](int64_t begin, int64_t end) {
@@ -80,8 +81,9 @@ absl::Status CpuHead::EmbeddingRows::GatherGradients() {
   return absl::OkStatus();
 }
 
-// Each part of a head has read the rows by itself, from memory that a client may write to meanwhile. A row
-// that one part has found not finite is so for all, so that all leave out the same slices.
+// Makes all parts of a head leave out the same slices. Each part has read the rows itself, from memory that a
+// client may change meanwhile, so parts may disagree. A row that one part finds not finite counts as such for
+// all parts.
 absl::Status CpuHead::EmbeddingRows::ShareVerdicts() {
   float* const own = head_.buffers_.bad_rows;
   float* const all = own + head_.chunk_rows_;
@@ -92,8 +94,8 @@ absl::Status CpuHead::EmbeddingRows::ShareVerdicts() {
   return absl::OkStatus();
 }
 
-// Each thread adds its columns of all rows, in order of rows. So the sums do not depend on how many threads
-// there are.
+// Each thread adds its columns of all rows, in the order of the rows. So the sums do not depend on the number
+// of threads.
 void CpuHead::EmbeddingRows::AddGradients() {
   const int64_t d = head_.config_.hidden_size;
   float* const gradient = head_.buffers_.gradient(Param::kWeight);

@@ -71,7 +71,8 @@ int64_t CpuParams::Elements(Param param) const {
   return StoredRowsOf(config_, {param, Role::kGradient}, replica_).rows * ShapeOf(config_, param).cols;
 }
 
-// What is on every device counts once.
+// Whether this replica counts the parameter in its part of the norm. A parameter that is on every device is
+// counted by replica 0 only.
 bool CpuParams::CountsInNorm(Param param) const {
   const bool of_classes = param == Param::kWeight || param == Param::kBias;
   return of_classes || replica_.index == 0 || !IsSplitByVocabulary(config_, replica_);
@@ -111,7 +112,7 @@ absl::Status CpuParams::AddGradient(Param param, int64_t row_begin, int64_t rows
   return absl::OkStatus();
 }
 
-// Sums of fixed blocks, added in their order: the result does not depend on the number of threads.
+// Adds the sums of fixed blocks in their order, so that the result does not depend on the number of threads.
 absl::StatusOr<double> CpuParams::GradNorm() {
   if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
   double total = 0.0;
@@ -134,8 +135,8 @@ absl::StatusOr<double> CpuParams::GradNorm() {
 
 namespace {
 
-// Whether every element of a row [cols] of gradients is +0 or -0, by their bits: subnormal numbers are not 0.
-// Makes the zeros of such a row +0, as a step leaves gradients.
+// Whether every element of a row [cols] of gradients is +0 or -0. Compares bits, because subnormal numbers
+// are not 0. Sets the elements of such a row to +0, as a step leaves gradients.
 bool TakeIdleRow(float* gradient, int64_t cols) {
   uint32_t bits = 0;
 #pragma omp simd reduction(| : bits)
@@ -166,7 +167,7 @@ absl::Status CpuParams::ApplyStep(const OptimizerOptions& options, int64_t updat
       continue;
     }
     pool_->ParallelFor(own.rows, std::max<int64_t>(1, kElementGrain / cols), [&](int64_t begin, int64_t end) {
-      int64_t first = begin;  // of the rows since the last idle one
+      int64_t first = begin;  // first row after the last idle row
       for (int64_t row = begin; row < end; ++row) {
         if (!TakeIdleRow(at(Role::kGradient, row * cols), cols)) continue;
         if (first < row) update_elements(first * cols, row * cols);
@@ -223,14 +224,15 @@ void UpdateAdamW(const OptimizerOptions& options, int64_t update, double decay, 
     const float v = beta2 * range.moment2[i] + rest2 * g * g;
     range.moment1[i] = m;
     range.moment2[i] = v;
-    // A parameter without any gradient so far stays, even with epsilon 0.
+    // If all gradients so far were 0, the step is 0, even with epsilon 0.
     const float step = m == 0.0f ? 0.0f : rate * m / (std::sqrt(v) * root + epsilon);
     range.value[i] = keep * range.value[i] - step;
     range.gradient[i] = 0.0f;
   }
 }
 
-// A value of -infinity, which masks a class, stays without decay: 0 times it would be NaN.
+// Without decay, a value is not multiplied by it: a value of -infinity, which masks a class, times 0 would be
+// NaN.
 void UpdatePlainSgd(const OptimizerOptions& options, double decay, const ParamRange& range) {
   const float rate = static_cast<float>(options.learning_rate);
   const float weight_decay = static_cast<float>(decay);
@@ -370,7 +372,7 @@ absl::Status RowGuard::CheckGradients(const Chunk& chunk, const RowOrder& order,
                        }
                      });
   if (buffers_.bad_rows != nullptr) {
-    // Each part tells the others of its rows.
+    // The parts of a split head exchange which of their rows are not finite.
     const int64_t n = rows.end - rows.begin;
     float* const own = buffers_.bad_rows;
     float* const all = buffers_.bad_rows + n;
@@ -394,8 +396,8 @@ NormParams NormParamsOf(const HeadConfig& config, const HeadBuffers& buffers) {
           buffers.value(Param::kNormShift)};
 }
 
-// Logits of this many bytes are turned into gradients while they are still in a cache, at least
-// kLeastBlockRows at a time so that packing W for the product stays cheap.
+// The logits of a block have about this many bytes, so that they are still in a cache when they are turned
+// into gradients. A block has at least kLeastBlockRows rows, so that packing W for the product stays cheap.
 constexpr int64_t kBlockBytes = int64_t{8} << 20;
 constexpr int64_t kLeastBlockRows = 128;
 
@@ -405,7 +407,7 @@ double SumOf(const float* values, int64_t n) {
   return sum;
 }
 
-// What the slices of a chunk want of single classes, at most.
+// The most single classes that a slice of the chunk wants.
 struct WantedClasses {
   int64_t top_k = 0;
   int64_t class_count = 0;
@@ -432,8 +434,8 @@ bool AnyGradEntropy(const Chunk& chunk) {
   return false;
 }
 
-// Whether the predicted relative error of sampled gradients exceeds the limit; over the rows with a gradient,
-// those left out that are not finite, or stand in for others.
+// Whether the predicted relative error of sampled gradients exceeds the limit. It is predicted from the rows
+// with a gradient, without rows that are not finite or that stand in for other rows.
 bool ExceedsError(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers) {
   double variance = 0.0;
   double square = 0.0;
@@ -520,9 +522,10 @@ absl::Status CpuHead::CheckTeacher(const HeadKernels& teacher) const {
 
 namespace {
 
-// Brings the values of a head in host memory to the pool, where a chunk finds them by `buffers`.
+// Copies the values of a head in host memory to the pool if they are not there, and makes `buffers` point to
+// them.
 void BringValues(const CpuPooled& pooled, const CpuParams& params, HeadBuffers& buffers) {
-  // They lie one after the other, the weight first (LayOut).
+  // In host memory all values are adjacent, the weight first (LayOut).
   const auto* const home = reinterpret_cast<const uint8_t*>(params.value(Param::kWeight));
   uint8_t* const here = pooled.Use(home);
   for (Param param : kAllParams) {
@@ -584,22 +587,22 @@ void CpuHead::Gather(const Chunk& chunk, const RowOrder& order) {
 
 namespace {
 
-// So many rows of c classes, which may be none, are worth a thread.
+// The least number of rows of c >= 0 classes for which a thread is worth waking.
 int64_t RowGrain(int64_t c) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(c, 1)); }
 
 }  // namespace
 
 namespace {
 
-// Delivers what is wanted of single classes, from all parts of a head that is split, whose statistics have
-// been merged and whose logits are there; some rows at a time. A given class has a logit that is not 0 on one
-// part alone, so the sum over the parts is that logit.
+// Delivers the logits and log-probabilities of single classes for a head that is split by vocabulary, some
+// rows at a time. The statistics are merged already, and the logits are in the buffers. Only the part that
+// has a given class brings its logit and the others bring 0, so the sum over the parts is the logit.
 class ClassMerger {
  public:
   ClassMerger(const Chunk& chunk, const HeadBuffers& buffers, ShardRows classes, ThreadPool* pool)
       : chunk_(chunk), buffers_(buffers), classes_(classes), pool_(pool) {}
 
-  // Of the gathered rows [begin, end), with room for so many entries.
+  // For the gathered rows `rows`, with room for `entries` entries.
   absl::Status Merge(const WantedClasses& wanted, RowRange rows, int64_t entries, int part, bool reports,
                      ClassExchange& exchange) const {
     if (wanted.top_k > 0) {
@@ -666,11 +669,11 @@ class ClassMerger {
 
 }  // namespace
 
-// Rows of a chunk with a teacher. Of a split head every part computes its classes of both heads. Borrows
-// everything. Thread-compatible.
+// Computes the rows of a chunk with a teacher. Each part of a split head computes its classes of both heads.
+// The arguments outlive the object. Thread-compatible.
 class CpuHead::Distiller {
  public:
-  // options.gradients: kExact or kSampled.
+  // options.gradients is kExact or kSampled.
   Distiller(const Chunk& chunk, const LossOptions& options, const RowOrder& order, CpuHead* student)
       : chunk_(chunk),
         order_(order),
@@ -680,49 +683,52 @@ class CpuHead::Distiller {
         teacher_(*static_cast<CpuHead*>(chunk.teacher)),  // CheckTeacher
         row_loss_(SelectRowLoops(), student->ContextFor(WithTarget(options))) {}
 
-  // As ComputeRows, in blocks of rows that the teacher's workspace holds too.
+  // As CpuHead::ComputeRows, in blocks of rows that also fit into the teacher's workspace.
   absl::Status ComputeRows();
 
  private:
-  // What the row loss is asked of a row: its loss with the target.
+  // The request to the row loss, for the part of the loss with the target; and the factors of the whole loss.
   struct Request {
     RowRequest with_target;
-    double row_weight = 1.0;  // of the whole loss
+    double row_weight = 1.0;  // weight of the whole loss
     double grad_loss = 1.0;
   };
-  // What the classes that are here say of a row.
+  // The statistics of a row over the classes here.
   struct Summary {
     RowStatistics statistics;
     TaughtRow taught;
   };
 
-  // The options of the loss with the targets, which is not sampled by itself.
+  // The options of the part of the loss with the targets. It is exact here, because the sum of both parts is
+  // sampled.
   static LossOptions WithTarget(LossOptions options) {
     options.gradients = Gradients::kExact;
     return options;
   }
-  // The logits of these rows in the teacher's workspace from its first row on, but for bias and softcap.
+  // Writes the teacher's logits of these rows into its workspace, from the first row on, without bias and
+  // softcap.
   void ComputeTeacherLogits(absl::Span<const RowSource> sources);
   // Calls body(i) for the gathered rows of a block.
   void ForEachRow(int64_t first, int64_t rows, absl::FunctionRef<void(int64_t i)> body) const;
-  // The rows of a block whose logits are there: their results and gradients. Of a head with all classes, and
-  // of one that is split.
+  // Compute the results and gradients of a block of rows whose logits are in the buffers: for a head that has
+  // all classes, and for a split head.
   void ComputeBlock(int64_t first, int64_t rows) const;
   absl::Status ComputeSplitBlock(int64_t first, int64_t rows) const;
 
-  // The steps of gathered row i, whose teacher's logits are there. In the end the gradient is in the place of
-  // the student's logits.
+  // The steps for gathered row i, whose student's and teacher's logits are in the buffers. In the end the
+  // gradient has replaced the student's logits.
   Request RequestOf(int64_t i) const;
   Summary Summarise(const Request& request, int64_t i, float* teacher_logits) const;
   DivergenceSums Sum(const TaughtRow& all, int64_t i, const float* teacher_logits) const;
   RowResult Finish(const Request& request, const RowStatistics& own, const RowStatistics& all,
                    const TaughtRow& taught, int64_t i, float* teacher_logits) const;
-  // Adds the bias and applies the softcap; false if a dot product is not finite that the cap would hide.
+  // Adds the bias and applies the softcap. False if a dot product is not finite, which the softcap would
+  // hide.
   bool Transform(float* teacher_logits) const;
 
   int64_t classes() const { return student_.classes_.rows; }
   float* LogitsOf(int64_t i) const { return student_.buffers_.logits + i * classes(); }
-  // Of row i of the block that begins with `first`.
+  // The teacher's logits of row i, in the block that begins with row `first`.
   float* TeacherLogitsOf(int64_t i, int64_t first) const {
     return teacher_.buffers_.logits + (i - first) * classes();
   }
@@ -736,7 +742,7 @@ class CpuHead::Distiller {
   const RowLoss row_loss_;
 };
 
-// The parts of a head divide their rows alike.
+// All parts of a head use the same blocks of rows.
 absl::Status CpuHead::Distiller::ComputeRows() {
   const int64_t d = student_.config_.hidden_size;
   const int64_t c = classes();
@@ -913,7 +919,8 @@ RowResult CpuHead::Distiller::Finish(const Request& request, const RowStatistics
   return row;
 }
 
-// With kAuto the rows are sampled first; if that is not accurate enough, they are computed again.
+// With kAuto, the rows are computed with sampled gradients first. If these are not accurate enough, the rows
+// are computed again.
 absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   LossOptions options = chunk.options;
   const bool is_auto = options.gradients == Gradients::kAuto;
@@ -938,8 +945,9 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
   return ComputeRows(chunk, options, order);
 }
 
-// Logits [block, C] = t x W^T over the classes that are here, then each row to its results and gradient, in
-// place. With classes elsewhere too, that waits for what those say of the rows.
+// Computes logits [block, C] = t x W^T over the classes here, with the logit scale t. Then turns each row, in
+// place, into its results and its gradient. If other parts have other classes, the second step waits for the
+// merged statistics.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
   if (options.distillation.used()) return Distiller(chunk, options, order, this).ComputeRows();
   const int64_t d = config_.hidden_size;
@@ -1001,8 +1009,8 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
   return exchange_->MergeGradients(part_, {buffers_.gradients, all}, {buffers_.results, all});
 }
 
-// dy = ds W for the rows that want it and, with a norm, for those whose gain and shift gradients need it;
-// then through the norm.
+// Computes dy = ds W for the rows with grad_hidden; with a norm, also for the rows that add to the gradients
+// of gain and shift. Then takes dy back through the norm.
 absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const Chunk& chunk, const RowOrder& order) {
   const int64_t d = config_.hidden_size;
   const int64_t c = classes_.rows;
@@ -1036,7 +1044,8 @@ absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
   return absl::OkStatus();
 }
 
-// Sums over rows of dy, which each part of a head has of other rows and needs of all.
+// Adds the gradients of gain and shift, which are sums over the rows of dy. Each part of a head has dy of
+// some rows, so the parts add up their sums.
 absl::Status CpuHead::AddNormGradients(RowRange rows) {
   const int64_t d = config_.hidden_size;
   const float* const grad = buffers_.grad_hidden + rows.begin * d;
@@ -1095,7 +1104,7 @@ void CpuHead::ScatterGradHidden(const Chunk& chunk, RowRange rows) {
       });
 }
 
-// dW [C, D] += ds^T x and db [C] += column sums of ds, over the accumulated rows.
+// Adds the weight gradient: dW [C, D] += ds^T x and db [C] += column sums of ds, over the accumulated rows.
 void CpuHead::AccumulateWeight(const RowOrder& order) {
   if (order.accumulated == 0) return;
   const int64_t d = config_.hidden_size;

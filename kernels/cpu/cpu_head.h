@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head on the CPU (CpuHead): HeadKernels with every product in fp32. It is synchronous: Submit returns
-// when the chunk is done, and calls back on the calling thread. CpuHead::ComputeResults calls the steps of a
-// chunk in their order. Before it stand its parts: the buffers of a chunk, the norm before the classifier
-// (NormForward), the guard of rows that are not finite (RowGuard), and the parameters (CpuParams).
+// CpuHead is one head on the CPU. It implements HeadKernels with every product in fp32. It is synchronous:
+// Submit calls back on the calling thread, and returns when the chunk is done. CpuHead::ComputeResults calls
+// the steps of a chunk in order. The parts of a head come before it in this file: its buffers (HeadBuffers),
+// the parameters (CpuParams), the norm before the classifier (NormForward), and the guard against rows that
+// are not finite (RowGuard).
 #ifndef LOSSD_KERNELS_CPU_CPU_HEAD_H_
 #define LOSSD_KERNELS_CPU_CPU_HEAD_H_
 
@@ -29,22 +30,23 @@
 
 namespace lossd::kernels {
 
-// Everything a head on the CPU keeps in memory, laid out in one arena per memory kind (HeadBuffers); the
-// order in which it gathers the rows of a chunk (RowOrder); and the rows of a chunk's slices in host memory,
-// as the head reads and writes them.
+// The memory of a head. HeadBuffers has all arrays of a head on the CPU, laid out in one arena per memory
+// kind. RowOrder is the order in which the head gathers the rows of a chunk. The functions after it read and
+// write the rows of a chunk's slices in host memory.
 //
 // Functions are stateless, and thread-safe on different rows.
 
 inline constexpr int64_t kMostChunkRows = 4096;
 
-// Where a gathered row came from.
+// The slice and the row in it that a gathered row came from.
 struct RowSource {
   int64_t slice;
   int64_t row;
 };
 
-// Pointers into the arenas; R = chunk rows. A tensor that the head does not have is null. Tensors begin with
-// the first row that the replica keeps (StoredRowsOf). C are the classes that it computes.
+// Pointers into the arenas. R = chunk rows, D = hidden size, C = classes that the replica computes. A tensor
+// that the head does not have is null. A tensor begins with the first row that the replica keeps
+// (StoredRowsOf).
 struct HeadBuffers {
   static constexpr size_t kParams = 5;
   static constexpr size_t kRoles = 4;
@@ -58,60 +60,66 @@ struct HeadBuffers {
 
   std::array<std::array<float*, kRoles>, kParams> tensors{};
 
-  float* hidden = nullptr;             // [R, D], after the norm
-  float* unit = nullptr;               // [R, D], after the norm but for gain and shift; only with a norm
+  float* hidden = nullptr;  // [R, D], after the norm
+  // [R, D], after the norm but before gain and shift; only with a norm.
+  float* unit = nullptr;
   float* inverse_deviation = nullptr;  // [R]; only with a norm
   float* grad_hidden = nullptr;        // [R, D]
-  float* logits = nullptr;             // [R, C], then their gradient
+  float* logits = nullptr;             // [R, C], later their gradient
   RowSource* sources = nullptr;        // [R]
   RowResult* results = nullptr;        // [R]
-  // Only of a head that is split by vocabulary:
-  RowStatistics* statistics = nullptr;  // [R], of the replica's classes
-  RowStatistics* merged = nullptr;      // [R], of all classes
-  GradientSums* gradients = nullptr;    // [R], of the replica's classes
-  TaughtRow* taught = nullptr;          // [R], of rows with a teacher, of the replica's classes
-  TaughtRow* merged_taught = nullptr;   // [R], likewise, of all classes
-  RankedClass* ranked = nullptr;        // [ClassEntries(R)], of the replica's classes, of some rows at a time
-  float* class_logits = nullptr;        // [ClassEntries(R)], likewise; 0 of classes elsewhere
-  float* bad_rows = nullptr;            // [2 R], of this part and of all: not 0 where dx is not finite
-  float* norm_sums = nullptr;           // [2 D]; only with a norm
+  // Only for a head that is split by vocabulary:
+  RowStatistics* statistics = nullptr;  // [R], over the replica's classes
+  RowStatistics* merged = nullptr;      // [R], over all classes
+  GradientSums* gradients = nullptr;    // [R], over the replica's classes
+  TaughtRow* taught = nullptr;          // [R], rows with a teacher, over the replica's classes
+  TaughtRow* merged_taught = nullptr;   // [R], rows with a teacher, over all classes
+  // [ClassEntries(R)], the replica's first classes of some rows at a time.
+  RankedClass* ranked = nullptr;
+  // [ClassEntries(R)], the logits of given classes of some rows at a time; 0 if another replica has the
+  // class.
+  float* class_logits = nullptr;
+  // [2 R], first of this part and then of all parts: not 0 for a row whose dx is not finite.
+  float* bad_rows = nullptr;
+  float* norm_sums = nullptr;  // [2 D]; only with a norm
 };
 
-// Entries of single classes that the parts of a head exchange at a time: at least those of one row.
+// How many entries for single classes the parts of a head exchange at a time. It is at least the entries of
+// one row.
 constexpr int64_t ClassEntries(int64_t chunk_rows) {
   return std::max<int64_t>(kMostTopClasses, kMostGivenClasses) + 2 * chunk_rows;
 }
 
-// Arenas of a head, indexed by MemoryKind.
+// The arenas of a head, indexed by MemoryKind.
 using HeadArenas = std::array<Arena, kMemoryKinds>;
 
-// Takes all arrays of a head with `chunk_rows` rows a chunk.
+// Takes all arrays of a head from the arenas, for chunks of `chunk_rows` rows.
 HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows, HeadArenas& arenas);
-// The bytes LayOut takes, by kind.
+// The bytes that LayOut takes, by kind.
 MemoryBytes PlanBuffers(const HeadConfig& config, Replica replica, int64_t chunk_rows);
-// Zeroed arenas for such a plan.
+// Allocates zeroed arenas of these sizes.
 absl::StatusOr<HeadArenas> AllocateArenas(const MemoryBytes& plan);
 
-// The most rows a chunk may have so that the workspace stays within `workspace_bytes`, at most
-// kMostChunkRows; the same for all replicas. RESOURCE_EXHAUSTED naming the bytes if one row does not fit.
+// The most rows of a chunk for which the workspace fits into `workspace_bytes`, but at most kMostChunkRows.
+// It is the same for all replicas. RESOURCE_EXHAUSTED naming the bytes if one row does not fit.
 absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int64_t workspace_bytes);
 
-// In which order the rows of a chunk are gathered, so that every later step works on a contiguous range.
-// Gathered rows come in four groups: accumulated only, accumulated with grad_hidden, grad_hidden only,
-// neither. Rows without target are left out. Within a group the order is that of the slices.
+// The order in which the rows of a chunk are gathered. It makes every later step work on a contiguous range
+// of rows. Rows without a target are left out. The others come in four groups: accumulated only, accumulated
+// with grad_hidden, grad_hidden only, neither. Within a group the rows are in the order of the slices.
 struct RowOrder {
-  int64_t rows = 0;          // all gathered rows
-  int64_t accumulated = 0;   // [0, accumulated) reach the accumulators
-  int64_t hidden_begin = 0;  // [hidden_begin, hidden_end) have grad_hidden
+  int64_t rows = 0;          // the number of gathered rows
+  int64_t accumulated = 0;   // rows [0, accumulated) are accumulated
+  int64_t hidden_begin = 0;  // rows [hidden_begin, hidden_end) have grad_hidden
   int64_t hidden_end = 0;
-  // [0, with_gradient()) need the gradient of their logits.
+  // Rows [0, with_gradient()) need the gradient of their logits.
   int64_t with_gradient() const { return hidden_end; }
 };
 
 // Writes sources[0 .. rows). `accumulate`: Chunk::accumulate_gradients.
 RowOrder OrderRows(absl::Span<const Slice> slices, bool accumulate, RowSource* sources);
 
-// Where the retained rows of a slice lie; the slice has a retained_offset.
+// The retained rows of a slice that has a retained_offset.
 inline uint8_t* RetainedRows(const Chunk& chunk, const Slice& slice) {
   return static_cast<CpuRetained*>(chunk.retained)->data() + slice.retained_offset;
 }
@@ -121,7 +129,7 @@ inline const uint8_t* HiddenRow(const Chunk& chunk, const Slice& slice, int64_t 
   return static_cast<const uint8_t*>(rows) + SizeOf(row * d, chunk.hidden_dtype);
 }
 
-// Keeps the hidden states of slices that ask for it.
+// Copies the hidden states of slices that ask for it to the retained memory.
 inline void Retain(const Chunk& chunk, int64_t d) {
   for (const Slice& slice : chunk.slices) {
     if (slice.retained_offset < 0 || slice.hidden == nullptr) continue;
@@ -161,13 +169,13 @@ inline void AddToSums(const Objective& objective, const Slice& slice, int64_t ro
   if (objective.active() && !IsAbsent(slice, row)) sums.objective.Add(result.objective);
 }
 
-// The parameters of a head on the CPU, with their gradients and moments: reads, writes and sums (CpuParams),
-// and the update that the optimizer makes of a parameter (UpdateParams). kernels/head_config.h names the
-// tensors and their dimensions. A replica has the rows that StoredRowsOf() says: others are NOT_FOUND, or
-// rows out of range.
+// CpuParams has the parameters of a head on the CPU, with their gradients and moments: it reads, writes and
+// adds to them. UpdateParams is the optimizer's update of a parameter. kernels/head_config.h names the
+// tensors and their shapes. A replica has the rows of StoredRowsOf(); access to other rows fails with
+// NOT_FOUND or as out of range.
 
-// The members have the contracts that HeadKernels states for them, thread-safety included. Borrows the pool
-// and the arenas that the buffers point into.
+// The member functions have the contracts of the same functions of HeadKernels, including thread-safety. The
+// pool, and the arenas that the buffers point into, outlive the object.
 class CpuParams {
  public:
   CpuParams(const HeadConfig& config, Replica replica, ThreadPool* pool, const HeadBuffers& buffers)
@@ -187,14 +195,14 @@ class CpuParams {
   const HeadConfig& config() const { return config_; }
   Replica replica() const { return replica_; }
   ThreadPool& pool() { return *pool_; }
-  // All rows that the replica keeps; null if the head has no such tensor.
+  // The first row that the replica keeps of a tensor; null if the head has no such tensor.
   float* value(Param param) const { return buffers_.tensor({param, Role::kValue}); }
   float* gradient(Param param) const { return buffers_.tensor({param, Role::kGradient}); }
 
  private:
   ShardRows shard(Param param) const { return ShardRowsOf(config_, param, replica_); }
   float* RowOf(TensorId id, int64_t row) const;
-  int64_t Elements(Param param) const;  // of the gradient that the replica keeps
+  int64_t Elements(Param param) const;  // elements of the gradient that the replica keeps
   bool CountsInNorm(Param param) const;
 
   const HeadConfig config_;
@@ -203,7 +211,7 @@ class CpuParams {
   const HeadBuffers buffers_;
 };
 
-// A range of one parameter; [n] each. Moments that the optimizer does not use may be null.
+// A range of elements of one parameter; [n] each. Moments that the optimizer does not use may be null.
 struct ParamRange {
   float* value = nullptr;
   float* gradient = nullptr;
@@ -212,9 +220,9 @@ struct ParamRange {
   int64_t n = 0;
 };
 
-// The optimizer's update number `update` (1-based) in fp32, in one pass over the range: value, moments and
-// gradient are each read and written once, and the gradient is zero afterwards. `is_vector`: a bias or norm
-// parameter. Stateless; thread-safe on disjoint ranges.
+// Makes the optimizer's update number `update` (1-based) of a range, in fp32. One pass reads and writes
+// value, moments and gradient once each. The gradient is zero afterwards. `is_vector`: the parameter is a
+// bias or belongs to the norm. Stateless; thread-safe on disjoint ranges.
 void UpdateParams(const OptimizerOptions& options, int64_t update, bool is_vector, const ParamRange& range);
 
 // The norm before the classifier, one row at a time; fp32 values, double sums. NormForward and NormBackward
@@ -236,20 +244,22 @@ float NormForward(const NormParams& params, float* unit, float* y);
 // grad [D] holds dL/dy on entry and dL/dx on return.
 void NormBackward(const NormParams& params, const float* unit, float inverse_deviation, float* grad);
 
-// Keeps rows that are not finite out of the accumulators of one head. Borrows everything. Thread-compatible.
+// Keeps rows that are not finite out of the weight gradients of one head. The arguments of the constructor
+// outlive the object. Thread-compatible.
 class RowGuard {
  public:
   RowGuard(const HeadBuffers& buffers, int64_t hidden_size, int64_t classes, ThreadPool* pool)
       : buffers_(buffers), hidden_size_(hidden_size), classes_(classes), pool_(pool) {}
 
-  // Sets first_nonfinite_row of all slices: the first row whose result is not finite, or -1. True if a slice
-  // has one.
+  // Sets first_nonfinite_row of each slice to its first row whose result is not finite, or -1. True if any
+  // slice has such a row.
   bool FindFailedSlices(const Chunk& chunk, const RowOrder& order) const;
-  // Finds those slices and clears all their rows, so that they add exactly nothing to any sum over rows (a
-  // factor 0 alone would not do: 0 * NaN is NaN).
+  // Finds these slices and sets all their rows to zero, so that they add exactly 0 to every sum over rows. (A
+  // factor of 0 is not enough, because 0 * NaN is NaN.)
   void ClearFailedSlices(const Chunk& chunk, const RowOrder& order) const;
-  // The same for rows whose gradient in grad_hidden, before it goes through a norm, is not finite. `rows`
-  // have one; here it is complete for those of them in `here`, on other parts of a head for the others.
+  // The same for rows whose gradient in grad_hidden is not finite, before it goes through a norm. `rows`: the
+  // rows that have a gradient. `here`: the rows among them whose gradient this part has summed up; other
+  // parts of a split head have the others, and all parts exchange their results.
   absl::Status CheckGradients(const Chunk& chunk, const RowOrder& order, RowRange rows, RowRange here,
                               int part, ClassExchange& exchange) const;
 
@@ -260,7 +270,7 @@ class RowGuard {
   ThreadPool* const pool_;
 };
 
-// A head that may live in host memory: its membership in the pool.
+// A head that may live in host memory, and so be a member of the teacher pool.
 class CpuPooledKernels : public HeadKernels {
  public:
   std::optional<PagingStats> paging() const override {
@@ -274,15 +284,16 @@ class CpuPooledKernels : public HeadKernels {
   const std::unique_ptr<CpuPooled> pooled_;  // null: the head lives on the device
 };
 
-// One head. Thread-safety as HeadKernels. Borrows the pool and the accounting behind the reservation.
+// One head. Thread-safe as HeadKernels says. The pool, and the accounting behind the reservation, outlive it.
 //
-// Memory on the path of a chunk is taken when the head is created; OpenBLAS keeps packing buffers of its own.
-// A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not, or if W x
-// before a softcap is not. A chunk fails with what the exchange of a split head says.
+// All memory for computing chunks is allocated when the head is created, except for the packing buffers of
+// OpenBLAS. A row also counts as not finite if a factor of its gradient (row weight, grad_loss, ...) is not
+// finite, or if W x before a softcap is not. If the exchange of a split head fails, the chunk fails with the
+// same error.
 class CpuHead final : public CpuPooledKernels {
  public:
-  // `config` is valid; `reservation` holds PlanBuffers(config, replica, chunk_rows). `pooled`: of a head that
-  // lives in host memory, with its MemoryKind::kHostValues; else null.
+  // `config` is valid. `reservation` has the bytes of PlanBuffers(config, replica, chunk_rows). `pooled`: the
+  // pool membership of a head that lives in host memory (MemoryKind::kHostValues); null for other heads.
   static absl::StatusOr<std::unique_ptr<CpuHead>> Create(const HeadConfig& config, Replica replica,
                                                          int64_t chunk_rows, ThreadPool* pool,
                                                          MemoryAccounting::Reservation reservation,
@@ -294,7 +305,8 @@ class CpuHead final : public CpuPooledKernels {
   MemoryBytes memory() const override { return reservation_.bytes(); }
   std::vector<Choice> Describe() const override;
 
-  // A teacher's workspace is used for its logits. Both heads have the same classes here.
+  // Checks that the teacher is a head of the same backend with the same classes here. The teacher's workspace
+  // holds its logits.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
@@ -318,15 +330,15 @@ class CpuHead final : public CpuPooledKernels {
   absl::Status ZeroGradients() override { return params_.ZeroGradients(); }
   absl::Status ZeroMoments() override { return params_.ZeroMoments(); }
 
-  // For the replicas of a head.
+  // For the code that connects replicas.
   CpuParams& params() { return params_; }
-  // For a head that is split by vocabulary, before its first chunk: what connects it with the other parts.
+  // For a head that is split by vocabulary: sets the exchange with its other parts. Call before the first
+  // chunk.
   void Join(std::shared_ptr<ClassExchange> exchange) { exchange_ = std::move(exchange); }
 
  private:
-  class Distiller;  // computes the rows of chunks with a teacher in the place of ComputeRows
-  // All that is computed of a chunk of an embedding (cpu_embedding.cc). Borrows everything.
-  // Thread-compatible.
+  class Distiller;  // replaces ComputeRows for chunks with a teacher
+  // Computes a chunk of an embedding (cpu_embedding.cc). The arguments outlive the object. Thread-compatible.
   class EmbeddingRows {
    public:
     EmbeddingRows(Chunk& chunk, const RowOrder& order, CpuHead* head)
@@ -339,7 +351,7 @@ class CpuHead final : public CpuPooledKernels {
     absl::Status GatherGradients();
     absl::Status ShareVerdicts();
     void AddGradients();
-    // The gathered row's class among those that are here; -1: it is elsewhere.
+    // The gathered row's class, relative to the first class here; -1 if another part has the class.
     int64_t OwnPlaceOf(int64_t gathered) const;
 
     Chunk& chunk_;
@@ -351,15 +363,15 @@ class CpuHead final : public CpuPooledKernels {
           MemoryAccounting::Reservation reservation, HeadArenas arenas, const HeadBuffers& buffers,
           std::unique_ptr<CpuPooled> pooled);
 
-  // All of a chunk but the weight gradient.
+  // Computes everything of a chunk except the weight gradient.
   absl::Status ComputeResults(Chunk& chunk, const RowOrder& order);
   // The steps of a chunk, in order.
   void Gather(const Chunk& chunk, const RowOrder& order);
   absl::Status ComputeChunk(Chunk& chunk, const RowOrder& order);
   absl::Status ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order);
-  // Returns the rows whose gradient is delivered here; a head that is split may deliver others elsewhere.
+  // Returns the rows whose gradient this part delivers. Other parts of a split head may deliver other rows.
   absl::StatusOr<RowRange> ComputeGradHidden(const Chunk& chunk, const RowOrder& order);
-  // dy becomes dx for the rows `here` that want it, and has its part in the gradients of the norm.
+  // For the rows `here`: adds dy to the gradients of the norm, and turns dy into dx if dx is wanted.
   absl::Status BackThroughNorm(const RowOrder& order, RowRange here);
   absl::Status AddNormGradients(RowRange rows);
   void ScatterResults(const Chunk& chunk, const RowOrder& order);
@@ -369,22 +381,24 @@ class CpuHead final : public CpuPooledKernels {
   RowRequest RequestFor(const Chunk& chunk, const RowOrder& order, int64_t gathered) const;
   RowLossContext ContextFor(const LossOptions& options) const;
   const HeadConfig config_;
-  const int part_;  // of those that divide the classes of its copy of the head
+  const int part_;  // the index among the parts that divide the classes of one copy of the head
   const bool has_norm_;
-  const bool is_split_;      // by vocabulary
-  const bool reports_;       // row results, and what is the same for all parts of a head: the first does
-  const ShardRows classes_;  // whose logits are computed here
+  const bool is_split_;  // the head is split by vocabulary
+  // This part delivers row results, and other results that are the same for all parts. The first part does.
+  const bool reports_;
+  const ShardRows classes_;  // the classes whose logits are computed here
   const int64_t chunk_rows_;
   ThreadPool* const pool_;
   const MemoryAccounting::Reservation reservation_;
   const HeadArenas arenas_;
-  HeadBuffers buffers_;  // of a pooled head with the values that the last chunk found
+  // For a pooled head, the values point to where the last chunk found them in the pool.
+  HeadBuffers buffers_;
   CpuParams params_;
   const RowGuard guard_;
   std::shared_ptr<ClassExchange> exchange_;
 };
 
-// What a head on the CPU says of itself.
+// The choices that CpuHead::Describe returns.
 std::vector<Choice> DescribeCpuHead(const HeadConfig& config, int64_t chunk_rows, int64_t workspace_bytes,
                                     int threads);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a head on the CPU keeps in memory, and how many rows a chunk may have in it (cpu_head.h).
+// The layout of the memory of a head on the CPU, and the number of chunk rows that fit into it (cpu_head.h).
 #include <cstdint>
 
 #include "absl/status/statusor.h"
@@ -22,12 +22,13 @@ MemoryKind KindOf(const HeadConfig& config, Role role) {
   }
 }
 
-// Elements that the replica keeps of a tensor.
+// The elements of a tensor that the replica keeps.
 int64_t ElementsOf(const HeadConfig& config, Replica replica, TensorId id) {
   return StoredRowsOf(config, id, replica).rows * ShapeOf(config, id.param).cols;
 }
 
-// The workspace of the replica with the most classes, so that chunks of all replicas have the same rows.
+// The workspace of the replica with the most classes. All replicas use it, so that their chunks have the same
+// rows.
 int64_t WorkspaceBytes(const HeadConfig& config, int replicas, int64_t chunk_rows) {
   int most = 0;
   for (int i = 1; i < replicas; ++i) {

@@ -16,7 +16,7 @@ absl::StatusOr<MemoryBytes> CpuTeacherPool::GrowthWith(int64_t bytes) const {
   return growth;
 }
 
-// The old memory goes when the new one is there.
+// Frees the pool's old memory only after the new memory is allocated.
 absl::StatusOr<TeacherPool::Id> CpuTeacherPool::Add(int64_t bytes) {
   LOSSD_TRY(const MemoryBytes growth, GrowthWith(bytes));
   if (const int64_t size = growth[MemoryKind::kTeacherPool]; size > 0) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pool of a CPU backend for heads that live in host memory (CpuTeacherPool), and a head's place in it
-// (CpuPooled). kernels/teacher_pool.h decides what lies where.
+// CpuTeacherPool is the teacher pool of a CPU backend, for heads that live in host memory. CpuPooled is the
+// membership of a head in the pool. TeacherPool (kernels/teacher_pool.h) decides which heads are in the pool,
+// and where.
 #ifndef LOSSD_KERNELS_CPU_CPU_TEACHER_POOL_H_
 #define LOSSD_KERNELS_CPU_CPU_TEACHER_POOL_H_
 
@@ -13,22 +14,23 @@
 
 namespace lossd::kernels {
 
-// The pool of a CPU backend for heads that live in host memory (teacher_pool.h), with its memory. On a CPU
-// host memory is all that there is, so the pool saves nothing there: it does what a GPU's does, so that the
-// same heads work on both. Driven by the backend's thread; stats() and Check are thread-safe.
+// The teacher pool with its memory. On a CPU the pool saves no memory, because its memory is host memory too.
+// It exists so that the same heads work on CPUs and GPUs. Driven by the backend's thread; stats() is
+// thread-safe.
 class CpuTeacherPool {
  public:
-  // `limit_bytes` as TeacherPool. The accounting outlives the pool.
+  // `limit_bytes` as in TeacherPool. The accounting outlives the pool.
   CpuTeacherPool(int64_t limit_bytes, MemoryAccounting* accounting)
       : accounting_(accounting), pool_(limit_bytes) {}
 
-  // What the pool would take of the system beside what it has, with a further member. RESOURCE_EXHAUSTED as
-  // TeacherPool::SizeWith.
+  // The memory that the pool would allocate, in addition to its present memory, for a further member.
+  // RESOURCE_EXHAUSTED as TeacherPool::SizeWith.
   absl::StatusOr<MemoryBytes> GrowthWith(int64_t bytes) const;
-  // A new member. RESOURCE_EXHAUSTED if it is too large for the pool, or the system has no room for the pool.
+  // Adds a member. RESOURCE_EXHAUSTED if it is too large for the pool, or if the system has no memory for the
+  // pool.
   absl::StatusOr<TeacherPool::Id> Add(int64_t bytes);
   void Remove(TeacherPool::Id id);
-  // Where the member's values are in the pool, copied from `values` if they were not there.
+  // Returns the member's values in the pool. Copies them from `values` if they were not there.
   uint8_t* Use(TeacherPool::Id id, const uint8_t* values, int64_t bytes);
   void Invalidate(TeacherPool::Id id) { pool_.Invalidate(id); }
   PagingStats stats(TeacherPool::Id id) const { return pool_.stats(id); }
@@ -40,7 +42,7 @@ class CpuTeacherPool {
   MemoryAccounting::Reservation reservation_;
 };
 
-// A head's membership in the pool, which ends with it.
+// A head's membership in the pool. It ends with the object.
 class CpuPooled {
  public:
   CpuPooled(CpuTeacherPool* pool, TeacherPool::Id id, int64_t bytes) : pool_(pool), id_(id), bytes_(bytes) {}

@@ -11,7 +11,7 @@ namespace {
 
 constexpr float kInfinite = std::numeric_limits<float>::infinity();
 
-// log p_v = (z_v - top) / T - log of the sum.
+// log p_v = (z_v - top) / T - log(sum).
 class LogSoftmax {
  public:
   LogSoftmax(const SoftenedRow& row, double inverse_temperature)
@@ -26,13 +26,13 @@ class LogSoftmax {
   const double log_sum_;
 };
 
-// What one class adds to a divergence, and q times its derivative by q.
+// The term of one class in a divergence, and q times the term's derivative with respect to q.
 struct ClassTerm {
   double value = 0.0;
   double slope = 0.0;
 };
 
-// p log(p / other) of a probability that is not 0.
+// p log(p / other); 0 if p is 0.
 double Relative(double p, double log_p, double log_other) { return p == 0.0 ? 0.0 : p * (log_p - log_other); }
 
 template <Divergence kDivergence>
@@ -43,7 +43,7 @@ ClassTerm TermOf(double p, double log_p, double q, double log_q, double beta) {
     const double value = Relative(q, log_q, log_p);
     return {.value = value, .slope = value};
   } else if constexpr (kDivergence == Divergence::kJensenShannon) {
-    const double log_m = std::log(beta * p + (1.0 - beta) * q);  // not used where both are 0
+    const double log_m = std::log(beta * p + (1.0 - beta) * q);  // not used if p and q are 0
     const double of_student = (1.0 - beta) * Relative(q, log_q, log_m);
     return {.value = beta * Relative(p, log_p, log_m) + of_student, .slope = of_student};
   } else {
@@ -86,7 +86,7 @@ void WriteGradientOf(const Distillation& distillation, const TaughtLogits& logit
   }
 }
 
-// Calls body(std::integral_constant) for the divergence, which is one.
+// Calls body(std::integral_constant) with the divergence as a constant. It is not kNone.
 template <typename Body>
 auto WithDivergence(Divergence divergence, Body body) {
   switch (divergence) {

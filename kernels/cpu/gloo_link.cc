@@ -17,7 +17,7 @@
 namespace lossd::kernels {
 namespace {
 
-// What one rank gets from another at a time: bytes, and how many floats those are.
+// The size of one transfer from one rank to another, in bytes and in floats.
 constexpr size_t kRoomBytes = size_t{1} << 20;
 constexpr int64_t kPiece = int64_t{kRoomBytes / sizeof(float)};
 
@@ -41,7 +41,7 @@ class GlooLink final : public RankLink, public RankTransfers {
   absl::Span<uint8_t> Room(int rank) override { return {room_.get() + rank * kRoomBytes, kRoomBytes}; }
   absl::Status Exchange(ExchangeKind kind, absl::Span<const RankTransfer> send,
                         absl::Span<const RankTransfer> receive) override;
-  // As Exchange, of which neither WatchChunks nor Times hears.
+  // As Exchange, but its time is not counted in Times, and its failure is not reported to WatchChunks.
   absl::Status Transfer(absl::Span<const RankTransfer> send, absl::Span<const RankTransfer> receive) {
     return transfers_->Exchange(send, receive);
   }
@@ -100,7 +100,7 @@ class GlooReplicas final : public Replicas {
     return others;
   }
 
-  // Every rank goes through the pieces of all shards in the same order.
+  // Calls `exchange` for the pieces of all shards. Every rank does so in the same order.
   absl::Status ForEachShard(TensorOf tensor, Exchange exchange) {
     for (const Param param : kTrainedParams) {
       float* const all = tensor(param);
@@ -117,7 +117,8 @@ class GlooReplicas final : public Replicas {
     return absl::OkStatus();
   }
 
-  // The parts of all ranks, added up in their order at the owner; the others' become zero.
+  // Adds up the pieces of all ranks, in the order of the ranks, at the owner. The pieces of the other ranks
+  // become zero.
   absl::Status SumPiece(int owner, float* piece, int64_t n) {
     const auto bytes = static_cast<size_t>(n) * sizeof(float);
     if (!owns(owner)) {

@@ -22,7 +22,7 @@
 namespace lossd::kernels {
 namespace {
 
-// All transfers are matched in their order.
+// All transfers use one slot, so sends and receives match in their order.
 constexpr uint64_t kSlot = 1;
 
 class GlooTransfers final : public HostTransfers {
@@ -37,12 +37,12 @@ class GlooTransfers final : public HostTransfers {
   void Abort(const absl::Status& reason) override ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // Calls into Gloo, whose errors are exceptions. After one, the connections are closed.
+  // Calls a function of Gloo, which reports errors as exceptions. After an error, closes the connections.
   absl::Status Call(const std::string& what, absl::FunctionRef<void()> call) ABSL_LOCKS_EXCLUDED(mutex_);
-  // So that the other ranks do not wait for this one.
+  // Closes the connections, so that other ranks do not wait for this one.
   void Close();
   absl::Status failure() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // The first is kept, and returned.
+  // Keeps the first failure, and returns it.
   absl::Status Fail(absl::Status failure) ABSL_LOCKS_EXCLUDED(mutex_);
 
   const Replica replica_;
@@ -139,13 +139,13 @@ void GlooTransfers::Close() {
     try {
       if (context_->getPair(rank) != nullptr) context_->getPair(rank)->close();
     } catch (const std::exception&) {
-      // It is closed, or was never open.
+      // The connection is closed already, or was never open.
     }
   }
 }
 
-// One pair of sockets for each other rank. What the others need: the addresses of all, of the same length, in
-// the order of the ranks; zeros in this one's place.
+// Makes a pair of sockets for each other rank. The result has the addresses of all pairs, of the same length,
+// in the order of the ranks, and zeros in the place of this rank.
 absl::StatusOr<std::string> GlooTransfers::Address() {
   std::string all;
   absl::Status status = Call("listen for the other ranks", [&] {

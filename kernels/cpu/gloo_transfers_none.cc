@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A build without Gloo. The file is shorter than 60 lines because it stands in for gloo_transfers.cc and only
-// refuses.
+// Replaces gloo_transfers.cc in a build without Gloo. The file is shorter than 60 lines because its functions
+// only refuse.
 #include "kernels/cpu/gloo_link.h"
 
 namespace lossd::kernels {

@@ -73,7 +73,7 @@ void ThreadPool::Work(int index) {
 
 namespace {
 
-// A range of at least this many multiplications is worth waking a thread for.
+// A thread is worth waking for a range of at least this many multiplications.
 constexpr int64_t kLeastWork = int64_t{1} << 18;
 
 const float* Row(const GemmOperand& a, int64_t row) { return a.data + (a.transposed ? row : row * a.stride); }
@@ -90,7 +90,7 @@ void SingleGemm(int64_t m, int64_t n, int64_t k, float alpha, const GemmOperand&
               static_cast<blasint>(b.stride), beta, c, static_cast<blasint>(stride));
 }
 
-// Columns [begin, end) of sums, at most kColumns of them.
+// Adds columns [begin, end) of the sums, at most kColumns columns.
 constexpr int64_t kColumns = 512;
 void AddSomeColumnSums(const float* a, const float* b, int64_t rows, int64_t cols, int64_t begin, int64_t end,
                        float* sums) {
@@ -162,8 +162,9 @@ uint16_t ToBFloat16(float value) {
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
 }
 
-// The exponent of a half moved into a float's place is 112 too small; the multiplication corrects it, for
-// subnormal halves too. Infinity and NaN get the float's exponent for them.
+// Shifting the bits of a half to the place of a float's bits makes the exponent 112 too small. The
+// multiplication corrects this, for subnormal halves too. Infinity and NaN get the exponent that they have in
+// floats.
 float FromFloat16(uint16_t half) {
   const uint32_t magnitude = uint32_t{half} & 0x7fffu;
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
@@ -175,7 +176,7 @@ float FromFloat16(uint16_t half) {
 uint16_t ToFloat16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Adding 0.5 leaves a subnormal half in the low bits, rounded by the addition itself.
+  // Adding 0.5 puts a subnormal half into the low bits; the addition itself rounds it.
   const float sum = std::bit_cast<float>(magnitude) + 0.5f;
   const uint32_t subnormal = std::bit_cast<uint32_t>(sum) - 0x3f000000u;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -185,7 +186,7 @@ uint16_t ToFloat16(float value) {
   return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
-// Elements may be unaligned, hence memcpy, which compiles to a plain load or store.
+// Uses memcpy because elements may be unaligned. It compiles to a plain load or store.
 template <float (*kConvert)(uint16_t)>
 void Widen(const void* from, int64_t n, float* to) {
   const auto* bytes = static_cast<const unsigned char*>(from);
@@ -238,7 +239,7 @@ void FromFloat(DType dtype, const float* from, int64_t n, void* to) {
 }
 
 void AddScaled(DType dtype, const void* from, int64_t n, float scale, float* to) {
-  constexpr int64_t kBlock = 1024;  // stays in the first cache
+  constexpr int64_t kBlock = 1024;  // fits into the first-level cache
   float block[kBlock];
   const auto* bytes = static_cast<const unsigned char*>(from);
   for (int64_t i = 0; i < n; i += kBlock) {
@@ -271,7 +272,7 @@ namespace {
 using errors::ExactBytes;
 using errors::HumanBytes;
 
-// "weights 128 B, workspace 4.00 KiB".
+// The bytes by kind, such as "weights 128 B, workspace 4.00 KiB".
 std::string ByKind(const MemoryBytes& bytes) {
   std::vector<std::string> parts;
   for (size_t i = 0; i < kMemoryKinds; ++i) {
@@ -341,7 +342,7 @@ absl::Status MemoryAccounting::CheckHost(absl::string_view what, const MemoryByt
                                          int64_t beside) const {
   const std::optional<HostMemory::Bound> host = host_.Available();
   if (!host.has_value()) return absl::OkStatus();
-  // What was promised before and is not written yet still looks available.
+  // Memory that was promised before but is not written yet still looks available to the system.
   const int64_t promised =
       std::max({pending_bytes_, stats_.current.Total() - host_.ResidentBytes(), int64_t{0}}) + beside;
   if (bytes.Total() <= host->bytes - promised - reserve_bytes_) return absl::OkStatus();

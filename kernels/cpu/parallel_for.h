@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads and memory of the CPU backend: a small fixed pool of threads that splits loops (ThreadPool), matrix
-// products over its threads (Gemm), conversion between fp32 and the dtypes of hidden states and tensors
-// (ToFloat, FromFloat), arrays carved out of one zeroed allocation (Arena), the count of what the backend has
-// promised (MemoryAccounting), and retained hidden states (CpuRetained).
+// Threads and memory of the CPU backend:
+// - ThreadPool: a small fixed pool of threads that splits loops.
+// - Gemm, AddColumnSums: matrix products and column sums over the threads of a pool.
+// - ToFloat, FromFloat: conversion between fp32 and the dtypes of hidden states and tensors.
+// - Arena: arrays carved out of one zeroed allocation.
+// - MemoryAccounting: the count of the memory that the backend has promised.
+// - CpuRetained: retained hidden states.
 #ifndef LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
 #define LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
 
@@ -26,19 +29,19 @@
 
 namespace lossd::kernels {
 
-// Elements of tensors that are worth a thread: the grain of loops over them, in which every element takes a
-// few operations.
+// The grain of loops over the elements of tensors: the number of elements for which a thread is worth waking,
+// if each element takes a few operations.
 inline constexpr int64_t kElementGrain = int64_t{1} << 15;
 
-// Floats of a block that a thread adds up in an array of its own, from all parts of a sum one after the
-// other.
+// The floats of a block of a sum over several parts. A thread adds up the block of each part, in the order of
+// the parts, in an array of its own.
 inline constexpr int64_t kSumBlock = 4096;
 
-// A small fixed pool of threads. Driven by one thread at a time, which takes part in the work. Allocates
-// nothing after construction.
+// A small fixed pool of threads. One thread at a time calls it, and takes part in the work. Allocates nothing
+// after construction.
 class ThreadPool {
  public:
-  // `threads` >= 1 counts the driving thread.
+  // `threads` >= 1 includes the calling thread.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -46,9 +49,9 @@ class ThreadPool {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Calls body(begin, end) on disjoint ranges that cover [0, n), each at least `grain` long (but for the
-  // last) and at most one a thread; returns when all have. The split depends on n, grain and threads() alone.
-  // `body` must not call ParallelFor.
+  // Calls body(begin, end) on disjoint ranges that cover [0, n), at most one range on each thread, and
+  // returns when all calls have returned. Each range except the last has at least `grain` elements. The split
+  // depends only on n, grain and threads(). `body` must not call ParallelFor.
   void ParallelFor(int64_t n, int64_t grain, absl::FunctionRef<void(int64_t begin, int64_t end)> body);
 
  private:
@@ -63,17 +66,19 @@ class ThreadPool {
 
   absl::Mutex mutex_;
   Loop loop_ ABSL_GUARDED_BY(mutex_);
-  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;  // counts loops, so that a worker runs each once
-  int busy_ ABSL_GUARDED_BY(mutex_) = 0;             // workers that have not finished the current loop
+  // The number of loops so far. It lets a worker run each loop once.
+  uint64_t generation_ ABSL_GUARDED_BY(mutex_) = 0;
+  int busy_ ABSL_GUARDED_BY(mutex_) = 0;  // workers that have not finished the current loop
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 
   std::vector<std::thread> workers_;
 };
 
-// Matrix products and column sums over the pool's threads, driven as the pool.
+// Matrix products and column sums over the pool's threads. Call them as ThreadPool::ParallelFor.
 //
-// OpenBLAS runs inside the pool's threads, one call each: one set of threads bounded by one option, and a
-// split that depends on the shape alone. That needs OpenBLAS's own threads off (UseSingleThreadedBlas).
+// Each thread of the pool makes its own call of OpenBLAS. So there is one set of threads, which one option
+// bounds, and the split depends only on the shape. OpenBLAS's own threads must be turned off
+// (UseSingleThreadedBlas).
 
 // Turns OpenBLAS's own threads off for the whole process.
 void UseSingleThreadedBlas();
@@ -85,52 +90,52 @@ struct GemmOperand {
   bool transposed = false;
 };
 
-// c [m, n] (row-major, `stride` apart) = alpha * a [m, k] * b [k, n] + beta * c. m, n, k < 2^31, and may be
-// 0: a product over no k is 0.
+// c [m, n] = alpha * a [m, k] * b [k, n] + beta * c. c is row-major, with `stride` elements from one row to
+// the next. m, n and k are < 2^31 and may be 0; with k = 0 the product is 0.
 void Gemm(ThreadPool& pool, int64_t m, int64_t n, int64_t k, float alpha, GemmOperand a, GemmOperand b,
           float beta, float* c, int64_t stride);
 
-// sums [cols] += sum over rows of a, or of a * b elementwise if b is not null; [rows, cols] each. In double
-// within a call.
+// sums [cols] += sum over the rows of a [rows, cols], or of the elementwise product a * b if b [rows, cols]
+// is not null. A call adds in double.
 void AddColumnSums(ThreadPool& pool, const float* a, const float* b, int64_t rows, int64_t cols, float* sums);
 
-// Conversion between fp32 and the dtypes of hidden states and tensors. To 16 bits: round to nearest even;
-// what is too large becomes infinite, NaN stays NaN. Stateless and thread-safe. The loops have no branches
-// and vectorise.
+// Conversion between fp32 and the dtypes of hidden states and tensors. Conversion to 16 bits rounds to
+// nearest even; values that are too large become infinite, and NaN stays NaN. Stateless and thread-safe. The
+// loops have no branches, so that compilers vectorize them.
 
-// `from` [n] in `dtype`, of any alignment, to fp32.
+// Converts `from` [n] in `dtype`, with any alignment, to fp32.
 void ToFloat(DType dtype, const void* from, int64_t n, float* to);
-// fp32 to `to` [n] in `dtype`, of any alignment.
+// Converts fp32 to `to` [n] in `dtype`, with any alignment.
 void FromFloat(DType dtype, const float* from, int64_t n, void* to);
 
-// to[i] += scale * from[i], the product and the sum each rounded to fp32; `from` [n] as in ToFloat.
+// to[i] += scale * from[i], where product and sum are each rounded to fp32. `from` [n] as in ToFloat.
 void AddScaled(DType dtype, const void* from, int64_t n, float scale, float* to);
 
-// Memory of the CPU backend: arrays carved out of one zeroed allocation (Arena), the count of what the
-// backend has promised (MemoryAccounting), and retained hidden states (CpuRetained).
+// Memory of the CPU backend: Arena, MemoryAccounting and CpuRetained.
 
 inline constexpr int64_t kMemoryAlignment = 64;  // bytes: a cache line and the widest register
 constexpr int64_t RoundUpToAlignment(int64_t bytes) {
   return (bytes + kMemoryAlignment - 1) / kMemoryAlignment * kMemoryAlignment;
 }
 
-// Frees what std::aligned_alloc gave.
+// Frees memory of std::aligned_alloc.
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };
 using AlignedBytes = std::unique_ptr<uint8_t[], FreeDeleter>;
 
-// `bytes` >= 0, aligned to 64, content unspecified. RESOURCE_EXHAUSTED if the system has no more.
+// Allocates `bytes` >= 0 bytes, aligned to 64, with unspecified content. RESOURCE_EXHAUSTED if the system has
+// no more memory.
 absl::StatusOr<AlignedBytes> AllocateAligned(int64_t bytes);
 
-// Arrays carved out of one zeroed allocation. The same code that takes the arrays also plans them: an arena
-// without memory only counts, so a plan and the allocation made from it cannot differ. The arrays live as
-// long as the arena. Thread-compatible.
+// Arrays carved out of one zeroed allocation. The same code plans the arrays and takes them: an arena without
+// memory only counts the bytes, so plan and allocation cannot differ. The arrays live as long as the arena.
+// Thread-compatible.
 class Arena {
  public:
-  // Counts only; Take returns null.
+  // An arena without memory. It only counts, and Take returns null.
   Arena() = default;
-  // Holds `bytes` of zeroes. RESOURCE_EXHAUSTED if the system has no more.
+  // Allocates `bytes` of zeros. RESOURCE_EXHAUSTED if the system has no more memory.
   static absl::StatusOr<Arena> Allocate(int64_t bytes);
 
   // The next `n` elements, aligned to 64. T must be trivial.
@@ -150,11 +155,11 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// Counts the memory that a backend has promised, against a limit and against what the system still has.
-// Thread-safe.
+// Counts the memory that a backend has promised to heads and buffers, and refuses more than a limit or than
+// the system still has. Thread-safe.
 class MemoryAccounting {
  public:
-  // Bytes counted until destruction, which must come before the accounting's.
+  // Bytes that are counted until the object is destroyed. Destroy it before the accounting.
   class Reservation {
    public:
     Reservation() = default;
@@ -163,7 +168,7 @@ class MemoryAccounting {
     ~Reservation();
 
     const MemoryBytes& bytes() const { return bytes_; }
-    // All of it has been written, so the system knows of it. To be called once.
+    // Call once, when all of the memory has been written: the system then counts it as used.
     void MarkResident();
 
    private:
@@ -173,21 +178,22 @@ class MemoryAccounting {
 
     MemoryAccounting* accounting_ = nullptr;
     MemoryBytes bytes_;
-    int64_t pending_bytes_ = 0;  // that the system does not know of
+    int64_t pending_bytes_ = 0;  // bytes that the system does not count as used yet
   };
 
-  // `limit` in bytes; 0: none. `reserve_bytes`: of what the system has, so much is left to others.
+  // `limit` in bytes; 0: no limit. `reserve_bytes`: memory of the system that is left to other programs.
   explicit MemoryAccounting(int64_t limit, HostMemory host = HostMemory(), int64_t reserve_bytes = 0)
       : host_(std::move(host)), reserve_bytes_(reserve_bytes) {
     stats_.limit = limit;
   }
 
-  // RESOURCE_EXHAUSTED, naming `what`, the bytes by kind, those in use and the limit, if the total would pass
-  // the limit or what the system can give; then nothing is counted. `filled_at_once`: all of it is written
-  // right away, which MarkResident reports; other memory is taken from the system as it is used.
+  // Counts the bytes. RESOURCE_EXHAUSTED, naming `what`, the bytes by kind, the bytes in use and the limit,
+  // if the total would exceed the limit or the system's available memory; then nothing is counted.
+  // `filled_at_once`: the caller writes all of the memory right away, and then calls MarkResident. Other
+  // memory is taken from the system only as it is used.
   absl::StatusOr<Reservation> Reserve(absl::string_view what, const MemoryBytes& bytes,
                                       bool filled_at_once = false);
-  // Whether Reserve would do that now, if `beside` were counted too; its error if not.
+  // OK if Reserve would succeed now with `beside` already counted; otherwise the error of Reserve.
   absl::Status Check(absl::string_view what, const MemoryBytes& bytes, const MemoryBytes& beside) const;
   MemoryStats stats() const;
 
@@ -203,10 +209,10 @@ class MemoryAccounting {
   const int64_t reserve_bytes_;
   mutable absl::Mutex mutex_;
   MemoryStats stats_ ABSL_GUARDED_BY(mutex_);
-  int64_t pending_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of stats_, promised and being filled
+  int64_t pending_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // the part of stats_ that is promised and being filled
 };
 
-// Retained hidden states of the CPU backend: plain host memory. Thread-compatible.
+// Memory for retained hidden states of the CPU backend. It is plain host memory. Thread-compatible.
 class CpuRetained final : public RetainedMemory {
  public:
   CpuRetained(AlignedBytes memory, int64_t bytes, MemoryAccounting::Reservation reservation)

@@ -10,7 +10,7 @@ namespace {
 
 bool IsBefore(const RankedClass& a, const RankedClass& b) { return a.IsBefore(b); }
 
-// At most 0, whatever rounding makes of the two; NaN if `lse` is.
+// logit - lse, but at most 0 in spite of rounding; NaN if `lse` is NaN.
 float LogProbability(float logit, double lse) {
   const double value = double{logit} - lse;
   return static_cast<float>(value > 0.0 ? 0.0 : value);
@@ -18,8 +18,9 @@ float LogProbability(float logit, double lse) {
 
 }  // namespace
 
-// A heap of the first k so far, the last of them on top. Classes come in ascending order, so one that is to
-// get in needs a larger logit than that; blocks without such a class are passed over.
+// Keeps a heap of the first k classes so far, with the last of them on top. Classes come in ascending order,
+// so a further class gets in only if its logit is larger than that of the top. Blocks without such a class
+// are skipped.
 void SelectTop(const RowLoops& loops, const float* logits, int64_t n, int64_t first_class,
                absl::Span<RankedClass> top) {
   constexpr int64_t kBlock = 256;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Single classes of a row of logits: the k with the largest logits (SelectTop), of several parts of the
-// classes together (MergeRanked), and their log-probabilities on the way to a slice's results (StoreRanked,
-// StoreClasses).
+// Single classes of a row of logits. SelectTop finds the k classes with the largest logits, and MergeRanked
+// merges them over several parts of the classes. StoreRanked and StoreClasses write log-probabilities of
+// classes to a slice's results.
 //
 // All functions are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CPU_ROW_CLASSES_H_
@@ -17,34 +17,36 @@
 
 namespace lossd::kernels {
 
-// A class and its logit. By default: none, which comes after every class.
+// A class and its logit. The default value stands for no class, and comes after every class.
 struct RankedClass {
   float logit = -std::numeric_limits<float>::infinity();
-  int32_t place = std::numeric_limits<int32_t>::max();  // counted from the first of the vocabulary
+  int32_t place = std::numeric_limits<int32_t>::max();  // index in the head's vocabulary
 
-  // Whether it comes first: by the larger logit, then by the smaller class.
+  // Whether it comes before `other`: the larger logit comes first, then the smaller class.
   bool IsBefore(const RankedClass& other) const {
     return logit > other.logit || (logit == other.logit && place < other.place);
   }
 };
 
-// The classes of a row that come first, in their order.
+// Receives the first classes of a row, in order.
 using TakeRanked = absl::FunctionRef<void(int64_t row, absl::Span<const RankedClass> ranked)>;
 
-// The top.size() first of the classes whose logits these are, [first_class, first_class + n), in their order;
-// what is left of `top` is none. A logit that is NaN counts as -infinity.
+// Writes the first top.size() classes of a row to `top`, in order. `logits` [n] are the logits of the classes
+// [first_class, first_class + n). If there are fewer classes, the remaining entries of `top` stand for no
+// class. A logit that is NaN counts as -infinity.
 void SelectTop(const RowLoops& loops, const float* logits, int64_t n, int64_t first_class,
                absl::Span<RankedClass> top);
 
-// Calls take(row, ranked) with the `k` first of all parts' classes, for each of the rows; of_part[i]:
-// [rows, k], the classes of part i as SelectTop left them.
+// Calls take(row, ranked) for each row, with the first `k` classes of all parts together. of_part[i] [rows,
+// k]: the classes of part i, as SelectTop has written them.
 void MergeRanked(absl::Span<const RankedClass* const> of_part, int64_t rows, int64_t k, TakeRanked take);
 
-// Writes the log-probabilities of row `row`: of its first slice.top_k most probable classes, and of its
-// slice.class_count given ones. lse is NaN for an absent row whose logits are not finite.
+// Write log-probabilities of row `row`: StoreRanked those of its slice.top_k most probable classes,
+// StoreClasses those of its slice.class_count given classes. lse is NaN for an absent row whose logits are
+// not finite.
 void StoreRanked(const Slice& slice, int64_t row, double lse, absl::Span<const RankedClass> ranked);
 void StoreClasses(const Slice& slice, int64_t row, double lse, const float* logits);
-// What a row without a target has.
+// Writes the values of a row without a target.
 void StoreNoClasses(const Slice& slice, int64_t row);
 
 }  // namespace lossd::kernels

@@ -15,7 +15,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 bool FiniteInFloat(double value) { return std::isfinite(static_cast<float>(value)); }
 
-// What an absent row says: that its logits are there, or nothing.
+// The result of an absent row: lse, entropy and others if its logits are finite, otherwise NaN.
 RowResult AbsentRow(const RowStatistics& all, RowResult row, double log_total, double nll, double moment) {
   row.finite = true;
   row.lse = double{all.max} + log_total;
@@ -46,7 +46,7 @@ RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
       all.has_target = true;
       all.target_logit = part->target_logit;
     }
-    // Exponentials of logits that are all -infinity are 0 whatever they are relative to.
+    // If all logits of a part are -infinity, its exponentials are 0 relative to any reference.
     const double shift = part->max == -kInfinity ? 0.0 : double{part->reference} - double{all.reference};
     const double factor = std::exp(shift);
     const double target_exp =
@@ -78,8 +78,8 @@ GradientSums Add(absl::Span<const GradientSums* const> parts) {
   return all;
 }
 
-// Sums over the whole row (own_factor alone is of the classes that are here), and the coefficients of
-// dz = p * slope - smoothing * u without the logit scale. All exponents are relative to `max`.
+// Sums over the whole row, and the coefficients of dz = p * slope - smoothing * u without the logit scale.
+// Only own_factor is for the classes here. All exponents are relative to `max`.
 struct RowLoss::Sums {
   float max = 0.0f;
   float target_logit = 0.0f;
@@ -87,11 +87,13 @@ struct RowLoss::Sums {
   double other_exp = 0.0;   // sum of exp(z_v - max) over v != y
   double total = 0.0;
   double log_total = 0.0;
-  double own_factor = 1.0;  // times an exponential that is here: relative to max
-  double hard_slope = 0.0;  // g u_y (1 - alpha), or that of the objective; with soft targets of other classes
-  double soft_slope = 0.0;  // everything else that multiplies p
-  double smoothing = 0.0;   // g alpha / V
-  double named_slope = 0.0;  // in the place of hard_slope for the classes that soft targets name
+  double own_factor = 1.0;  // exponential here * own_factor is relative to max
+  // g u_y (1 - alpha), or the slope of the objective. With soft targets, it applies to the classes that are
+  // not named.
+  double hard_slope = 0.0;
+  double soft_slope = 0.0;   // everything else that multiplies p
+  double smoothing = 0.0;    // g alpha / V
+  double named_slope = 0.0;  // replaces hard_slope for the classes that soft targets name
 };
 
 RowStatistics RowLoss::Summarise(const RowRequest& request, float* logits) const {
@@ -121,8 +123,8 @@ RowStatistics RowLoss::Summarise(const RowRequest& request, float* logits) const
   return own;
 }
 
-// Sums with the named classes apart: what is left of 1 is then as precise as the rest of the row. Leaves the
-// logits as they are.
+// Computes the sums for soft targets. The classes that the targets name are added separately, so that the sum
+// over the other classes is as precise as for a row with one target. Leaves the logits as they are.
 void RowLoss::SummariseTargets(const RowRequest& request, float* logits, RowStatistics& own) const {
   std::array<float, kMostSoftTargets> kept;
   MaskTargets(request, logits, kept.data());
@@ -148,7 +150,7 @@ void RowLoss::SummariseTargets(const RowRequest& request, float* logits, RowStat
   }
 }
 
-// Takes the logits of the named classes that are here out of the row.
+// Takes the logits of the named classes here out of the row, into `kept`.
 void RowLoss::MaskTargets(const RowRequest& request, float* logits, float* kept) const {
   if (request.targets == nullptr) return;
   for (const SoftRow::Entry& entry : request.targets->entries) {
@@ -158,7 +160,7 @@ void RowLoss::MaskTargets(const RowRequest& request, float* logits, float* kept)
   }
 }
 
-// The gradient of the named classes that are here.
+// Writes the gradient of the named classes here.
 void RowLoss::WriteTargets(const RowRequest& request, const RowResult& row, const Sums& sums,
                            const float* kept, float* logits) const {
   if (request.targets == nullptr) return;
@@ -175,7 +177,7 @@ void RowLoss::WriteTargets(const RowRequest& request, const RowResult& row, cons
   }
 }
 
-// What is wanted of single classes, while the logits are there.
+// Writes the requested single classes while the logits are still in the row.
 void RowLoss::NameClasses(const RowRequest& request, const float* logits) const {
   const int64_t n = context_.classes;
   if (request.top_k > 0)
@@ -203,7 +205,7 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   row.lse = double{all.max} + sums.log_total;
   row.z_loss = row_weight * lambda * row.lse * row.lse;
   double slope =
-      u_y * (1.0 - alpha);  // the derivative of the row's loss with respect to nll, but for the z-loss
+      u_y * (1.0 - alpha);  // the derivative of the row's loss, without the z-loss, with respect to nll
   if (const Objective& objective = context_.options.objective; objective.active()) {
     row.objective = EvaluateObjective(objective, nll, request.numbers);
     slope = row.objective.slope;
@@ -263,8 +265,9 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
   return row;
 }
 
-// Adds the bias and applies the softcap; false if W x before a softcap is not finite (after it, an infinite
-// one would look healthy). A bias may be: its logit is then the softcap.
+// Adds the bias and applies the softcap. False if W x before a softcap is not finite, because the softcap
+// would make an infinite value finite. An infinite bias is allowed: its logit is then plus or minus the
+// softcap.
 bool RowLoss::Transform(float* logits) const {
   const LossOptions& options = context_.options;
   const bool capped = options.softcap > 0.0f;
@@ -277,8 +280,8 @@ bool RowLoss::Transform(float* logits) const {
   return finite;
 }
 
-// The sum over the classes that are here, without the target. Leaves the exponentials in the logits where
-// they are enough for the gradient.
+// The sum of the exponentials of the classes here, without the target. Replaces the logits by the
+// exponentials if these are enough for the gradient.
 double RowLoss::SumExponentials(const RowRequest& request, const RowStatistics& own, float* logits) const {
   const bool in_place = request.want_gradient && !KeepsLogits(request);
   const auto add = [&](float* from, int64_t n) {
@@ -289,7 +292,8 @@ double RowLoss::SumExponentials(const RowRequest& request, const RowStatistics& 
   return add(logits, before) + add(logits + context_.classes - after, after);
 }
 
-// The classes that are here before and after the target; all of them come before a target that is elsewhere.
+// The numbers of classes here before and after the target. If the target is elsewhere, all classes count as
+// before it.
 RowLoss::Others RowLoss::OthersOf(const RowRequest& request, const RowStatistics& own) const {
   if (!own.has_target) return {context_.classes, 0};
   const int64_t target = request.target - context_.first_class;
@@ -310,7 +314,7 @@ RowLoss::Sums RowLoss::SumsOf(const RowStatistics& own, const RowStatistics& all
   return sums;
 }
 
-// Leaves probabilities below epsilon out of the gradient, the target's excepted; the sum of what is left out.
+// Removes probabilities below epsilon, except the target's, from the gradient. Returns their sum.
 double RowLoss::Drop(const RowRequest& request, const RowStatistics& own, const Sums& sums,
                      float* logits) const {
   const auto [before, after] = OthersOf(request, own);
@@ -322,13 +326,13 @@ double RowLoss::Drop(const RowRequest& request, const RowStatistics& own, const 
             loops_.drop_logits(rest, sums.max, threshold, after)) /
            sums.total;
   }
-  if (sums.own_factor == 0.0) return 0.0;  // nothing is left of what is here
+  if (sums.own_factor == 0.0) return 0.0;  // all probabilities here are 0
   const auto threshold = static_cast<float>(least / sums.own_factor);
   return (loops_.drop_exp(logits, threshold, before) + loops_.drop_exp(rest, threshold, after)) / sums.total *
          sums.own_factor;
 }
 
-// With respect to the dot product of the target.
+// The gradient with respect to the dot product of the target.
 double RowLoss::TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const {
   const double entropy_term = double{request.grad_entropy} * (row.target_logprob + row.entropy);
   const double p = sums.target_exp / sums.total;
@@ -351,7 +355,7 @@ double RowLoss::TargetGradient(const RowRequest& request, const RowResult& row, 
   return double{context_.options.logit_scale} * gradient;
 }
 
-// For all classes but the target. `smoothing` multiplies the class weights.
+// Writes the gradient of all classes except the target. `smoothing` multiplies the class weights.
 void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums,
                             double smoothing, float* logits) const {
   const int64_t n = context_.classes;
@@ -376,8 +380,8 @@ void RowLoss::WriteGradient(const RowRequest& request, const RowResult& row, con
   loops_.gradient_from_logits(logits, class_weights(), terms, n);
 }
 
-// The gradient, with all but the target sampled. Without a softcap the uniform part of label smoothing is
-// added afterwards, so it is not sampled.
+// Writes the gradient, sampled except for the target. Without a softcap, the uniform part of label smoothing
+// is added after sampling, so it is not sampled.
 void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const Sums& sums,
                      double target_gradient, const float* kept, RowResult& row, float* logits) const {
   const LossOptions& options = context_.options;
@@ -422,7 +426,7 @@ void RowSampler::Sample(float* gradient, int64_t n) {
   for (int64_t v = 0; v < n; ++v) {
     const double size = std::fabs(double{gradient[v]});
     square_ += size * size;
-    if (size >= threshold) continue;  // as wide as two points are apart: one falls on it, the next is as far
+    if (size >= threshold) continue;  // an element at or above the threshold is always kept
     variance_ += size * (threshold - size);
     gradient[v] = sampler_.Take(size / threshold) ? std::copysign(threshold_, gradient[v]) : 0.0f;
   }
@@ -485,7 +489,7 @@ absl::Status ThreadExchange::MergeStatistics(int part, absl::Span<const RowStati
     for (size_t i = 0; i < of_row.size(); ++i) of_row[i] = &statistics_[i][row];
     merged[row] = Merge(of_row);
   }
-  barrier_.arrive_and_wait();  // until then nobody may write what others read
+  barrier_.arrive_and_wait();  // before it no part may change what other parts read
   return absl::OkStatus();
 }
 
@@ -514,7 +518,7 @@ absl::Status ThreadExchange::MergeTaught(int part, absl::Span<const TaughtRow> o
   return absl::OkStatus();
 }
 
-// A part writes its rows of its own sums, which no other part reads.
+// A part overwrites only its own rows of its own sums, which no other part reads.
 absl::StatusOr<RowRange> ThreadExchange::SumRows(int part, float* own, RowRange rows, int64_t cols) {
   const RowRange range = RowsOfPart(rows, part, parts());
   floats_[static_cast<size_t>(part)] = own;
@@ -592,7 +596,8 @@ absl::Status RankExchange::ForAll(
   return absl::OkStatus();
 }
 
-// All ranks wait for each other even if the chunk has no rows: afterwards all of them have read the chunk.
+// All ranks wait for each other even if the chunk has no rows, so that afterwards all of them have read the
+// chunk.
 absl::Status RankExchange::MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                            absl::Span<RowStatistics> merged) {
   const RowStatistics none;
@@ -632,7 +637,8 @@ absl::Status RankExchange::MergeTaught(int part, absl::Span<const TaughtRow> own
                            });
 }
 
-// Each rank sends the others their rows, and adds up what comes for its own, in pieces of a room's size.
+// Each rank sends the other ranks their rows, and adds up the rows that it receives for its own range, in
+// pieces of the size of Room.
 absl::StatusOr<RowRange> RankExchange::SumRows(int part, float* own, RowRange rows, int64_t cols) {
   const auto most = static_cast<int64_t>(transfers_->Room(part).size() / sizeof(float));
   const RowRange here = RowsOfPart(rows, part, ranks());
@@ -678,7 +684,7 @@ absl::Status RankExchange::AddSums(int part, const float* own, float* to, int64_
                        });
 }
 
-// In pieces of whole rows that a room holds.
+// Exchanges pieces of whole rows that fit into Room.
 absl::Status RankExchange::MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
                                     TakeRanked take) {
   const auto room = static_cast<int64_t>(transfers_->Room(part).size() / sizeof(RankedClass));

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// One row of logits to its loss, and in place to the gradient of the classifier's output. Formulas in
-// docs/math.md.
+// RowLoss computes the loss of a row from its logits, and turns the logits in place into their gradient.
+// ClassExchange, below, connects the parts of a head that is split by vocabulary. Formulas in docs/math.md.
 //
 // p_y - 1 is never formed by subtraction: it is -(sum of the other exponentials) / (sum of all), which keeps
 // full relative accuracy when p_y is close to 1. The row loss is (max - z_y) + log(sum exp(z - max)) in
 // double, so that a common offset of the logits does not cost accuracy either.
 //
-// A row is computed in two steps, so that its classes may lie on several devices: statistics of the classes
-// that are here, and, from those of all classes together, its results and the gradient of those that are
-// here.
+// A row is computed in two steps, so that its classes may be divided over several devices. RowLoss::Summarise
+// computes statistics of the classes here, which are then merged over all classes. RowLoss::Finish computes
+// the row's results from them, and the gradient of the classes here.
 #ifndef LOSSD_KERNELS_CPU_ROW_LOSS_H_
 #define LOSSD_KERNELS_CPU_ROW_LOSS_H_
 
@@ -33,17 +33,17 @@
 
 namespace lossd::kernels {
 
-// What all rows of a chunk share. Pointers are borrowed.
+// The values that all rows of a chunk share. The pointers outlive the object.
 struct RowLossContext {
   LossOptions options;  // `gradients` is kExact, kFiltered or kSampled
   int64_t vocab_size = 0;
-  // The classes that are here: [first_class, first_class + classes).
+  // The classes here are [first_class, first_class + classes).
   int64_t first_class = 0;
   int64_t classes = 0;
   const float* bias = nullptr;           // [classes] or null
   const float* class_weights = nullptr;  // [V] or null (all 1)
   double class_weight_sum = 0.0;         // over all classes; V without class weights
-  double own_weight_sum = 0.0;           // over those that are here
+  double own_weight_sum = 0.0;           // over the classes here
 };
 
 struct RowRequest {
@@ -57,52 +57,52 @@ struct RowRequest {
   bool want_gradient = false;
   bool want_entropy = false;
   bool absent = false;  // IsAbsent(); then want_gradient is false
-  // false: the loss with the target does not count, so that it may be infinite; then the row has no upstream
-  // gradient here. Of rows that are distilled without their targets.
+  // False for rows that are distilled without their targets: the loss with the target does not count and may
+  // be infinite, and the row has no upstream gradient here.
   bool counts_target = true;
-  bool keeps_logits = false;  // until Finish
-  float sample = 0.0f;        // SampleOf() of the row and the classes that are here, of sampled gradients
-  // What Summarise says of single classes among those that are here.
+  bool keeps_logits = false;  // the logits must be kept until Finish
+  float sample = 0.0f;        // SampleOf() of the row and the classes here, for sampled gradients
+  // The single classes here of which Summarise writes the logits.
   int32_t top_k = 0;
   RankedClass* top = nullptr;        // out: [top_k], as SelectTop
-  const int32_t* classes = nullptr;  // [class_count], counted from the first of the vocabulary
+  const int32_t* classes = nullptr;  // [class_count], indices in the vocabulary
   int32_t class_count = 0;
-  float* class_logits = nullptr;  // out: [class_count]; 0 of classes elsewhere
+  float* class_logits = nullptr;  // out: [class_count]; 0 for classes elsewhere
 };
 
-// What some classes of a row say of it. z are the logits.
+// The statistics of a row over some of its classes. z are the logits.
 struct RowStatistics {
-  float max = 0.0f;         // the largest z; -infinity if all are
-  int32_t argmax = -1;      // the smallest class that has it, counted from the first of the vocabulary
-  bool finite = true;       // all logits before a softcap
+  float max = 0.0f;         // the largest z; -infinity if all z are
+  int32_t argmax = -1;      // the smallest class with the largest z, index in the vocabulary
+  bool finite = true;       // all logits before a softcap are finite
   bool has_target = false;  // the target is among the classes
   float target_logit = 0.0f;
-  float reference = 0.0f;   // that exponents are relative to: max, or 0 where that is -infinity
-  double other_exp = 0.0;   // sum of exp(z - reference), the target left out
-  double moment = 0.0;      // sum of exp(z - reference) (z - reference), if the entropy is needed
+  float reference = 0.0f;   // exponents are relative to it: max, or 0 if max is -infinity
+  double other_exp = 0.0;   // sum of exp(z - reference) without the target
+  double moment = 0.0;      // sum of exp(z - reference) (z - reference), for the entropy
   double centred = 0.0;     // sum of u (z - reference), with label smoothing
   double weight_sum = 0.0;  // sum of u, with label smoothing
-  // With soft targets, whose weights are q.
-  double tail_exp = 0.0;     // sum of exp(z - reference) over classes that are not named
+  // For soft targets, with weights q.
+  double tail_exp = 0.0;     // sum of exp(z - reference) over classes that are no soft target
   double soft_dot = 0.0;     // sum of q (z - reference)
   double soft_weight = 0.0;  // sum of q
 };
 
-// The statistics of one row over the classes of all parts. The parts are added up in their order; of one part
-// alone the result is what that part says. Thread-safe.
+// The statistics of one row over the classes of all parts, added up in the order of the parts. For a single
+// part, its own statistics. Thread-safe.
 RowStatistics Merge(absl::Span<const RowStatistics* const> parts);
 
 // The log-sum-exp of a row over all classes; NaN if it, or a logit, is not finite. Thread-safe.
 double LogSumExp(const RowStatistics& all);
 
-// What is said of the gradient of a row, as in LossSums: of some of its classes, or of all.
+// Sums of a row's gradient, as in LossSums, over some of its classes or over all.
 struct GradientSums {
-  double dropped_mass = 0.0;  // of a filtered gradient
+  double dropped_mass = 0.0;  // for a filtered gradient
   double sampling_variance = 0.0;
   double squared_gradient = 0.0;
 };
 
-// The sums of one row over the classes of all parts, added up in their order. Thread-safe.
+// The sums of one row over the classes of all parts, added up in the order of the parts. Thread-safe.
 GradientSums Add(absl::Span<const GradientSums* const> parts);
 
 struct RowResult {
@@ -112,14 +112,14 @@ struct RowResult {
   double entropy = 0.0;  // if wanted
   double target_logprob = 0.0;
   double gradient_factor = 0.0;     // kappa of docs/math.md
-  double divergence = 0.0;          // of a row with a teacher, as in LossSums
-  double target_loss = 0.0;         // likewise
-  GradientSums gradient;            // of the classes that are here
-  ObjectiveTerm<double> objective;  // if there is one, and the row is not absent
+  double divergence = 0.0;          // for a row with a teacher, as in LossSums
+  double target_loss = 0.0;         // for a row with a teacher, as in LossSums
+  GradientSums gradient;            // of the classes here
+  ObjectiveTerm<double> objective;  // if there is an objective and the row is not absent
   int32_t argmax = -1;
-  // Whether lse, loss, entropy and everything that scales the gradient are finite in fp32, and W x before a
-  // softcap too; later also whether dx is. If false, the rest is unspecified. Always true of an absent row,
-  // of which lse, entropy and target_logprob are NaN and argmax is -1 if it has none.
+  // Whether lse, loss, entropy, all factors of the gradient, and W x before a softcap are finite in fp32;
+  // later also whether dx is finite. If false, the other members are unspecified. Always true for an absent
+  // row: if its logits are not finite, lse, entropy and target_logprob are NaN and argmax is -1.
   bool finite = false;
 };
 
@@ -128,10 +128,11 @@ class RowLoss {
  public:
   RowLoss(const RowLoops& loops, const RowLossContext& context) : loops_(loops), context_(context) {}
 
-  // `logits` [classes] holds logit_scale * W x (no bias yet), and afterwards what Finish needs.
+  // Computes the statistics of the classes here. `logits` [classes] holds logit_scale * W x (no bias yet) on
+  // entry, and the values that Finish needs on return.
   RowStatistics Summarise(const RowRequest& request, float* logits) const;
-  // `own`: what Summarise said of these logits; `all`: merged from that and the other parts. With
-  // want_gradient the logits become dL/d(W x + b), else their content is unspecified.
+  // `own`: the result of Summarise for these logits. `all`: merged from `own` and the other parts'
+  // statistics. With want_gradient, the logits become dL/d(W x + b); otherwise their content is unspecified.
   RowResult Finish(const RowRequest& request, const RowStatistics& own, const RowStatistics& all,
                    float* logits) const;
 
@@ -156,11 +157,11 @@ class RowLoss {
   double TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const;
   void WriteGradient(const RowRequest& request, const RowResult& row, const Sums& sums, double smoothing,
                      float* logits) const;
-  // `kept`: what MaskTargets has taken out of the logits.
+  // `kept`: the logits that MaskTargets has taken out.
   void Sample(const RowRequest& request, const RowStatistics& own, const Sums& sums, double target_gradient,
               const float* kept, RowResult& row, float* logits) const;
   bool KeepsLogits(const RowRequest& request) const;
-  // Of the classes that are here, [classes] or null.
+  // The weights of the classes here, [classes] or null.
   const float* class_weights() const {
     return context_.class_weights == nullptr ? nullptr : context_.class_weights + context_.first_class;
   }
@@ -170,24 +171,24 @@ class RowLoss {
   const RowLossContext context_;
 };
 
-// Samples in place the gradient [n] of a row with respect to its dot products, but for element `target`,
-// which is -1 if it is elsewhere. omega: SampleOf() of the row and these classes; kappa: of the row.
-// Thread-safe.
+// Samples the gradient [n] of a row with respect to its dot products, in place, except for element `target`,
+// which is -1 if the target is elsewhere. omega: SampleOf() of the row and these classes. kappa: the gradient
+// factor of the row. Thread-safe.
 GradientSums SampleGradient(const LossOptions& options, double kappa, float omega, int64_t target, int64_t n,
                             float* gradient);
 
 // Samples the classes of one row in their order (docs/math.md, "Sampled gradients"). Thread-compatible.
 class RowSampler {
  public:
-  // `threshold`: of the size of an element, finite and >= 0; 0 leaves all elements as they are.
+  // `threshold`: elements below this size are sampled; finite and >= 0. 0 leaves all elements as they are.
   RowSampler(float omega, float threshold) : sampler_(double{omega}), threshold_(threshold) {}
 
-  // In place, the next `n` elements of the gradient: those below the threshold become the threshold, with
-  // their sign, or 0.
+  // Samples the next `n` elements of the gradient in place. An element below the threshold becomes the
+  // threshold, with the element's sign, or 0.
   void Sample(float* gradient, int64_t n);
 
-  // Of the elements so far, before sampling: what sampling is expected to add to the square of their
-  // difference, if they were drawn independently, and the sum of their squares.
+  // For the elements so far, before sampling: variance() is the expected squared error of sampling, as if the
+  // elements were drawn independently; square() is the sum of their squares.
   double variance() const { return variance_; }
   double square() const { return square_; }
 
@@ -198,14 +199,15 @@ class RowSampler {
   double square_ = 0.0;
 };
 
-// What the parts of a head that is split by vocabulary tell each other about the rows of a chunk: statistics
-// of their classes, and sums that go over all classes. ClassExchange is the interface. SoleExchange is for a
-// head in one part, ThreadExchange for parts in one process (TimedExchange counts its time), and RankExchange
-// for parts in several processes.
+// Exchanges between the parts of a head that is split by vocabulary, for the rows of a chunk: they merge the
+// statistics of all parts, and sums over all classes. ClassExchange is the interface. SoleExchange is for a
+// head in one part, ThreadExchange for parts in one process, and RankExchange for parts in several processes.
+// TimedExchange counts the time of another exchange.
 //
-// A function is called by every part, on a thread of its own, with the same rows and in the same order; it
-// returns when all have called. The parts are added up in their order, so all get the same bits.
-// UNAVAILABLE if another part cannot be reached any more; then the chunk cannot be computed.
+// Every part calls the same functions in the same order, with the same rows, each part on a thread of its
+// own. A function returns when all parts have called it. Contributions are added in the order of the parts,
+// so all parts get the same bits. UNAVAILABLE if another part cannot be reached any more; then the chunk
+// cannot be computed.
 
 // Rows [begin, end).
 struct RowRange {
@@ -215,48 +217,48 @@ struct RowRange {
   friend bool operator==(const RowRange&, const RowRange&) = default;
 };
 
-// Which of some rows, divided evenly, are those of a part.
+// The rows of a part, if `rows` are divided evenly.
 inline RowRange RowsOfPart(RowRange rows, int part, int parts) {
   const int64_t n = rows.end - rows.begin;
   return {rows.begin + n * part / parts, rows.begin + n * (part + 1) / parts};
 }
 
-// The rows that are in both; empty, and within `of`, if there are none.
+// The rows that are in both ranges. If there are none, the result is empty and lies within `of`.
 inline RowRange Intersect(RowRange rows, RowRange of) {
   return {std::clamp(rows.begin, of.begin, of.end), std::clamp(rows.end, of.begin, of.end)};
 }
 
 using MergeTaughtRow = absl::FunctionRef<void(int64_t row, absl::Span<const TaughtRow* const> of_part)>;
 
-// The contract is at the head of this file.
+// The contract is in the comment above RowRange.
 class ClassExchange {
  public:
   virtual ~ClassExchange() = default;
 
-  // merged[i]: row i over the classes of all parts.
+  // Sets merged[i] to the statistics of row i over the classes of all parts.
   virtual absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                        absl::Span<RowStatistics> merged) = 0;
-  // results[i].gradient: of row i over the classes of all parts.
+  // Sets results[i].gradient to the sums of row i over the classes of all parts.
   virtual absl::Status MergeGradients(int part, absl::Span<const GradientSums> own,
                                       absl::Span<RowResult> results) = 0;
-  // Calls merge(row, what all parts say of it) for each row of those that are distilled.
+  // Calls merge(row, of_part) for each distilled row, with the TaughtRow of each part.
   virtual absl::Status MergeTaught(int part, absl::Span<const TaughtRow> own, MergeTaughtRow merge) = 0;
-  // `own` [.., cols]: sums over the part's classes. Of `rows`, those that are returned become the sums over
-  // all classes; every row is returned to one part.
+  // `own` [.., cols] has, for each row, sums over the part's classes. Returns a range of `rows`, in which
+  // `own` then has the sums over all classes. Every row is returned to exactly one part.
   virtual absl::StatusOr<RowRange> SumRows(int part, float* own, RowRange rows, int64_t cols) = 0;
-  // Adds the `own` of all parts to every `to`, [n] each.
+  // Adds `own` of all parts to `to` of every part; [n] each.
   virtual absl::Status AddSums(int part, const float* own, float* to, int64_t n) = 0;
-  // The `k` first of all parts' classes in each row, of `own` [rows, k], as SelectTop left them there. Calls
-  // take(row, ranked) of every row, with [k] classes, if `takes`.
+  // Merges the first `k` classes of each row over all parts. `own` [rows, k] has this part's classes, as
+  // SelectTop has written them. If `takes`, calls take(row, ranked) for every row with its k classes.
   virtual absl::Status MergeTop(int part, absl::Span<const RankedClass> own, int64_t k, bool takes,
                                 TakeRanked take) = 0;
-  // Brings the rows `wanted` of those that SumRows has divided, `rows`, to where they are delivered, and
-  // returns those that this part delivers. `own` as in SumRows.
+  // Call after SumRows with the same `own` and `rows`. Moves the rows `wanted` to the parts that deliver
+  // them, and returns the rows that this part delivers.
   virtual absl::StatusOr<RowRange> CollectRows(int part, float* own, RowRange rows, RowRange wanted,
                                                int64_t cols) = 0;
 };
 
-// For a head that has all classes.
+// The exchange of a head that has all classes.
 class SoleExchange final : public ClassExchange {
  public:
   absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
@@ -272,7 +274,7 @@ class SoleExchange final : public ClassExchange {
                                        int64_t cols) override;
 };
 
-// Between threads of one process, which deliver rows where they are.
+// The exchange between threads of one process. Each part delivers the rows that SumRows has given it.
 class ThreadExchange final : public ClassExchange {
  public:
   // `parts` >= 1.
@@ -294,7 +296,7 @@ class ThreadExchange final : public ClassExchange {
   int parts() const { return static_cast<int>(floats_.size()); }
 
   std::barrier<> barrier_;
-  // What each part has brought; written before a barrier and read after it.
+  // The arguments of each part. Written before a barrier and read after it.
   std::vector<absl::Span<const RowStatistics>> statistics_;
   std::vector<absl::Span<const GradientSums>> gradients_;
   std::vector<absl::Span<const TaughtRow>> taught_;
@@ -302,8 +304,9 @@ class ThreadExchange final : public ClassExchange {
   std::vector<absl::Span<const RankedClass>> ranked_;
 };
 
-// A class exchange between threads of one process whose time is counted, the wait for the other parts
-// included: that of part i at member `first` + i. Thread-safe as the exchange that it counts.
+// Counts the time that parts spend in an exchange between threads of one process, including the wait for
+// other parts. The time of part i is counted at member `first` + i of `clocks`. Thread-safe as the counted
+// exchange.
 class TimedExchange final : public ClassExchange {
  public:
   TimedExchange(std::unique_ptr<ClassExchange> exchange, std::shared_ptr<MemberExchanges> clocks,
@@ -349,23 +352,23 @@ class TimedExchange final : public ClassExchange {
   const int first_;
 };
 
-// What carries an exchange between ranks, which are processes with one part of the head each. Called by one
-// thread at a time.
+// Transfers bytes between ranks, which are processes with one part of the head each. Called by one thread at
+// a time.
 class RankTransfers {
  public:
   virtual ~RankTransfers() = default;
 
-  virtual Replica replica() const = 0;  // this rank, of how many
-  // Where to put what a rank sends: aligned to 64, of the same size for all ranks. Overwritten by the next
-  // user.
+  virtual Replica replica() const = 0;  // this rank, and the number of ranks
+  // A buffer for the bytes that a rank sends. It is aligned to 64, and has the same size for all ranks. The
+  // next exchange overwrites it.
   virtual absl::Span<uint8_t> Room(int rank) = 0;
-  // As HostTransfers::Exchange; `kind` is what its time counts as.
+  // As HostTransfers::Exchange. Its time is counted as `kind`.
   virtual absl::Status Exchange(ExchangeKind kind, absl::Span<const RankTransfer> send,
                                 absl::Span<const RankTransfer> receive) = 0;
 };
 
-// The class exchange of a head whose parts lie in several processes, one in each. The bits of its sums are
-// those of a ThreadExchange with as many parts. All rows are delivered by rank 0.
+// The exchange of a head with one part in each of several processes. Its sums have the same bits as those of
+// a ThreadExchange with as many parts. Rank 0 delivers all rows.
 class RankExchange final : public ClassExchange {
  public:
   // `transfers` outlives the object.
@@ -385,8 +388,8 @@ class RankExchange final : public ClassExchange {
 
  private:
   int ranks() const { return transfers_->replica().count; }
-  // Has every rank send all of its `own` [n] to all others, and calls `merge` for pieces of it: elements
-  // [first, first + n) of all ranks, in their order.
+  // Sends `own` [n] of every rank to all other ranks, in pieces. Calls `merge` for each piece, with the
+  // elements [first, first + n) of all ranks in the order of the ranks.
   template <typename T>
   absl::Status ForAll(
       ExchangeKind kind, int part, const T* own, int64_t n,

@@ -16,16 +16,17 @@
 namespace lossd::data {
 namespace {
 
-// How much of the logarithm of its popularity is in a class's own logit; the rest comes from how often it is
-// a candidate. Found by comparison: of a real model the 1,024 classes with the most probability below 2^-9 to
-// 2^-12 in each row hold 43 to 57 % of it.
+// The share of the logarithm of a class's popularity that is in its own logit. The remaining popularity comes
+// from how often the class is a candidate. The value was found by comparison with a real model: there, the
+// 1,024 classes with the most probability below 2^-9 to 2^-12 in each row have 43 to 57 % of that
+// probability.
 constexpr double kPopularityShare = 0.85;
 constexpr int64_t kLeastHiddenSize = 64;
 constexpr int64_t kLeastVocabSize = 1024;
 constexpr int kModels = 21;
 constexpr int64_t kClassSamples = 150;
 
-// Popularity ranks spread logarithmically, each with the ranks up to the next.
+// A sample of popularity ranks, spaced logarithmically. Each stands for the ranks up to the next one.
 ClassLogits Sample(const std::vector<double>& by_rank) {
   ClassLogits sample;
   const int64_t vocab = static_cast<int64_t>(by_rank.size());
@@ -92,7 +93,7 @@ RealRows::RealRows(int64_t rows, int64_t hidden_size, int64_t vocab_size, uint64
 int64_t RealRows::most_candidates() const {
   size_t most = 0;
   for (const LogitModel& model : models_) most = std::max(most, model.candidates.size());
-  return static_cast<int64_t>(most) + 1;  // the target
+  return static_cast<int64_t>(most) + 1;  // plus the target
 }
 
 const LogitModel& RealRows::ModelOf(int64_t row) const {
@@ -105,8 +106,8 @@ int32_t RealRows::DrawClass(const std::vector<double>& cumulative, double unifor
   return class_of_[rank];
 }
 
-// A target is drawn with its probability, which is exp(own logit + noise): the noise of those drawn has the
-// mean deviation^2 instead of 0.
+// Classes are drawn with probabilities proportional to exp(own logit + noise). So the noise of a drawn class
+// has the mean deviation^2 instead of 0.
 int32_t RealRows::AddTargetOfTail(const LogitModel& model, const std::unordered_set<int32_t>& candidates,
                                   std::mt19937_64& random, Row& row) const {
   std::uniform_real_distribution<double> uniform(0.0, 1.0);
@@ -164,7 +165,7 @@ uint64_t Mix(uint64_t x) {  // a bijection of 64 bits
 
 enum class Stream : uint64_t { kWeight = 1, kHidden = 2 };
 
-// Fills out[0, count) with normal noise of this length. A function of its arguments alone.
+// Fills out[0, count) with normal noise of this length. The result depends only on the arguments.
 void FillNoise(uint64_t seed, Stream stream, int64_t row, int64_t count, float length, float* out) {
   const uint64_t key = Mix(Mix(seed ^ (static_cast<uint64_t>(stream) << 60)) + static_cast<uint64_t>(row));
   float squares = 0.0f;
@@ -194,8 +195,8 @@ float Dot(const float* a, const float* b, int64_t count) {
   return sum;
 }
 
-// Moves `hidden` [D] within the span of the candidates' weight rows [K, D] to the wanted logits [K]. The
-// element that all hidden states share stays.
+// Moves `hidden` [D], within the span of the candidates' weight rows [K, D], until it has the wanted logits
+// [K]. Does not change element 0, which all hidden states share.
 void MoveTo(const std::vector<float>& logits, const std::vector<float>& weight, int64_t hidden_size,
             float* hidden) {
   const int64_t count = static_cast<int64_t>(logits.size());

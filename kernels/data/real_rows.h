@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows with the softmax of a trained language model, for any number of rows, dimensions and classes. RealRows
-// says which classes get which logits. FillWeight, FillHidden and MakeRealData make hidden states and weights
-// of that in the memory of the host, for tests, small benchmarks and demos; ToArrays gives what a GPU or a
-// program in another language needs to make them.
+// Artificial rows that have a softmax like that of a trained language model, for any number of rows,
+// dimensions and classes. RealRows chooses the logits of each row. FillWeight, FillHidden and MakeRealData
+// make hidden states and weights with these logits in host memory, for tests, small benchmarks and demos.
+// ToArrays gives the data from which a GPU or a program in another language can make them.
 //
-// How to make hidden states x [N, D] and weights W [V, D] of it:
+// How hidden states x [N, D] and weights W [V, D] are made:
 //   W[v, 0] = class_logit(v) / kShared, and the rest of row v is normal noise of length 1;
 //   x[i, 0] = kShared, and the rest of row i is normal noise of length deviation(row) * sqrt(D - 1), moved
 //   within the span of its candidates' weight rows until x[i] . W[c] is the logit wanted of each candidate c.
@@ -22,22 +22,22 @@
 
 namespace lossd::data {
 
-// The rows, as logits that are wanted of classes. Immutable after construction, so thread-safe. The same seed
-// gives the same rows.
+// The rows, each as a list of candidate classes with their wanted logits. Immutable after construction, so
+// thread-safe. The same seed gives the same rows.
 class RealRows {
  public:
-  // The element that all hidden states share.
+  // The value of element 0, which all hidden states share.
   static constexpr double kShared = 8.0;
 
-  // INVALID_ARGUMENT unless rows >= 0, hidden_size >= 64 and vocab_size >= 1024: smaller ones have no room
+  // INVALID_ARGUMENT unless rows >= 0, hidden_size >= 64 and vocab_size >= 1024. Smaller sizes have no room
   // for such a softmax.
   static absl::StatusOr<RealRows> Create(int64_t rows, int64_t hidden_size, int64_t vocab_size,
                                          uint64_t seed);
 
   struct Row {
     std::vector<int32_t> classes;  // distinct candidates
-    std::vector<float> logits;     // wanted of them
-    float noise = 0.0f;            // length of the noise that is left beside what the candidates need
+    std::vector<float> logits;     // their wanted logits
+    float noise = 0.0f;            // length of the noise, beside the part for the candidates
     int32_t target = 0;
   };
   Row row(int64_t index) const;
@@ -46,27 +46,27 @@ class RealRows {
   int64_t hidden_size() const { return hidden_size_; }
   int64_t vocab_size() const { return static_cast<int64_t>(class_logits_.size()); }
   uint64_t seed() const { return seed_; }
-  // What every row's logit of a class has in common: popular classes have large ones. [V]
+  // [V]: the part of a class's logit that is common to all rows. It is large for popular classes.
   const std::vector<float>& class_logits() const { return class_logits_; }
-  // The most candidates that a row can have, its target among them.
+  // The most candidates that a row can have, including its target.
   int64_t most_candidates() const;
 
  private:
   RealRows(int64_t rows, int64_t hidden_size, int64_t vocab_size, uint64_t seed);
   const LogitModel& ModelOf(int64_t row) const;
   int32_t DrawClass(const std::vector<double>& cumulative, double uniform) const;
-  // Draws a target among the classes that are no candidates, and makes it one.
+  // Draws a target among the classes that are not candidates, and makes it a candidate.
   int32_t AddTargetOfTail(const LogitModel& model, const std::unordered_set<int32_t>& candidates,
                           std::mt19937_64& random, Row& row) const;
 
   int64_t hidden_size_;
   uint64_t seed_;
-  std::vector<double> quantiles_;       // [N], of the rows' entropies
+  std::vector<double> quantiles_;       // [N], the quantile of each row's entropy
   std::vector<float> class_logits_;     // [V]
-  std::vector<double> cumulative_;      // [V], of the popularity by popularity rank
-  std::vector<double> cumulative_own_;  // [V], of exp(class logit) by popularity rank
-  std::vector<int32_t> class_of_;       // [V], the class that has a popularity rank
-  std::vector<LogitModel> models_;      // of kModels quantiles, evenly spaced from 0 to 1
+  std::vector<double> cumulative_;      // [V], cumulative popularity, by popularity rank
+  std::vector<double> cumulative_own_;  // [V], cumulative exp(class logit), by popularity rank
+  std::vector<int32_t> class_of_;       // [V], the class of each popularity rank
+  std::vector<LogitModel> models_;      // for kModels quantiles, evenly spaced from 0 to 1
 };
 
 // Fills rows [begin, end) of W [V, D] into `out` [end - begin, D]. Thread-safe.
@@ -75,7 +75,8 @@ void FillWeight(const RealRows& rows, int64_t begin, int64_t end, float* out);
 // Fills rows [begin, end) of the hidden states [N, D] into `out`, and their targets. Thread-safe.
 void FillHidden(const RealRows& rows, int64_t begin, int64_t end, float* out, int32_t* targets);
 
-// Hidden states, weights and targets as a whole, made with as many threads as the host has processors.
+// All hidden states, weights and targets. MakeRealData makes them with as many threads as the host has
+// processors.
 struct RealData {
   std::vector<float> hidden;     // [N, D]
   std::vector<float> weight;     // [V, D]
@@ -83,29 +84,29 @@ struct RealData {
 };
 RealData MakeRealData(const RealRows& rows);
 
-// All rows of RealRows as arrays, of which a GPU or a program in another language makes the data as the head
-// of this file says. N rows, V classes, K = the most candidates of a row.
+// All rows of RealRows as arrays. From them a GPU or a program in another language makes the data, as
+// described at the beginning of this file. N = rows, V = classes, K = most candidates of a row.
 struct RealArrays {
   int64_t most = 0;              // K
-  std::vector<int32_t> classes;  // [N, K], the first counts[i] of row i; 0 behind them
-  std::vector<float> logits;     // [N, K], wanted of them; 0 behind them
+  std::vector<int32_t> classes;  // [N, K], the first counts[i] of row i are used; then 0
+  std::vector<float> logits;     // [N, K], the wanted logits of `classes`; then 0
   std::vector<int32_t> counts;   // [N]
   std::vector<float> noise;      // [N], the length of the noise
   std::vector<int32_t> targets;  // [N]
-  std::vector<float>
-      first_elements;  // [V], of the weight's rows; that of all hidden states is RealRows::kShared
+  // [V], element 0 of each weight row. Element 0 of all hidden states is RealRows::kShared.
+  std::vector<float> first_elements;
 };
 
 RealArrays ToArrays(const RealRows& rows);
 
-// How a hidden state is moved until it has the logits wanted, the same on the CPU and on a GPU: steps by
-// which a hidden state is moved towards the wanted logits, and the part of the error that each takes back.
-// The candidates' weight rows are nearly orthogonal, so the error shrinks by half or more each time.
+// How a hidden state is moved until it has the wanted logits, on the CPU and on a GPU: in kMoves steps, each
+// of which corrects the part kMovePart of the remaining error. The candidates' weight rows are nearly
+// orthogonal, so each step reduces the error by half or more.
 inline constexpr int kMoves = 16;
 inline constexpr float kMovePart = 0.9f;
 
-// Calls work(from, to) for parts of [begin, end) that cover it, on as many threads as the host has
-// processors, and returns when all are done.
+// Divides [begin, end) into parts and calls work(from, to) for each, on as many threads as the host has
+// processors. Returns when all calls have returned.
 void InParallel(int64_t begin, int64_t end, absl::FunctionRef<void(int64_t from, int64_t to)> work);
 
 }  // namespace lossd::data

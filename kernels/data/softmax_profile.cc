@@ -13,9 +13,9 @@
 namespace lossd::data {
 namespace {
 
-// Averages of log p lose some of the probability of flat rows. This much (nats) is added to log p, from
-// nothing at rank 1 to all of it at kFullRank, and the sum made 1 again: found by comparison with the
-// thresholds.
+// Averages of log p lose some of the probability of flat rows. To correct this, up to kTailGain (nats) is
+// added to log p, rising from 0 at rank 1 to kTailGain at kFullRank, and the probabilities are normalized
+// again. The values were found by comparison with the thresholds.
 constexpr double kTailGain = 0.06;
 constexpr double kFullRank = 64.0;
 
@@ -25,7 +25,8 @@ std::vector<double> Logs(const std::vector<double>& values) {
   return logs;
 }
 
-// The piecewise linear function through (xs, ys), of an x within the xs or beyond (constant there).
+// The value at x of the piecewise linear function through (xs, ys). It is constant beyond the first and the
+// last of xs.
 double Interpolate(const std::vector<double>& xs, const std::vector<double>& ys, double x) {
   const auto above = std::upper_bound(xs.begin(), xs.end(), x);
   if (above == xs.begin()) return ys.front();
@@ -64,7 +65,8 @@ const SoftmaxProfile& RealProfile() {
 }
 
 std::vector<double> LogProbabilities(const SoftmaxProfile& profile, double u) {
-  // Group g stands for the quantile (g + 1/2) / groups; half a step beyond the first and the last it goes on.
+  // Group g stands for the quantile (g + 1/2) / groups. Values half a step beyond the first and the last
+  // group are extrapolated.
   const double groups = static_cast<double>(profile.group_log_p.size());
   const double at = u * groups - 0.5;
   const double lower = std::clamp(std::floor(at), 0.0, groups - 2.0);
@@ -153,20 +155,22 @@ std::string ProfileCheck::Text() const {
 
 namespace {
 
-// At the rank where candidates and normal part meet, this share of the classes above is of the normal part.
+// At the rank where candidates and normal part meet, the normal part has this share of the classes with
+// larger logits.
 constexpr double kNormalShare = 0.8;
-// The normal part has the profile's probability at this rank, or at a quarter of the classes. Of a large
-// vocabulary more classes are near the end, so that it must not be above the profile there.
+// The normal part has the profile's probability at this rank, or at a quarter of the classes if that is
+// smaller. A vocabulary above kLargeVocab has more classes near the end, where the normal part must not
+// exceed the profile, so its anchor is kLargeAnchorRank.
 constexpr double kAnchorRank = 2048.0;
 constexpr double kLargeVocab = 65536.0;
 constexpr double kLargeAnchorRank = 4096.0;
 constexpr double kLargestMeetingRank = 512.0;
-// The candidates' part of the squared length of a hidden state, at most.
+// The largest part of the squared length of a hidden state that candidates may take.
 constexpr double kCandidateShare = 0.9;
 constexpr double kDeviationRange[] = {0.2, 9.0};
 constexpr int kBisections = 30;
 
-// The normal part: how many classes have a logit above a value.
+// The normal part of the logits: the expected number of classes with a logit above a value.
 class NormalPart {
  public:
   NormalPart(const ClassLogits& classes, double deviation) : classes_(classes), deviation_(deviation) {}
@@ -200,7 +204,7 @@ double At(const std::vector<double>& log_p, double rank) {
   return log_p[std::min(index, log_p.size() - 1)];
 }
 
-// The deviation with which the normal part falls as the profile does between two ranks.
+// The deviation with which the normal part falls by as much as the profile between two ranks.
 double FitDeviation(const std::vector<double>& log_p, const ClassLogits& classes, double meeting,
                     double anchor) {
   const double fall = At(log_p, meeting) - At(log_p, anchor);
@@ -213,12 +217,12 @@ double FitDeviation(const std::vector<double>& log_p, const ClassLogits& classes
   return 0.5 * (low + high);
 }
 
-// The logits of candidates: at each of them, candidates and normal part together reach the rank that the
-// profile has there.
+// Chooses the logits of the candidates so that, at each of them, candidates and normal part together have as
+// many classes above as the profile.
 std::vector<double> FitCandidates(const std::vector<double>& log_p, const NormalPart& part, double shift,
                                   double meeting) {
   std::vector<double> candidates;
-  double missing = 0.0;  // of the classes that the profile has above, how many the normal part has not
+  double missing = 0.0;  // how many of the profile's classes above a logit the normal part lacks
   for (double rank = 1.0; rank <= 3.0 * meeting; ++rank) {
     const double logit = At(log_p, rank) - shift;
     missing = std::max(missing, rank - part.CountAbove(logit));

@@ -23,7 +23,7 @@ namespace {
 
 constexpr absl::string_view kPayloadType = "lossd/field-violation";
 
-// The value of a field as the message shows it: many bytes in a larger unit, too.
+// The value of a field in the form of the message. Large numbers of bytes are also shown in a larger unit.
 std::string Shown(const FieldViolation& violation) {
   if (violation.value.empty()) return "\"\"";
   int64_t bytes = 0;
@@ -79,7 +79,7 @@ absl::Status ClassError(absl::string_view field, size_t index, int64_t value, in
 
 namespace {
 
-// `first`: the place of the row's first weight.
+// `first`: the index of the row's first weight.
 absl::Status CheckSum(absl::string_view prefix, WeightSum rule, size_t first, double sum) {
   const auto refuse = [&](absl::string_view must) {
     return FieldProblem(absl::StrCat(prefix, "target_weights[", first, "]"),
@@ -134,14 +134,14 @@ namespace {
 
 constexpr absl::string_view kCut = "...";
 constexpr absl::string_view kReplacement = "\xef\xbf\xbd";
-constexpr size_t kMaxContinuations = 3;  // of a UTF-8 character
+constexpr size_t kMaxContinuations = 3;  // most continuation bytes of a UTF-8 character
 
 uint8_t Byte(absl::string_view text, size_t at) { return static_cast<uint8_t>(text[at]); }
 
 bool IsContinuation(uint8_t byte) { return (byte & 0xc0) == 0x80; }
 
-// The bytes of the character that starts with `first`; 0 if none does. 0xc0 and 0xc1 would be overlong, 0xf5
-// and above are beyond U+10FFFF.
+// The length of the character that starts with the byte `first`; 0 if no character does. 0xc0 and 0xc1 would
+// start overlong forms, and 0xf5 and above code points beyond U+10FFFF.
 size_t LengthOf(uint8_t first) {
   if (first < 0x80) return 1;
   if (first >= 0xc2 && first <= 0xdf) return 2;
@@ -149,7 +149,7 @@ size_t LengthOf(uint8_t first) {
   return first >= 0xf0 && first <= 0xf4 ? 4 : 0;
 }
 
-// Whether the second byte rules out overlong forms, surrogates and code points above U+10FFFF.
+// Whether the second byte makes no overlong form, surrogate or code point above U+10FFFF.
 bool SecondFits(uint8_t first, uint8_t second) {
   switch (first) {
     case 0xe0:
@@ -165,7 +165,7 @@ bool SecondFits(uint8_t first, uint8_t second) {
   }
 }
 
-// The bytes of the valid character that `text`, which is not empty, begins with; 0 if there is none.
+// The length of the valid character at the beginning of `text`; 0 if there is none. `text` is not empty.
 size_t ValidLength(absl::string_view text) {
   const size_t length = LengthOf(Byte(text, 0));
   if (length == 0 || length > text.size()) return 0;
@@ -236,10 +236,10 @@ std::optional<int64_t> ParseBytes(absl::string_view text) {
                                                              {"GiB", kKib * kKib * kKib},
                                                              {"TB", 1e12},
                                                              {"TiB", kKib * kKib * kKib * kKib}};
-  const size_t digits = text.find_last_of("0123456789.") + 1;  // 0 if there are none
+  const size_t digits = text.find_last_of("0123456789.") + 1;  // 0 if there are no digits
   const absl::string_view name = absl::StripAsciiWhitespace(text.substr(digits));
   double number = 0.0;
-  // SimpleAtod takes "1e3", "0x10" and "+1", too.
+  // SimpleAtod would also accept "1e3", "0x10" and "+1".
   if (!absl::SimpleAtod(text.substr(0, digits), &number) ||
       text.substr(0, digits).find_first_of("eExX+-") != text.npos)
     return std::nullopt;
@@ -253,7 +253,7 @@ std::optional<int64_t> ParseBytes(absl::string_view text) {
 
 namespace {
 
-// Takes a text and its length off the front of `bytes`.
+// Removes a text with its length from the front of `bytes`, and returns the text.
 std::optional<std::string> TakeText(absl::string_view* bytes) {
   uint64_t size = 0;
   if (bytes->size() < sizeof(size)) return std::nullopt;

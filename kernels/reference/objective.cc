@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loss of a row is made of, by the formulas of docs/math.md, in double precision: its objective,
-// soft targets, and the divergence from a teacher.
+// Parts of the loss of a row in double precision, by the formulas of docs/math.md: the objective, soft
+// targets, and the divergence from a teacher.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -12,22 +12,22 @@
 namespace lossd::kernels::reference {
 
 // ---- Objectives ----
-// By the formula of each paper, with derivatives with respect to the log-probability of the target.
-// kernels/objective.h is what the backends evaluate; nothing of its formulas is used here.
+// The objectives by the formulas of their papers, with derivatives with respect to the log-probability of the
+// target. The backends evaluate kernels/objective.h; its formulas are deliberately not used here.
 
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// exp(x), or NaN where fp32 has no number for it.
+// exp(x), or NaN if the result is too large for fp32.
 double BoundedExp(double x) { return x > double{kLargestLogRatio} ? kNan : std::exp(x); }
 
-// The policy part of a loss, as a function of l = log p_y and of `stopped`, what stands for l where there is
-// no gradient.
+// The policy part of a loss. It is a function of l = log p_y, and of `stopped`, the value of l in terms
+// without a gradient.
 struct Policy {
   double loss = 0.0;
-  double derivative = 0.0;  // of the loss by l
-  double total = 0.0;       // of the loss by l and `stopped` together
+  double derivative = 0.0;  // of the loss with respect to l
+  double total = 0.0;       // of the loss with respect to l and `stopped` together
   bool clipped = false;
 };
 
@@ -135,7 +135,7 @@ SoftTargets SoftTargetsOf(const LossOptions& options, const Softmax& soft, const
     for (double& q : targets.weight) q /= sum;
     sum = 1.0;
   }
-  // What is less is a rounding error of weights that add up to 1 (kernels/soft_targets.h).
+  // A smaller rest is a rounding error of weights that add up to 1 (kernels/soft_targets.h).
   if (options.rest == Rest::kOneClass && 1.0 - sum >= kLeastRest) targets.rest = 1.0 - sum;
   targets.total = sum + targets.rest;
   targets.tail = 0.0;
@@ -179,7 +179,7 @@ std::vector<double> LogSoftmax(const std::vector<double>& z, double temperature)
   return log_p;
 }
 
-// p log(p / other), which is 0 where p is.
+// p log(p / other); 0 if p is 0.
 double Times(double log_p, double log_other) {
   const double p = std::exp(log_p);
   return std::isinf(log_p) ? 0.0 : p * (log_p - log_other);
@@ -191,7 +191,7 @@ double LogOfSum(double a, double b) {
   return top + std::log(std::exp(a - top) + std::exp(b - top));
 }
 
-// What one class adds to a divergence, and q times its derivatives by q and p.
+// The term of one class in a divergence, and q times the term's derivatives with respect to q and p.
 struct ClassTerm {
   double value = 0.0;
   double by_student = 0.0;
@@ -225,8 +225,8 @@ ClassTerm TermOf(const Distillation& distillation, double log_p, double log_q) {
 
 }  // namespace
 
-// With y = z / temperature and D = sum_v f(p_v, q_v): dD/dy_k = q_k (f_k - sum_v q_v f_v), f_v being the
-// derivative of f by q at class v. TermOf gives q f.
+// With y = z / temperature and D = sum_v f(p_v, q_v): dD/dy_k = q_k (f_k - sum_v q_v f_v), where f_v is the
+// derivative of f with respect to q at class v. TermOf gives q f.
 RowDivergence ComputeDivergence(const Distillation& distillation, const Softmax& student,
                                 const Softmax& teacher) {
   const double temperature = static_cast<double>(distillation.temperature);

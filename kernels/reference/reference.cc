@@ -27,7 +27,8 @@ void ApplyAdamW(const OptimizerOptions& options, int64_t update, double decay, d
 
 void ApplySgd(const OptimizerOptions& options, int64_t update, double decay, double gradient, double& value,
               double& buffer) {
-  double step = decay == 0.0 ? gradient : gradient + decay * value;  // a value of -infinity stays
+  // Without decay, a value of -infinity does not change.
+  double step = decay == 0.0 ? gradient : gradient + decay * value;
   if (options.momentum > 0.0) {
     buffer = update == 1 ? step : options.momentum * buffer + (1.0 - options.dampening) * step;
     step = options.nesterov ? step + options.momentum * buffer : buffer;
@@ -60,7 +61,7 @@ void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector
 
 namespace {
 
-// The elements of a part.
+// The values of the classes of a part.
 std::vector<double> Of(const SampledPart& part, const std::vector<double>& values) {
   return {values.begin() + static_cast<std::ptrdiff_t>(part.begin),
           values.begin() + static_cast<std::ptrdiff_t>(part.end)};
@@ -68,7 +69,7 @@ std::vector<double> Of(const SampledPart& part, const std::vector<double>& value
 
 double WidthOf(double size) { return std::clamp(size, 0.0, 1.0); }
 
-// A class that is taken or not, where it lies in the row, and the error of that.
+// A class that may or may not be taken, with its place in the row and the error of the place.
 struct OpenClass {
   size_t v;
   double begin, end;
@@ -88,12 +89,12 @@ std::vector<OpenClass> OpenClasses(const std::vector<double>& sizes, const std::
   return open;
 }
 
-// A class on which a point falls, or may.
+// A class on which a point falls or may fall.
 struct Candidate {
   size_t v;
   size_t point;
   bool taken;
-  double share;  // of the places where the point may be
+  double share;  // the share of the point's possible places in the class
 };
 
 void AddCandidates(const OpenClass& c, double omega, std::vector<Candidate>& candidates) {
@@ -137,7 +138,8 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
     if (c.error >= 0.5) undecided[c.v] = std::max(0.25, 2.0 * width * (1.0 - width));
     if (c.error > 0.0 && c.error < 0.5) AddCandidates(c, omega, candidates);
   }
-  std::vector<double> others(sizes.size() + 2);  // a point: the shares of the classes that are not taken
+  // For each point, the sum of the shares of the classes that are not taken.
+  std::vector<double> others(sizes.size() + 2);
   for (const Candidate& c : candidates) others[c.point] += c.taken ? 0.0 : c.share;
   for (const Candidate& c : candidates) {
     undecided[c.v] = std::min(1.0, undecided[c.v] + (c.taken ? 1.0 : c.share / others[c.point]));
@@ -169,7 +171,7 @@ namespace {
 // One row after the norm.
 struct NormedRow {
   std::vector<double> unit;  // before gain and shift
-  std::vector<double> y;     // what the classifier sees
+  std::vector<double> y;     // the input of the classifier
   double inverse_deviation = 1.0;
 };
 
@@ -194,9 +196,9 @@ NormedRow ApplyNorm(const Head& head, const double* x) {
   return row;
 }
 
-// The gradient of the row before the norm from that after it (Jacobian applied term by term), written to
-// `grad_x` from element `begin` on. Errors of the elements of one row may all point the same way, so standard
-// deviations add up.
+// Computes the gradient before the norm from the gradient after it, by applying the Jacobian term by term.
+// Writes it to `grad_x` from element `begin` on. Errors of the elements of a row may all have the same sign,
+// so their standard deviations are added.
 void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y, size_t begin,
                   Gradient& grad_x) {
   const size_t d = row.y.size();
@@ -231,12 +233,12 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
   }
 }
 
-// Of the loss with the target, beside a divergence.
+// The weight of the loss with the target, if there is a divergence too.
 double TargetWeight(const LossOptions& options) {
   return options.distillation.used() ? static_cast<double>(options.distillation.target_weight) : 1.0;
 }
 
-// The divergence of row n from its teacher; nothing without one.
+// The divergence of row n from its teacher; empty without a teacher.
 RowDivergence DivergenceOf(const Head& head, const LossOptions& options, const Rows& rows,
                            const Softmax& soft, size_t n, Result& result) {
   const Distillation& distillation = options.distillation;
@@ -255,7 +257,7 @@ RowDivergence DivergenceOf(const Head& head, const LossOptions& options, const R
   return divergence;
 }
 
-// Upstream of the row with its divergence, if it has a teacher.
+// Adds the divergence to the upstream gradients of a row with a teacher.
 Upstream WithDivergence(const LossOptions& options, Upstream upstream, const RowDivergence& divergence) {
   if (!options.distillation.used()) return upstream;
   upstream.divergence = divergence;
@@ -299,8 +301,9 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
   result.sums.correct_rows += result.argmax[n] == static_cast<int32_t>(target) ? 1 : 0;
 }
 
-// to[begin + i] += factors[i] * from[j], for each i. Loops of their own: the compiler makes vectors of them.
-// Most gradients have neither variance nor undecided classes, and memory is what this takes.
+// to[begin + i] += factors[i] * from[j], for each i. Each member has a loop of its own, which the compiler
+// vectorizes. Memory traffic is the main cost, so variance and undecided are skipped if they are 0, as in
+// most gradients.
 void Add(const Gradient& from, size_t j, absl::Span<const double> factors, Gradient& to, size_t begin) {
   const size_t count = factors.size();
   const double* const f = factors.data();
@@ -499,7 +502,7 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
   return result;
 }
 
-// kappa of docs/math.md.
+// kappa in docs/math.md.
 double SampleScale(const LossOptions& options, const ClassWeights& u, double u_sum, const Softmax& soft,
                    size_t target, const Upstream& upstream) {
   const double alpha = static_cast<double>(options.label_smoothing);
@@ -515,7 +518,7 @@ double SampleScale(const LossOptions& options, const ClassWeights& u, double u_s
   return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy) + std::fabs(of_divergence);
 }
 
-// Puts what counts in the place of each sampled gradient.
+// Replaces the gradient of each sampled class by its sampled value.
 void SampleRow(const LossOptions& options, const std::vector<SampledPart>& parts, size_t target,
                RowClasses& row, std::vector<double>& undecided) {
   const std::vector<uint8_t> taken = TakenClasses(row.size, parts);
@@ -551,7 +554,7 @@ Gradient Zeros(size_t n) {
 
 namespace {
 
-// Four sums: each of them waits for itself alone.
+// Four independent sums, so that additions do not wait for each other.
 double Dot(const double* a, const std::vector<double>& b) {
   double sums[4] = {};
   size_t i = 0;
@@ -646,7 +649,7 @@ RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, 
   row.error = row.variance = row.size;
   row.sample_scale = SampleScale(options, u, u_sum, soft, target, upstream);
   const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
-  // The logits of both heads over the temperature have errors.
+  // The errors of the logits of both heads, over the temperature, count.
   const double largest = std::max(MaxAbs(soft.z), upstream.divergence.max_abs_logit);
   const double logit_error = rows.logit_error * (1.0 + largest);
   for (size_t v = 0; v < v_count; ++v) {

@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // AuditLog writes the audit lines of the log: one line for each administrative call that has ended, and one
-// line for each call that was refused for who the caller is.
+// line for each call that was refused because of its caller.
 //
 //   ... INFO audit identity=dns:operator address=10.0.0.5:40112 method=DeleteHead head=lm outcome=OK
 //
-// A save that removed older checkpoints says how many, and their names up to the bound of a text:
+// The line of a save that removed older checkpoints has their number, and their names up to kMaxTextBytes:
 //
 //   ... method=SaveCheckpoint head=lm outcome=OK removed=2 removed_names="lm/step-0000000001 lm/step-..."
 //
-// A line is bounded: each text is cut to kMaxTextBytes, and bytes that are not visible ASCII are shown as
-// "?". The lines of calls that were refused, or failed and changed nothing, are bounded too: kLines at once
-// and one a second from then on for each holder, and kLinesOfAll at once and one a second for all holders
-// together; the next line of a holder says how many were left out. A holder is an identity, from wherever it
-// calls, and of callers that show none a peer (rpc::AccessControl::HolderOf). An identity that has been quiet
-// is not left out because of others. Callers that show no identity where the server asks for one have budgets
-// of their own, so that strangers leave no line about a known caller out.
+// The size of a line is bounded: each text is cut to kMaxTextBytes, and bytes that are not visible ASCII are
+// shown as "?".
+//
+// The number of lines is bounded too, for calls that were refused or that changed nothing. Each holder may
+// cause kLines lines at once and then one a second. All holders together may cause kLinesOfAll at once and
+// then one a second. The next line of a holder tells how many of its lines were left out. A holder is an
+// identity, from any address, or the peer if the caller shows no identity (rpc::AccessControl::HolderOf). The
+// first line of an identity that has been quiet is written even if others have used up the budget of all. If
+// the server requires an identity, callers without one have separate budgets, so that strangers cannot
+// displace lines about known callers.
 //
 // Thread-safe.
 #ifndef LOSSD_SERVER_ACCESS_AUDIT_LOG_H_
@@ -36,20 +39,22 @@
 namespace lossd::access {
 
 struct AuditedCall {
-  std::string identity;              // empty: the server does not ask, or the caller is not known
-  log::LineHolder holder;            // of the budget that the call's line is taken from
-  std::string address;               // of the peer
+  // Empty: the server requires no identity, or the caller is not known.
+  std::string identity;
+  log::LineHolder holder;            // the holder of the line's budget
+  std::string address;               // the peer's address
   absl::string_view method;          // "CreateHead"
   std::string head;                  // may be empty
-  std::vector<std::string> removed;  // checkpoints that a save has pruned
-  bool leaves_nothing = false;       // also with the outcome OK: rpc::MethodAccess
+  std::vector<std::string> removed;  // the checkpoints that a save has pruned
+  // The call changes nothing even with the outcome OK (rpc::MethodAccess).
+  bool leaves_nothing = false;
 };
 
 class AuditLog {
  public:
   static constexpr size_t kMaxTextBytes = 200;
-  static constexpr int64_t kLines = 20;        // of one holder
-  static constexpr int64_t kLinesOfAll = 200;  // of all holders
+  static constexpr int64_t kLines = 20;        // for one holder
+  static constexpr int64_t kLinesOfAll = 200;  // for all holders
 
   explicit AuditLog(std::function<absl::Time()> now = &clocks::SteadyNow)
       : refused_(kLines, kLinesOfAll, now),
@@ -58,24 +63,25 @@ class AuditLog {
         changed_nothing_(kLines, kLinesOfAll, now),
         left_nothing_(kLines, kLinesOfAll, now) {}
 
-  // A holder has a budget of lines for calls with an outcome other than "OK", and one for the calls with the
-  // outcome "OK" of each method that leaves nothing behind.
+  // Writes the line of a call that has ended. A holder has one budget for calls with an outcome other than
+  // "OK", and one budget for each method that leaves nothing behind, for its calls with the outcome "OK".
   void Ended(const AuditedCall& call, absl::string_view outcome);
   void Refused(const AuditedCall& call, const absl::Status& why);
-  // Writes "call failed" for a call that was not refused because of its caller. `peer`: the peer that made
-  // it, as the line names it.
+  // Writes the line "call failed" for a call that failed, but not because of its caller. `peer`: the caller's
+  // name in the line.
   void Failed(const log::LineHolder& holder, absl::string_view peer, absl::string_view method,
               absl::string_view code, absl::string_view error);
 
  private:
-  log::LineBudgets refused_;          // calls of known callers
-  log::LineBudgets unknown_;          // and of others
+  log::LineBudgets refused_;          // refused calls of known callers
+  log::LineBudgets unknown_;          // refused calls of unknown callers
   log::LineBudgets failed_;           // "call failed"
-  log::LineBudgets changed_nothing_;  // audit lines of calls with another outcome than OK
-  log::LineBudgets left_nothing_;     // and with OK, by holder and method
+  log::LineBudgets changed_nothing_;  // calls with an outcome other than OK
+  // Calls with the outcome OK that leave nothing behind, by holder and method.
+  log::LineBudgets left_nothing_;
 };
 
-// `text` as audit lines show it.
+// `text` in the form of audit lines: cut and in visible ASCII.
 std::string AuditText(absl::string_view text);
 
 }  // namespace lossd::access

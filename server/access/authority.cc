@@ -13,7 +13,7 @@
 namespace lossd::access {
 namespace {
 
-constexpr size_t kMaxNameBytes = 200;  // in messages
+constexpr size_t kMaxNameBytes = 200;  // the most bytes of a name in a message
 
 template <typename T>
 absl::StatusOr<std::unique_ptr<Reloaded<T>>> Watch(const char* what, const AccessFile& file,
@@ -49,7 +49,7 @@ absl::StatusOr<Identity> Authority::Identify(const Presented& presented) const {
   if (tokens_ != nullptr && presented.authorization.has_value())
     return IdentifyToken(*presented.authorization);
   if (roles_ != nullptr && presented.certificate) {
-    // TLS has looked at the dates once, when the connection began.
+    // TLS checked the dates only once, when the connection began.
     if (clocks::WallNow() > presented.end) return CertificateHasExpired();
     CertificateRoles::Match match = roles_->Get()->Find(presented.names);
     return Identity{.name = std::move(match.name), .role = match.role, .until = presented.end};

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Authority says who a caller is, by what the caller presents: a client certificate that TLS has verified, or
-// a bearer token. CheckRole says whether that caller's role is high enough.
+// Authority identifies callers by what they present: a client certificate that TLS has verified, or a bearer
+// token. CheckRole checks that a caller's role is high enough.
 //
 // Thread-safe. The files of roles and tokens are read again when they change.
 #ifndef LOSSD_SERVER_ACCESS_AUTHORITY_H_
@@ -20,32 +20,34 @@
 
 namespace lossd::access {
 
-// What came with a call. The view outlives the call of Identify.
+// The credentials that came with a call. The view must stay valid during Identify.
 struct Presented {
-  bool certificate = false;                 // TLS has verified one
-  absl::Time end = absl::InfiniteFuture();  // of the certificate, by the wall clock
-  std::vector<std::string> names;           // of the certificate: "dns:...", "uri:...", "email:...", "ip:..."
+  bool certificate = false;                 // TLS has verified a certificate
+  absl::Time end = absl::InfiniteFuture();  // end of the certificate, wall clock
+  // The names of the certificate: "dns:...", "uri:...", "email:...", "ip:...".
+  std::vector<std::string> names;
   std::optional<absl::string_view> authorization;  // "Bearer <token>"
 };
 
 struct Identity {
-  std::string name;          // "dns:trainer-1", "token:pipeline-1"; empty if the server does not ask
-  std::optional<Role> role;  // null: known, but without a role
-  absl::Time until = absl::InfiniteFuture();  // what was presented holds so long
+  // "dns:trainer-1" or "token:pipeline-1"; empty if the server requires no identity.
+  std::string name;
+  std::optional<Role> role;                   // nullopt: the caller is known, but has no role
+  absl::Time until = absl::InfiniteFuture();  // the credentials are valid until then
 };
 
 class Authority {
  public:
-  // An empty path: no such file. Without either the server does not ask who a client is, and every
-  // client is an admin.
+  // An empty path means that there is no such file. Without both files the server requires no identity, and
+  // every client is an admin.
   static absl::StatusOr<std::unique_ptr<Authority>> Create(const AccessFile& certificate_roles,
                                                            const AccessFile& tokens);
 
   bool asks() const { return roles_ != nullptr || tokens_ != nullptr; }
 
-  // A token counts before a certificate, if the server knows any tokens. UNAUTHENTICATED if a token is
-  // unknown, the certificate has expired or nothing is presented; the message holds no part of what was
-  // presented.
+  // Identifies a caller. If the server has tokens, a token takes precedence over a certificate.
+  // UNAUTHENTICATED if the token is unknown, the certificate has expired, or nothing is presented. The
+  // message contains no part of the credentials.
   absl::StatusOr<Identity> Identify(const Presented& presented) const;
 
  private:
@@ -53,13 +55,14 @@ class Authority {
   absl::StatusOr<Identity> IdentifyToken(absl::string_view authorization) const;
   absl::Status NothingPresented() const;
 
-  std::unique_ptr<Reloaded<CertificateRoles>> roles_;  // null: certificates count for nothing
-  std::unique_ptr<Reloaded<Tokens>> tokens_;           // null: tokens count for nothing
+  std::unique_ptr<Reloaded<CertificateRoles>> roles_;  // null: certificates are ignored
+  std::unique_ptr<Reloaded<Tokens>> tokens_;           // null: tokens are ignored
 };
 
 absl::Status CertificateHasExpired();
 
-// OK if `identity` has `needed` or a higher role; else PERMISSION_DENIED naming `method`, role and identity.
+// OK if `identity` has the role `needed` or a higher one. Otherwise PERMISSION_DENIED naming `method`, role
+// and identity.
 absl::Status CheckRole(const Identity& identity, Role needed, absl::string_view method);
 
 }  // namespace lossd::access

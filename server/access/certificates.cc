@@ -75,7 +75,7 @@ using Key = std::unique_ptr<EVP_PKEY, Free>;
 
 Bio BioOf(absl::string_view text) { return Bio(BIO_new_mem_buf(text.data(), static_cast<int>(text.size()))); }
 
-// OpenSSL asks for no password, because a server has no terminal.
+// A password callback that gives none, so that OpenSSL does not ask on the terminal.
 int NoPassword(char*, int, int, void*) { return -1; }
 
 absl::StatusOr<std::vector<Certificate>> ParseCertificates(const AccessFile& file, absl::string_view text) {
@@ -162,7 +162,7 @@ struct FreeNames {
   void operator()(GENERAL_NAMES* names) const { GENERAL_NAMES_free(names); }
 };
 
-// Whether it can be written as UTF-8.
+// Whether the string can be converted to UTF-8.
 bool IsText(const ASN1_STRING* string) {
   unsigned char* text = nullptr;
   const int length = ASN1_STRING_to_UTF8(&text, string);
@@ -207,7 +207,8 @@ void OnContext(void* parent, void*, CRYPTO_EX_DATA*, int, long, void*) {
   SSL_CTX_set_options(context, SSL_OP_NO_TICKET);
 }
 
-// TLS 1.3 sends tickets all the same, and a context takes their number later than it calls back.
+// Turns off the tickets of TLS 1.3, which are sent even without a session cache. This cannot be set for the
+// context, because its number of tickets is set after its callback.
 void OnConnection(void* parent, void*, CRYPTO_EX_DATA*, int, long, void*) {
   SSL_set_num_tickets(static_cast<SSL*>(parent), 0);
 }
@@ -220,7 +221,7 @@ bool HasSoundNames(X509* certificate) {
   const std::unique_ptr<GENERAL_NAMES, FreeNames> names(
       static_cast<GENERAL_NAMES*>(X509_get_ext_d2i(certificate, NID_subject_alt_name, &critical, nullptr)));
   if (names == nullptr)
-    return critical == -1;  // there are none; else they are malformed, or there more than once
+    return critical == -1;  // -1: the extension is absent; else it is malformed, or there is more than one
   for (int i = 0; i < sk_GENERAL_NAME_num(names.get()); ++i) {
     if (!IsSound(*sk_GENERAL_NAME_value(names.get(), i))) return false;
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The server's certificate and key, and the certificates of clients. ReadTlsMaterial reads the server's
-// files, Reloaded reads files again when they change, CertificateEnds says until when a client's certificate
-// is valid, and GuardHandshakes closes what gRPC leaves open in TLS.
+// The server's certificate and key, and checks of the certificates of clients. ReadTlsMaterial reads the
+// server's files, and Reloaded reads files again when they change. CertificateEnds finds when a client's
+// certificate expires. GuardHandshakes closes gaps that gRPC leaves in TLS handshakes.
 //
 // All classes and functions are thread-safe.
 #ifndef LOSSD_SERVER_ACCESS_CERTIFICATES_H_
@@ -30,22 +30,22 @@
 
 namespace lossd::access {
 
-// Until when certificates are valid. The certificates of a connection are looked at with every call; each
-// text is parsed once.
+// Finds when certificates expire. The certificates of a connection are checked at every call, so this parses
+// each text once and keeps the result.
 class CertificateEnds {
  public:
-  // The earliest end of the certificates in a PEM text; the infinite past if none of them can be read.
+  // The earliest expiry of the certificates in a PEM text; the infinite past if no certificate can be read.
   absl::Time Find(absl::string_view pem) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  static constexpr size_t kMost = 4096;  // then the table begins anew
+  static constexpr size_t kMost = 4096;  // the table is cleared beyond this size
 
   absl::Mutex mutex_;
   absl::flat_hash_map<std::string, absl::Time> ends_ ABSL_GUARDED_BY(mutex_);  // by SHA-256 of the text
 };
 
-// What shows that a file has changed, without reading it: device, inode, size, and times of content and of
-// inode in nanoseconds. All zeros for a file that is not there.
+// The metadata by which a change of a file is noticed without reading it: device, inode, size, and the times
+// of the last change of content and of inode, in nanoseconds. All zeros if the file does not exist.
 struct FileStamp {
   uint64_t device = 0;
   uint64_t inode = 0;
@@ -60,15 +60,16 @@ FileStamps StampsOf(const std::vector<std::string>& paths);
 
 inline constexpr absl::Duration kLookAtFilesEvery = absl::Seconds(1);
 
-// A value made from files, and made again when the files have changed. Get looks at the files, at most once a
-// second. If the changed files make no valid value, the log says so and the value stays as it was: a file
-// that is being replaced, or a certificate whose key comes a moment later, refuses no client.
+// A value made from files, and made again when the files have changed. Get checks the files for changes, at
+// most once a second. If the changed files are not valid, this is logged and the old value stays. So no
+// client is refused while a file is being replaced, or while a new certificate waits for its key.
 template <typename T>
 class Reloaded {
  public:
   using Load = std::function<absl::StatusOr<std::shared_ptr<const T>>()>;
 
-  // `what` names the value in the log: "tokens". `load` reads `paths`. Its error, if the first one fails.
+  // `what` is the value's name in the log, such as "tokens". `load` makes the value from the files `paths`.
+  // Returns its error if the first load fails.
   static absl::StatusOr<std::unique_ptr<Reloaded>> Create(std::string what, std::vector<std::string> paths,
                                                           Load load) {
     const FileStamps stamps = StampsOf(paths);
@@ -106,7 +107,7 @@ class Reloaded {
       stamps_ = std::move(stamps);
       failed_.clear();
       log::Log(log::LogLevel::kInfo, "files read again", {{"what", what_}});
-    } else if (failed_ != stamps) {  // tried again every time, told once
+    } else if (failed_ != stamps) {  // load again each time, but log a failure once
       log::Log(log::LogLevel::kError, "changed files are not valid; what was read before stays in use",
                {{"what", what_}, {"error", value.status().message()}});
       failed_ = std::move(stamps);
@@ -117,50 +118,50 @@ class Reloaded {
   const std::vector<std::string> paths_;
   const Load load_;
   absl::Mutex mutex_;
-  FileStamps stamps_ ABSL_GUARDED_BY(mutex_);  // of the value
-  FileStamps failed_ ABSL_GUARDED_BY(mutex_);  // of the last failure that was logged
+  FileStamps stamps_ ABSL_GUARDED_BY(mutex_);  // of the files that made value_
+  FileStamps failed_ ABSL_GUARDED_BY(mutex_);  // of the files of the last failure logged
   absl::Time looked_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const T> value_ ABSL_GUARDED_BY(mutex_);
 };
 
 // The server's certificate and key, and the certificates of the authorities that sign clients' certificates,
-// as PEM text that was found to be in order.
+// as valid PEM text.
 struct TlsMaterial {
   std::string certificate_chain;  // the server's own certificate first
   std::string key;
-  std::string client_authorities;  // empty: clients are not asked for certificates
-  // When the first certificate of the chain, or of the authorities, is no longer valid.
+  std::string client_authorities;  // empty: clients are asked for no certificates
+  // The earliest expiry of all certificates, of the chain and of the authorities.
   absl::Time expires = absl::InfiniteFuture();
 };
 
 struct TlsFiles {
   AccessFile certificate;
   AccessFile key;
-  AccessFile client_authorities;  // without a path: none
+  AccessFile client_authorities;  // an empty path: no authorities
 };
 
-// Reads the files. INVALID_ARGUMENT, naming flag and path, unless the first certificate is that of the key,
-// and no file holds a PEM block that cannot be read. A certificate that is not valid today is logged and
-// taken: clients will refuse it, and say why.
+// Reads the files. INVALID_ARGUMENT, naming flag and path, if the first certificate does not belong to the
+// key, or if a file has a PEM block that cannot be read. A certificate that is not valid today is logged and
+// accepted: clients will refuse it with the reason.
 absl::StatusOr<std::shared_ptr<const TlsMaterial>> ReadTlsMaterial(const TlsFiles& files);
 
-// When the first of the certificates in PEM form ends; the infinite past if the text is not in order.
+// The earliest expiry of the certificates in a PEM text; the infinite past if the text is not valid.
 absl::Time FirstEnd(absl::string_view pem);
 
 using ReloadedTls = Reloaded<TlsMaterial>;
 absl::StatusOr<std::unique_ptr<ReloadedTls>> WatchTlsMaterial(const TlsFiles& files);
 
-// Closes what gRPC 1.51 leaves open in its TLS handshakes and has no option for. OpenSSL calls a program back
-// for each context and each connection that it makes; there this function sets what gRPC does not.
+// Closes two gaps in the TLS handshakes of gRPC 1.51, for which gRPC has no option. It registers callbacks
+// that OpenSSL calls for each new context and connection, and sets there:
 //
-//  - A peer's certificate is refused, before gRPC looks at its names, if gRPC would end the process over one
-//    of the names: an address that has neither 4 nor 16 bytes, or a name that is no text.
+//  - A peer's certificate is refused, before gRPC reads its names, if one of the names would make gRPC abort
+//    the process: an address that has neither 4 nor 16 bytes, or a name that is no text.
 //  - No session is resumed. A resumed session brings a certificate that was verified long ago.
 //
-// For all contexts that are made from now on. Later calls do nothing.
+// Applies to all contexts that are made from now on. Later calls do nothing.
 void GuardHandshakes();
 
-// Whether gRPC can take every name of the certificate (GuardHandshakes). For tests.
+// Whether gRPC can process every name of the certificate (see GuardHandshakes). For tests.
 bool HasSoundNames(X509* certificate);
 
 }  // namespace lossd::access

@@ -17,14 +17,14 @@
 namespace lossd::access {
 namespace {
 
-constexpr int kInterrupt = SIGURG;  // whose default is to be ignored: one that comes late does nothing
+constexpr int kInterrupt = SIGURG;  // ignored by default, so a late signal does no harm
 constexpr long kPatienceNanoseconds = 10'000'000;
 constexpr size_t kMostThreads = 16;
 constexpr size_t kMostWaiting = 256;
 
 void Ignore(int) {}
 
-// Interrupts what the thread that made it waits for.
+// A timer that sends signals to the thread that made it, which interrupt the thread's waits.
 class Alarm {
  public:
   Alarm() {
@@ -38,7 +38,7 @@ class Alarm {
     event._sigev_un._tid = static_cast<pid_t>(syscall(SYS_gettid));
     is_set_ = timer_create(CLOCK_MONOTONIC, &event, &timer_) == 0;
   }
-  // Every 10 ms from now on, or not any more.
+  // Starts the timer, with a signal every 10 ms, or stops it.
   void Ring(bool on) {
     if (!is_set_) return;
     const timespec patience = {.tv_sec = 0, .tv_nsec = on ? kPatienceNanoseconds : 0};
@@ -57,9 +57,9 @@ class Closer {
     struct sigaction action = {};
     if (sigaction(kInterrupt, nullptr, &action) == 0 && action.sa_handler != SIG_DFL &&
         action.sa_handler != SIG_IGN)
-      return;  // the process has a handler of its own, which interrupts as well
+      return;  // the process has a handler, which interrupts waits too
     action = {};
-    action.sa_handler = &Ignore;  // without SA_RESTART
+    action.sa_handler = &Ignore;  // without SA_RESTART, so that waits end
     sigaction(kInterrupt, &action, nullptr);
   }
 
@@ -98,7 +98,7 @@ class Closer {
     Alarm alarm;
     while (true) {
       wire::OwnedDescriptor descriptor = Next();
-      const linger none = {.l_onoff = 0, .l_linger = 0};  // mostly there is nothing to wait for then
+      const linger none = {.l_onoff = 0, .l_linger = 0};  // without SO_LINGER, close mostly does not wait
       setsockopt(descriptor.get(), SOL_SOCKET, SO_LINGER, &none, sizeof(none));
       alarm.Ring(true);
       descriptor = wire::OwnedDescriptor();
@@ -112,7 +112,7 @@ class Closer {
   size_t idle_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// Never destroyed: its threads may wait for ever.
+// The closer of the process. Never destroyed, because its threads may wait forever.
 Closer& TheCloser() {
   static Closer& closer = *new Closer();
   return closer;
@@ -134,8 +134,8 @@ size_t BeingClosed() { return TheCloser().open(); }
 
 namespace {
 
-constexpr size_t kRoom = size_t{64} << 10;  // for what is under way in a direction
-constexpr int kLookAgain = 20;              // milliseconds, while closing is behind
+constexpr size_t kRoom = size_t{64} << 10;  // bytes under way in one direction
+constexpr int kLookAgain = 20;              // milliseconds between checks while closing is behind
 
 bool WouldWait() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
@@ -203,7 +203,7 @@ void Relay::Run() {
 
 namespace {
 
-// Writes what it can. False: the end is closed.
+// Writes as many bytes as it can without waiting. False: the other end is closed.
 bool Flush(int to, const std::string& bytes, size_t* sent) {
   while (*sent < bytes.size()) {
     const ssize_t part = send(to, bytes.data() + *sent, bytes.size() - *sent, MSG_NOSIGNAL | MSG_DONTWAIT);

@@ -54,8 +54,8 @@ void SetEnd(const sockaddr_storage& address, __be32* words, __be16* port) {
   *port = ipv6.sin6_port;
 }
 
-// The socket that has one end at `near` and the other at `far`. The kernel's answer is immediate; one that
-// has no such question known leaves the socket for it unconnected or answers with an error.
+// Asks the kernel for the socket with one end at `near` and the other at `far`. The kernel answers
+// immediately. A kernel without sock_diag refuses the netlink socket, or answers with an error.
 std::optional<inet_diag_msg> Find(const sockaddr_storage& near, const sockaddr_storage& far) {
   const wire::OwnedDescriptor netlink(socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG));
   if (!netlink) return std::nullopt;
@@ -80,7 +80,8 @@ std::optional<inet_diag_msg> Find(const sockaddr_storage& near, const sockaddr_s
   return answer.socket;
 }
 
-// Without an inode it belongs to no program any more, and then the kernel has forgotten whose it was.
+// The user of the socket. A socket without an inode belongs to no program any more, and then the kernel does
+// not know the user.
 std::optional<uid_t> UserAt(const sockaddr_storage& near, const sockaddr_storage& far) {
   const std::optional<inet_diag_msg> found = Find(near, far);
   if (!found.has_value() || found->idiag_inode == 0) return std::nullopt;
@@ -97,7 +98,7 @@ std::string TextOf(const sockaddr_storage& address) {
   return text;
 }
 
-// As gRPC writes an address: of an IPv4 address in IPv6 the IPv4 address.
+// An address in gRPC's form. An IPv4-mapped IPv6 address is written as the IPv4 address.
 std::string LoopbackText(const sockaddr_storage& address) {
   if (address.ss_family == AF_INET)
     return absl::StrCat(TextOf(address), ":", ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port));
@@ -120,7 +121,7 @@ Peer PeerOf(int connection, const sockaddr_storage& from) {
     return {.name = absl::StrCat("uid ", who->user), .user = who->user, .process = who->process};
   }
   if (!IsLoopback(from)) return {.name = TextOf(from), .user = std::nullopt};
-  // A program chooses its address on the loopback: the address says nothing about who it is.
+  // A program can choose any loopback address as its own, so the address does not identify it.
   Peer peer{
       .name = "loopback", .loopback_address = LoopbackText(from), .user = std::nullopt, .is_loopback = true};
   sockaddr_storage to = {};
@@ -158,9 +159,10 @@ bool KnowsLoopbackUsers() {
 
 namespace {
 
-constexpr int64_t kMostEnding = 32;  // shut down and not closed yet, before no more are accepted
+// How many connections may be shut down and not closed yet. Beyond it no more are accepted.
+constexpr int64_t kMostEnding = 32;
 
-// The number of a socket; 0 if the descriptor is not open.
+// The inode of a socket; 0 if the descriptor is not an open socket.
 uint64_t InodeOf(int descriptor) {
   struct stat status = {};
   if (fstat(descriptor, &status) != 0 || !S_ISSOCK(status.st_mode)) return 0;
@@ -190,7 +192,7 @@ std::optional<Connection> Entrance::Accept(int listener) {
   connection.socket = wire::OwnedDescriptor(
       accept4(listener, reinterpret_cast<sockaddr*>(&from), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (!connection.socket) {
-    // Out of descriptors: those that wait stay in the backlog for a while.
+    // No descriptors are left. Waiting connections stay in the backlog for a while.
     if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
       absl::SleepFor(absl::Milliseconds(50));
     return std::nullopt;
@@ -208,8 +210,8 @@ std::optional<Connection> Entrance::Accept(int listener) {
   }
   if (!refusal.empty()) {
     options_.on_refused(descriptor, refusal, connection.peer);
-    // Over TCP nothing of the stranger's is in it: to close it here takes no time, and does not wait for
-    // threads that a stranger on a Unix socket may hold.
+    // A TCP connection contains no descriptors of a stranger. It is closed here, at once: on the other
+    // threads it would wait behind Unix sockets of strangers.
     if (connection.is_unix) CloseElsewhere(std::move(connection.socket));
     return std::nullopt;
   }
@@ -221,7 +223,8 @@ std::optional<Connection> Entrance::Accept(int listener) {
   return connection;
 }
 
-// A peer on the loopback that the kernel does not name although it can has closed its end.
+// If the kernel can tell users on the loopback but does not tell this one, the peer has closed its end
+// already.
 bool Entrance::LetsIn(const Peer& peer, int listener) const {
   if (IsOwnUser(peer)) return true;
   if (peer.is_loopback) return !options_.own_user_on_loopback || !KnowsLoopbackUsers();
@@ -232,7 +235,7 @@ bool Entrance::LetsIn(const Peer& peer, int listener) const {
 
 absl::string_view Entrance::Count(int descriptor, const Peer& peer) {
   absl::MutexLock lock(&mutex_);
-  connections_.erase(descriptor);  // what had the number before is closed
+  connections_.erase(descriptor);  // an earlier connection with this descriptor is closed
   if (!LimitReached(peer.name).empty()) ForgetClosed();
   const absl::string_view limit = LimitReached(peer.name);
   if (limit.empty()) Add(descriptor, peer);
@@ -279,7 +282,7 @@ std::vector<Entrance::Ended> Entrance::CountAndMakeRoom(int descriptor, const Pe
     End(oldest->first, &oldest->second);
     made_room.push_back({.name = oldest->second.name, .reason = limit});
   };
-  // The peer's own first: then there may be room in all.
+  // First the limit of the peer: after that there may be room in all.
   if (CountOf(peer.name) >= options_.per_peer) end_oldest(peer.name, kMaxPerPeer);
   if (CountOf("") >= options_.in_all) end_oldest("", kMaxConnections);
   Add(descriptor, peer);
@@ -295,7 +298,8 @@ std::map<int, Entrance::Counted>::iterator Entrance::Oldest(const std::string& n
   return oldest;
 }
 
-// The reader sees the end, and closes it. It is not closed before, for then it would not be counted.
+// Shuts a connection down, so that the reader sees its end and closes it. It stays in connections_ until
+// then, so that HasRoom counts it.
 void Entrance::End(int descriptor, Counted* connection) {
   connection->ended = true;
   if (InodeOf(descriptor) == connection->inode) shutdown(descriptor, SHUT_RDWR);
@@ -320,7 +324,7 @@ std::string Entrance::NameAt(absl::string_view loopback_address) const {
   if (loopback_address.empty()) return "";
   absl::MutexLock lock(&mutex_);
   for (const auto& [descriptor, connection] : connections_) {
-    // Another connection from the address may have been closed already.
+    // An older connection from the same address may be in the table, but closed already.
     if (connection.loopback_address == loopback_address && InodeOf(descriptor) == connection.inode)
       return connection.name;
   }

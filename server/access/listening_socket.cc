@@ -30,20 +30,20 @@ struct AddressListDeleter {
   void operator()(addrinfo* list) const { freeaddrinfo(list); }
 };
 
-// The port of a socket address, in network order.
+// The port field of a socket address, in network byte order.
 uint16_t& PortOf(sockaddr* address) {
   if (address->sa_family == AF_INET) return reinterpret_cast<sockaddr_in*>(address)->sin_port;
   return reinterpret_cast<sockaddr_in6*>(address)->sin6_port;
 }
 
-// A socket that listens on `address`, whose port becomes the one that was bound; -1 and errno if there is
-// none.
+// Makes a socket that listens on `address`, and sets the port in `address` to the bound port. -1 with errno
+// on failure.
 int ListenOn(sockaddr* address, socklen_t size) {
   const int descriptor = socket(address->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (descriptor < 0) return -1;
   SetSocketOption(descriptor, SOL_SOCKET, SO_REUSEADDR, 1);
   if (address->sa_family == AF_INET6) {
-    // [::] takes IPv4 too, as gRPC's own listener does.
+    // [::] accepts IPv4 too, like gRPC's own listener.
     const bool any = IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<sockaddr_in6*>(address)->sin6_addr);
     SetSocketOption(descriptor, IPPROTO_IPV6, IPV6_V6ONLY, any ? 0 : 1);
   }
@@ -57,7 +57,7 @@ int ListenOn(sockaddr* address, socklen_t size) {
   return -1;
 }
 
-// Takes no descriptors.
+// Makes a Unix socket that takes no descriptors from its peers, if the kernel supports that.
 int UnixSocket(int type) {
   const int descriptor = socket(AF_UNIX, type | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   SetSocketOption(descriptor, SOL_SOCKET, kPassRights, 0);
@@ -79,14 +79,14 @@ bool SomebodyListens(const sockaddr_un& address, int type) {
   if (!probe) return true;
   const int result = connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
   const int error = errno;
-  CloseElsewhere(std::move(probe));  // who listens there may have sent something
+  CloseElsewhere(std::move(probe));  // the listener may have sent descriptors
   return result == 0 || (error != ECONNREFUSED && error != ENOENT);
 }
 
-// Makes room at `path` for a socket, whose lock the caller has.
+// Removes a stale socket file at `path`. The caller holds the lock of the path.
 absl::Status RemoveStale(const std::string& path, const sockaddr_un& address, int type) {
   struct stat status = {};
-  if (lstat(path.c_str(), &status) != 0) return absl::OkStatus();  // bind says what is wrong, if anything is
+  if (lstat(path.c_str(), &status) != 0) return absl::OkStatus();  // if there is a problem, bind reports it
   if (!S_ISSOCK(status.st_mode)) return CannotListen(path, "there is a file that is not a socket");
   if (SomebodyListens(address, type)) return CannotListen(path, "another program listens there");
   if (unlink(path.c_str()) != 0 && errno != ENOENT) return CannotListen(path, std::strerror(errno));
@@ -148,7 +148,7 @@ absl::StatusOr<ListeningSocket> ListeningSocket::OpenUnix(const std::string& pat
     return CannotListen(path, std::strerror(errno));
   made.path_ = path;
   made.inode_ = InodeAt(path);
-  // Nobody can connect before listen, so the mode holds for the first one already.
+  // No program can connect before listen, so the mode applies to all connections.
   if (chmod(path.c_str(), mode) != 0 || listen(made.descriptor_, kBacklog) != 0)
     return CannotListen(path, std::strerror(errno));
   return made;

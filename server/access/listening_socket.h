@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ListeningSocket owns a socket that listens, and the file of a Unix socket where it has one.
+// ListeningSocket owns a listening socket, and the file of a Unix socket.
 #ifndef LOSSD_SERVER_ACCESS_LISTENING_SOCKET_H_
 #define LOSSD_SERVER_ACCESS_LISTENING_SOCKET_H_
 
@@ -14,19 +14,19 @@
 
 namespace lossd::access {
 
-// Move-only, thread-compatible. Its end closes the socket and removes the socket's file.
+// A listening socket. The destructor closes it and removes its file. Move-only, thread-compatible.
 class ListeningSocket {
  public:
-  // On all addresses of `host` (an IPv6 address in brackets); port 0: any free one, the same for all.
-  // UNAVAILABLE.
+  // Listens on all addresses of `host` (an IPv6 address in brackets). Port 0: any free port, the same for all
+  // addresses. UNAVAILABLE.
   static absl::StatusOr<std::vector<ListeningSocket>> OpenTcp(const std::string& host, int port);
-  // At `path`, for users whom `mode` lets write to the file. `type`: SOCK_STREAM or SOCK_SEQPACKET. The file
-  // of a server that ended without removing it is replaced; a lock on `path`.lock, a file that stays, keeps
-  // two servers from doing so at the same time. Connections take no descriptors, if the kernel can keep them
-  // out. UNAVAILABLE if another server listens there, if something else is there, or if the file cannot be
-  // made.
+  // Listens on a Unix socket at `path`. Users who may write to the file by its `mode` can connect. `type`:
+  // SOCK_STREAM or SOCK_SEQPACKET. Replaces a file that an ended server has left. A lock on the file
+  // `path`.lock, which is never removed, keeps two servers from replacing it at the same time. Connections
+  // take no descriptors, if the kernel can keep them out. UNAVAILABLE if another server listens there, if the
+  // file is no socket, or if it cannot be made.
   static absl::StatusOr<ListeningSocket> OpenUnix(const std::string& path, mode_t mode, int type);
-  // The same in the abstract namespace, which has no files: any program of the network namespace can connect.
+  // Listens on an abstract Unix socket, which has no file: any program of the network namespace can connect.
   // UNAVAILABLE.
   static absl::StatusOr<ListeningSocket> OpenAbstract(const std::string& name, int type);
 
@@ -41,7 +41,7 @@ class ListeningSocket {
   ~ListeningSocket();
 
   int descriptor() const { return descriptor_; }
-  int port() const { return port_; }  // 0: a Unix socket
+  int port() const { return port_; }  // 0 for a Unix socket
   bool is_abstract() const { return is_abstract_; }
 
  private:
@@ -49,17 +49,19 @@ class ListeningSocket {
 
   int descriptor_ = -1;
   int port_ = 0;
-  std::string path_;    // of a Unix socket
-  int lock_ = -1;       // of the path
-  uint64_t inode_ = 0;  // of the file: another one at the path is not this socket's
+  std::string path_;  // the path of a Unix socket
+  int lock_ = -1;     // the lock of the path
+  // The inode of this socket's file. A file at the path with another inode belongs to another socket.
+  uint64_t inode_ = 0;
   bool is_abstract_ = false;
 };
 
-// The option that says whether a Unix socket takes descriptors that its peer sends. Connections inherit the
-// option from the socket that listens. Linux has it since 6.16; before that, sockets take descriptors.
+// The socket option that decides whether a Unix socket takes descriptors that its peer sends. Connections
+// inherit it from the listening socket. It exists since Linux 6.16; before that, sockets always take
+// descriptors.
 inline constexpr int kPassRights = 83;  // SO_PASSRIGHTS
 
-// Sets an option that is a number. Where the system does not know it, the socket stays as it is.
+// Sets an integer option. If the system does not know the option, does nothing.
 void SetSocketOption(int descriptor, int level, int option, int value);
 
 }  // namespace lossd::access

@@ -81,7 +81,7 @@ absl::Status AccessLineError(const AccessFile& file, size_t line, absl::string_v
 }
 
 absl::StatusOr<std::string> ReadAccessFile(const AccessFile& file, Secrecy secrecy) {
-  // Without waiting for a writer, if it is a pipe.
+  // O_NONBLOCK: if the file is a pipe, do not wait for a writer.
   const int descriptor = open(file.path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0)
     return AccessFileError(file, absl::StrCat("be a readable file (", std::strerror(errno), ")"));

@@ -106,7 +106,7 @@ v1::SaveProgress ProgressMessage(const head::SaveProgress& progress, v1::SavePha
   return message;
 }
 
-// What a save or a load may have in memory now.
+// The buffer memory that a save or a load may use now.
 int64_t BufferBytes(const CheckpointOptions& options) {
   const auto host = kernels::HostMemory().Available();
   if (!host.has_value()) return options.buffer_bytes;
@@ -114,8 +114,8 @@ int64_t BufferBytes(const CheckpointOptions& options) {
   return std::clamp<int64_t>(host->bytes - options.memory_reserve_bytes - writing, 0, options.buffer_bytes);
 }
 
-// An error of the disk, where NOT_FOUND and PERMISSION_DENIED would be read as words about the head and about
-// the caller's role.
+// Replaces the codes NOT_FOUND and PERMISSION_DENIED of an error of the disk. A client would understand them
+// as errors about the head, and about the caller's role.
 absl::Status OfTheDisk(absl::Status status) {
   if (!absl::IsNotFound(status) && !absl::IsPermissionDenied(status)) return status;
   return absl::FailedPreconditionError(
@@ -126,7 +126,7 @@ v1::CheckpointInfo CheckpointMessage(const head::CheckpointInfo& info) {
   v1::CheckpointInfo message;
   message.set_checkpoint(info.name);
   if (!info.status.ok()) {
-    message.set_error(errors::ValidUtf8(info.status.message()));  // it may repeat bytes of a broken file
+    message.set_error(errors::ValidUtf8(info.status.message()));  // it may have bytes of a broken file
     return message;
   }
   *message.mutable_spec() = messages::ToProto(info.subject.head, info.subject.config);
@@ -169,7 +169,7 @@ absl::Status Checkpoints::PrepareDirectory() {
   if (directory_ready_ && is_there) return absl::OkStatus();
   absl::Status status = head::PrepareCheckpointDirectory(options_.directory, options_.disk);
   if (absl::IsAlreadyExists(status))
-    status = absl::NotFoundError(status.message());  // something else is there
+    status = absl::NotFoundError(status.message());  // there is a file that is no folder
   status = OfTheDisk(std::move(status));
   if (directory_ready_ && status.ok()) {
     metrics_->events().Add(metrics::EventLevel::kWarning, "checkpoint_directory_made", "",
@@ -196,7 +196,7 @@ absl::Status Checkpoints::CheckKeep(const v1::SaveCheckpointRequest& request) co
 absl::Status Checkpoints::CheckDelete(const v1::DeleteCheckpointRequest& request) const {
   const std::pair<absl::string_view, absl::string_view> names =
       absl::StrSplit(request.checkpoint(), absl::MaxSplits('/', 1));
-  // What is wrong with a name, the deletion says.
+  // The deletion itself reports a malformed name.
   const bool is_name =
       head::ValidateName("head", names.first).ok() && head::ValidateName("name", names.second).ok();
   if (options_.keep == 0 || !is_name) return absl::OkStatus();
@@ -239,8 +239,8 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::Save(const v1::SaveCheck
     log::Log(LogLevel::kWarning, "a checkpoint has values that are infinite or NaN",
              {{"checkpoint", saved->checkpoint()}, {"values", saved->not_finite()}});
   }
-  // A head that was deleted while the disk was busy has no series; one that is deleted from now on forgets
-  // it.
+  // If the head was deleted while the disk was written, removes its series again. A deletion from now on does
+  // so itself.
   if (absl::IsNotFound(engine_->Describe(request.head()).status())) metrics_->ForgetHead(request.head());
   log::Log(LogLevel::kInfo, "checkpoint saved",
            {{"checkpoint", saved->checkpoint()},
@@ -256,7 +256,7 @@ void Checkpoints::OnFailed(const v1::SaveCheckpointRequest& request, const absl:
   const bool intended = absl::IsCancelled(status) || absl::IsAlreadyExists(status);
   metrics_->events().Count(intended ? metrics::EventLevel::kWarning : metrics::EventLevel::kError,
                            "checkpoint_failed", request.head(),
-                           absl::IsAlreadyExists(status)  // whose message has a name that the client chose
+                           absl::IsAlreadyExists(status)  // its message has a name that the client chose
                                ? "checkpoint not saved: its name is taken, or the same is saved already"
                                : absl::StrCat("checkpoint not saved: ", status.message()));
   const bool exists = engine_->Describe(request.head()).ok();
@@ -294,7 +294,7 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
     callbacks.on_progress(ProgressMessage(progress, phase));
   };
   save.cancelled = [&] { return saves_cancelled_ || callbacks.cancelled(); };
-  absl::Status read_error;  // of reading the head; errors of the disk are apart
+  absl::Status read_error;  // error of reading the head; errors of the disk are separate
   const absl::StatusOr<head::SavedCheckpoint> saved = head::SaveCheckpoint(
       options_.directory, request.name(),
       {.head = head->name,
@@ -327,7 +327,8 @@ absl::StatusOr<v1::SaveCheckpointResponse> Checkpoints::SaveInTurn(const v1::Sav
   return response;
 }
 
-// None if the head has gone meanwhile, which what comes next notices.
+// The parts of a head in other processes. Empty if the head was deleted meanwhile; the next operation then
+// fails.
 std::vector<kernels::RemotePart> Checkpoints::RemotePartsOf(const std::string& head) const {
   std::vector<kernels::RemotePart> parts;
   engine_

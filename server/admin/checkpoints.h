@@ -3,10 +3,10 @@
 // makes sure that a deletion which a client repeats happens once. NamedLocks has a lock for each head.
 //
 // A checkpoint shows its head at one step boundary. While a save reads the head's tensors into memory, calls
-// that change the head wait, and streams of rows go on. After that the head is free, and the disk takes the
-// time it needs.
+// that change the head wait, and streams of rows go on. After that, calls may change the head again while the
+// disk is written.
 //
-// All classes are thread-safe. Calls block. Saves take turns, so their memory is at most one buffer.
+// All classes are thread-safe. Calls block. Only one save runs at a time, so saves use at most one buffer.
 #ifndef LOSSD_SERVER_ADMIN_CHECKPOINTS_H_
 #define LOSSD_SERVER_ADMIN_CHECKPOINTS_H_
 
@@ -37,10 +37,10 @@
 
 namespace lossd::admin {
 
-// One lock for each name. A lock is made when it is first asked for, and is gone when no thread holds it.
+// One lock for each name. A lock is made when it is first asked for, and removed when no thread holds it.
 class NamedLocks {
  public:
-  // Holds the lock of one name until destroyed or told to let go, on the thread that took it.
+  // Holds the lock of one name until Unlock or the destructor, on the thread that took it.
   class Guard {
    public:
     explicit Guard(std::shared_ptr<absl::Mutex> mutex) ABSL_NO_THREAD_SAFETY_ANALYSIS
@@ -51,14 +51,14 @@ class NamedLocks {
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
 
-    // Lets go early; later calls do nothing.
+    // Releases the lock early. Later calls do nothing.
     void Unlock() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       if (mutex_ != nullptr) mutex_->Unlock();
       mutex_ = nullptr;
     }
 
    private:
-    std::shared_ptr<absl::Mutex> mutex_;  // null: not held any more
+    std::shared_ptr<absl::Mutex> mutex_;  // null: the lock is released
   };
 
   // Blocks until the lock of `name` is free.
@@ -78,24 +78,26 @@ class NamedLocks {
   std::map<std::string, std::weak_ptr<absl::Mutex>> mutexes_ ABSL_GUARDED_BY(mutex_);
 };
 
-// DeleteCheckpoint: a deletion happens once, however often a client repeats the call.
+// Carries out DeleteCheckpoint. A deletion happens once, even if a client repeats the call.
 class CheckpointDeletions {
  public:
   static constexpr size_t kMostRemembered = 1000;
-  // Of deleted checkpoints whose files were in use. Files beyond that number go with the next save or start.
+  // The most deleted checkpoints that wait until their files are not in use. Files of further ones are
+  // removed by the next save or start.
   static constexpr size_t kMostUnremoved = 1000;
 
-  // All outlive this.
+  // The arguments outlive the object.
   CheckpointDeletions(const std::string& directory, head::Disk* disk, metrics::Metrics* metrics)
       : directory_(directory), disk_(disk), metrics_(metrics) {}
 
-  // INVALID_ARGUMENT for a deletion_id that is none; FAILED_PRECONDITION if it has deleted another
-  // checkpoint. Other errors as head::RemoveCheckpoint. What fails is not remembered, since it has changed
-  // nothing.
+  // Deletes a checkpoint. INVALID_ARGUMENT if the deletion_id is malformed; FAILED_PRECONDITION if it has
+  // deleted another checkpoint. Other errors as head::RemoveCheckpoint. A failed deletion is not remembered,
+  // because it has changed nothing.
   absl::StatusOr<v1::DeleteCheckpointResponse> Delete(const v1::DeleteCheckpointRequest& request)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // After a load or a save: removes what was deleted while its files were in use.
+  // Call after a load or a save. Removes the files of checkpoints that were deleted while their files were in
+  // use.
   void RemoveUnused() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -104,7 +106,7 @@ class CheckpointDeletions {
     int64_t bytes = 0;
   };
 
-  // The stored result of a deletion; nullopt: there is none.
+  // The bytes that an earlier call with this deletion_id has deleted; nullopt: there was no such call.
   absl::StatusOr<std::optional<int64_t>> Find(const v1::DeleteCheckpointRequest& request) const
       ABSL_LOCKS_EXCLUDED(mutex_);
   void Remember(const v1::DeleteCheckpointRequest& request, int64_t bytes, const std::string& unremoved)
@@ -117,44 +119,52 @@ class CheckpointDeletions {
 
   mutable absl::Mutex mutex_;
   std::map<std::string, Deletion> by_id_ ABSL_GUARDED_BY(mutex_);
-  std::deque<std::string> ids_ ABSL_GUARDED_BY(mutex_);        // of by_id_, the oldest first
-  std::deque<std::string> unremoved_ ABSL_GUARDED_BY(mutex_);  // paths of folders that have no name any more
+  std::deque<std::string> ids_ ABSL_GUARDED_BY(mutex_);  // keys of by_id_, the oldest first
+  // The paths of the folders of deleted checkpoints, whose names are gone already.
+  std::deque<std::string> unremoved_ ABSL_GUARDED_BY(mutex_);
 };
 
 struct CheckpointOptions {
-  std::string directory;                      // made when it is first needed
-  int64_t transfer_bytes = int64_t{8} << 20;  // per operation on the device; at least one row
-  int64_t buffer_bytes = int64_t{1} << 30;    // host memory for what is read ahead of the disk
-  head::ShardRules shards;                    // files of a checkpoint, and threads that write or read them
-  int64_t keep = 0;                           // automatic checkpoints per head; 0: all
-  int64_t memory_reserve_bytes = 0;           // the buffer leaves so much of the host's memory to others
-  int64_t limit_bytes = 0;                    // of all files below the directory; 0: none
+  std::string directory;  // created when it is first needed
+  // Bytes that are copied in one operation on the device; at least one row.
+  int64_t transfer_bytes = int64_t{8} << 20;
+  // Host memory for data that was read from the device and is not written yet.
+  int64_t buffer_bytes = int64_t{1} << 30;
+  // The files of a checkpoint, and the threads that write or read them.
+  head::ShardRules shards;
+  int64_t keep = 0;  // automatic checkpoints per head; 0: all
+  // Host memory that the buffer leaves free, for other programs.
+  int64_t memory_reserve_bytes = 0;
+  int64_t limit_bytes = 0;  // for all files below the directory; 0: no limit
   head::Disk* disk = head::Disk::Real();
-  head::FileSites* sites = nullptr;  // other processes that have parts of heads; null: there are none
+  // The other processes that have parts of heads; null: there are none.
+  head::FileSites* sites = nullptr;
 };
 
-// The checkpoints of all heads of a server.
+// Saves, lists, prunes and deletes the checkpoints of all heads of a server.
 class Checkpoints {
  public:
-  // All pointers outlive this object. `head_locks`: every call that changes a head holds the lock of the
-  // head.
+  // All pointers outlive the object. `head_locks` has the lock of each head, which every call that changes
+  // the head holds.
   Checkpoints(const CheckpointOptions& options, engine::Engine* engine, metrics::Metrics* metrics,
               NamedLocks* head_locks);
 
   const CheckpointOptions& options() const { return options_; }
 
-  // For the server's start: removes what interrupted saves left, if there is a directory.
+  // Call when the server starts. Removes the files that interrupted saves left, if there is a directory.
   void RemoveLeftovers();
-  // Makes the directory if need be.
+  // Creates the directory if it does not exist.
   absl::Status PrepareDirectory() ABSL_LOCKS_EXCLUDED(directory_mutex_);
 
-  // PERMISSION_DENIED naming the field if a save would keep fewer checkpoints than --keep_checkpoints says,
-  // which is for admins to ask for. A server whose flag is 0 leaves the number to each save.
+  // PERMISSION_DENIED naming the field if a save asks to keep fewer checkpoints than --keep_checkpoints. Only
+  // admins may ask for that. If the flag is 0, each save may choose the number.
   absl::Status CheckKeep(const v1::SaveCheckpointRequest& request) const;
-  // The same for a deletion: of an automatic checkpoint, which --keep_checkpoints keeps. Reads its manifest.
+  // PERMISSION_DENIED if a deletion would delete an automatic checkpoint, and --keep_checkpoints is not 0.
+  // Reads the manifest of the checkpoint.
   absl::Status CheckDelete(const v1::DeleteCheckpointRequest& request) const;
 
-  // Both callbacks run on this thread; `cancelled` is asked a few times a second, true ends the save.
+  // Both callbacks run on the calling thread. `cancelled` is called a few times a second; the save ends if it
+  // returns true.
   struct SaveCallbacks {
     std::function<void(const v1::SaveProgress&)> on_progress = [](const v1::SaveProgress&) {};
     std::function<bool()> cancelled = [] { return false; };
@@ -162,12 +172,12 @@ class Checkpoints {
   absl::StatusOr<v1::SaveCheckpointResponse> Save(const v1::SaveCheckpointRequest& request,
                                                   const SaveCallbacks& callbacks)
       ABSL_LOCKS_EXCLUDED(save_mutex_);
-  // Ends saves with CANCELLED, now and in the future.
+  // Ends running and later saves with CANCELLED.
   void CancelSaves() { saves_cancelled_ = true; }
 
   // The other processes that have parts of a head, for one load.
   std::vector<std::unique_ptr<head::LoadSite>> LoadSites(const std::string& head) const;
-  // For a load that begins now.
+  // The options of a load that begins now.
   head::LoadOptions LoadOptions(bool verify_first) const;
 
   absl::StatusOr<v1::ListCheckpointsResponse> List(const v1::ListCheckpointsRequest& request) const;
@@ -175,17 +185,17 @@ class Checkpoints {
   absl::StatusOr<v1::DeleteCheckpointResponse> Delete(const v1::DeleteCheckpointRequest& request) {
     return deletions_.Delete(request);
   }
-  // For the end of a load: what was deleted during it goes now.
+  // Call at the end of a load. Removes the files of checkpoints that were deleted during the load.
   void EndReading() { deletions_.RemoveUnused(); }
 
  private:
   absl::StatusOr<v1::SaveCheckpointResponse> SaveInTurn(const v1::SaveCheckpointRequest& request,
                                                         const SaveCallbacks& callbacks)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(save_mutex_);
-  // Counts a save that failed, and tells of it.
+  // Counts a save that failed, and reports it as an event and in the log.
   void OnFailed(const v1::SaveCheckpointRequest& request, const absl::Status& status);
   std::vector<kernels::RemotePart> RemotePartsOf(const std::string& head) const;
-  // Removes what `request` lets go; a failure is logged.
+  // Removes older checkpoints that `request` does not keep. Logs a failure.
   void Prune(const v1::SaveCheckpointRequest& request, v1::SaveCheckpointResponse* response);
 
   const CheckpointOptions options_;
@@ -194,8 +204,8 @@ class Checkpoints {
   NamedLocks* const head_locks_;
   CheckpointDeletions deletions_;
   std::atomic<bool> saves_cancelled_{false};
-  // By head, and what a client could have known apart from troubles of the disk, which none of these lines
-  // may leave out.
+  // Limits the log lines of failed saves. Budgets are by head, and separate for errors that a client could
+  // have foreseen and for errors of the disk. So lines of the first kind never displace lines of the second.
   log::LineBudgets failed_lines_{20, 200};
 
   absl::Mutex save_mutex_;  // one save at a time

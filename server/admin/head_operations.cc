@@ -22,7 +22,7 @@ namespace lossd::admin {
 
 namespace {
 
-// Two requests with equal contents ask for the same reset.
+// The content of a request: two requests with equal contents ask for the same reset.
 std::string ContentOf(const v1::ResetHeadRequest& request) {
   v1::ResetHeadRequest content = request;
   content.clear_head();
@@ -60,12 +60,12 @@ namespace {
 
 using log::LogLevel;
 
-// What ReadTensorRequest and OpenTensor have in common.
+// The fields that ReadTensorRequest and OpenTensor have in common.
 struct TensorFields {
   const std::string& head;
   v1::Param param = v1::PARAM_UNSPECIFIED;
   v1::Role role = v1::ROLE_UNSPECIFIED;
-  const v1::RowRange* rows = nullptr;  // null: all
+  const v1::RowRange* rows = nullptr;  // null: all rows
   v1::DType dtype = v1::DTYPE_UNSPECIFIED;
 };
 
@@ -93,7 +93,7 @@ absl::StatusOr<Opened> OpenTensor(const TensorFields& fields, absl::string_view 
   return Opened{std::move(tensor), *std::move(opened)};
 }
 
-// What a head's history is once the checkpoint has been loaded into it.
+// The history of a head after the checkpoint was loaded into it.
 head::History HistoryOfLoaded(const head::CheckpointReader& checkpoint) {
   const head::CheckpointSubject& saved = checkpoint.subject();
   return {.run = saved.run,
@@ -151,7 +151,7 @@ absl::Status HeadOperations::CreateFilled(const std::string& name, const kernels
   absl::Status status = fill();
   if (status.ok()) status = engine_->PublishHead(name);
   if (!status.ok()) {
-    engine_->DeleteHead(name).IgnoreError();  // the first error counts
+    engine_->DeleteHead(name).IgnoreError();  // the first error is returned
     return status;
   }
   const absl::StatusOr<engine::HeadSnapshot> head = engine_->Describe(name);
@@ -201,7 +201,7 @@ absl::StatusOr<v1::ListHeadsResponse> HeadOperations::ListHeads(const v1::ListHe
   v1::ListHeadsResponse response;
   for (const engine::HeadSnapshot& head : engine_->List()) {
     *response.add_heads() = messages::ToProto(head);
-    response.mutable_heads()->rbegin()->mutable_spec()->clear_class_list();  // lists are long
+    response.mutable_heads()->rbegin()->mutable_spec()->clear_class_list();  // class lists are long
   }
   return response;
 }
@@ -400,7 +400,7 @@ absl::Status RestoreLatest(HeadOperations& operations) {
   LOSSD_RETURN_IF_ERROR(operations.checkpoints().PrepareDirectory());
   LOSSD_TRY(const std::vector<head::CheckpointInfo> found, head::ListCheckpoints(directory, ""));
   std::set<std::string> restored;
-  for (const head::CheckpointInfo& checkpoint : found) {  // from the newest to the oldest of a head
+  for (const head::CheckpointInfo& checkpoint : found) {  // for each head from the newest to the oldest
     if (!checkpoint.status.ok()) {
       log::Log(log::LogLevel::kWarning, "checkpoint passed over",
                {{"checkpoint", checkpoint.name}, {"reason", checkpoint.status.message()}});
@@ -468,7 +468,7 @@ absl::Status HeadOperations::ResetInTurn(const v1::ResetHeadRequest& request,
   if (request.has_tensor_file()) LOSSD_RETURN_IF_ERROR(checkpoints_.PrepareDirectory());
   LOSSD_TRY(const InitialValues values,
             InitialValues::Open(options_.checkpoints.directory, request, head.config));
-  // What cannot be read is known before anything is written.
+  // Find errors of reading before anything is written.
   LOSSD_RETURN_IF_ERROR(values.CheckReadable(options_.transfer_bytes));
   absl::Status status = engine_->Reset(head.name, engine::ResetScope::kAll).status();
   if (status.ok()) status = FillHead(head.name, values, /*used=*/true);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// HeadOperations does what HeadService's methods ask for, without gRPC. Each method takes a request and
-// blocks until its answer is known. Large tensors go to and from the device in slices of about 8 MiB, so that
-// rows of other heads and streams are computed in between. RestoreLatest loads every head when the server
-// starts.
+// HeadOperations implements the methods of HeadService, without gRPC. Each method takes a request and blocks
+// until its answer is known. Large tensors are copied to and from the device in slices of about 8 MiB, so
+// that the device computes rows of other heads and streams in between. RestoreLatest loads every head when
+// the server starts.
 //
-// All classes and functions are thread-safe. Calls that change a head take turns per head, and wait while a
-// save reads the head's tensors (checkpoints.h); no call sees a head that is half created.
+// All classes and functions are thread-safe. Calls that change the same head run one at a time, and wait
+// while a save reads the head's tensors (checkpoints.h). No call sees a head whose creation has not ended.
 #ifndef LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
 #define LOSSD_SERVER_ADMIN_HEAD_OPERATIONS_H_
 
@@ -40,19 +40,21 @@
 
 namespace lossd::admin {
 
-// The calls on each head that were done last and that have an id from the client (resets, changes of shares).
-// A repeat of a call is recognised by its id and gets the same answer. `Response` is the type of the answer.
+// Remembers the last calls of one kind on each head (resets, or changes of shares), with the ids that clients
+// gave them. A repeated call is recognized by its id and gets the same answer. `Response` is the type of the
+// answer.
 template <typename Response>
 class DoneCalls {
  public:
-  static constexpr size_t kRemembered = 64;  // of each head
+  static constexpr size_t kRemembered = 64;  // remembered calls of each head
 
-  // `id_field`: of the request, which has the id. `kind`: of the calls, for people: "reset".
+  // `id_field`: the field of the request that has the id. `kind`: the kind of the calls, for messages:
+  // "reset".
   DoneCalls(std::string id_field, std::string kind)
       : id_field_(std::move(id_field)), kind_(std::move(kind)) {}
 
-  // What the call of that id was answered with, if it is known. FAILED_PRECONDITION for the id's field if
-  // that call asked for something else. `content`: the request without its id and without the head it names.
+  // The answer to the earlier call with this id, if it is remembered. FAILED_PRECONDITION naming the id's
+  // field if that call had another content. `content`: the request without its id and its head's name.
   absl::StatusOr<std::optional<Response>> Find(absl::string_view head, absl::string_view id,
                                                absl::string_view content) const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
@@ -89,13 +91,14 @@ class DoneCalls {
 
   const std::string id_field_, kind_;
   mutable absl::Mutex mutex_;
-  std::map<std::string, std::deque<Done>, std::less<>> done_ ABSL_GUARDED_BY(mutex_);  // by head, in order
+  std::map<std::string, std::deque<Done>, std::less<>> done_ ABSL_GUARDED_BY(mutex_);  // by head, oldest
+                                                                                       // first
 };
 
-// The resets of heads that were done last.
+// Remembers the last resets of each head.
 class ResetLog {
  public:
-  static constexpr size_t kRemembered = DoneCalls<v1::ResetHeadResponse>::kRemembered;  // of each head
+  static constexpr size_t kRemembered = DoneCalls<v1::ResetHeadResponse>::kRemembered;  // resets of each head
 
   // As DoneCalls::Find, for the field "reset_id".
   absl::StatusOr<std::optional<v1::ResetHeadResponse>> Find(const v1::ResetHeadRequest& request) const;
@@ -107,26 +110,27 @@ class ResetLog {
   DoneCalls<v1::ResetHeadResponse> done_{"reset_id", "reset"};
 };
 
-// Logs what the backend chose, a debug event for each choice.
+// Logs the choices of the backend, one debug line for each choice.
 void LogChoices(absl::string_view event, absl::string_view head, absl::Span<const kernels::Choice> choices);
 
 struct HeadOperationsOptions {
   CheckpointOptions checkpoints;
   kernels::DType default_compute_dtype = kernels::DType::kFloat32;
-  int64_t transfer_bytes = int64_t{8} << 20;  // per operation on the device; at least one row
+  // Bytes that are copied in one operation on the device; at least one row.
+  int64_t transfer_bytes = int64_t{8} << 20;
 };
 
-// Rows of one tensor, checked against its head.
+// Rows of one tensor. They have been checked against the head's configuration.
 struct TensorRows {
   std::string head;
   kernels::TensorId id;
-  kernels::TensorShape shape;  // of the whole tensor
+  kernels::TensorShape shape;  // the shape of the whole tensor
   engine::RowRange rows;
-  kernels::DType dtype = kernels::DType::kFloat32;  // outside the device
+  kernels::DType dtype = kernels::DType::kFloat32;  // the type on the host
   int64_t row_bytes() const { return shape.cols * static_cast<int64_t>(kernels::SizeOf(dtype)); }
 };
 
-// Such rows, and the way to them.
+// Rows of a tensor with the object that reads or writes them.
 struct TensorRead {
   TensorRows tensor;
   std::unique_ptr<engine::TensorReader> reader;
@@ -139,11 +143,11 @@ struct TensorWrite {
 // The methods of HeadService, one function each, and the reading and writing of tensors.
 class HeadOperations {
  public:
-  // `engine` and `metrics` outlive this.
+  // `engine` and `metrics` outlive the object.
   HeadOperations(const HeadOperationsOptions& options, engine::Engine* engine, metrics::Metrics* metrics);
 
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request);
-  // What CreateHead would answer, or its error.
+  // The answer or error that CreateHead would give. Creates nothing.
   absl::StatusOr<v1::HeadDescription> PlanHead(const v1::CreateHeadRequest& request);
   absl::StatusOr<v1::HeadDescription> DescribeHead(const v1::DescribeHeadRequest& request);
   absl::StatusOr<v1::ListHeadsResponse> ListHeads(const v1::ListHeadsRequest& request);
@@ -162,11 +166,11 @@ class HeadOperations {
   }
   Checkpoints& checkpoints() { return checkpoints_; }
 
-  // Opens a ReadTensor or WriteTensor call. FAILED_PRECONDITION for writing gradients.
+  // Open a ReadTensor or WriteTensor call. Writing gradients is refused with FAILED_PRECONDITION.
   absl::StatusOr<TensorRead> OpenRead(const v1::ReadTensorRequest& request);
   absl::StatusOr<TensorWrite> OpenWrite(const v1::OpenTensor& open);
-  // Copies the next `rows` of the tensor; the span has exactly their bytes in its dtype. The head's state at
-  // that moment; errors as engine::TensorReader and TensorWriter.
+  // Copy the next `rows` of the tensor. The span has exactly the size of these rows in the tensor's dtype.
+  // Return the head's state at that moment; errors as engine::TensorReader and TensorWriter.
   static absl::StatusOr<v1::HeadState> ReadRows(const TensorRead& read, engine::RowRange rows,
                                                 absl::Span<uint8_t> out);
   absl::StatusOr<v1::HeadState> WriteRows(const TensorWrite& write, engine::RowRange rows,
@@ -174,21 +178,21 @@ class HeadOperations {
   absl::StatusOr<v1::HeadState> State(absl::string_view head);
 
  private:
-  // Makes a head, has `fill` fill it and publishes it; on failure nothing is left of it.
+  // Creates a head, calls `fill` to fill it, and publishes it. After a failure the head does not exist.
   absl::Status CreateFilled(const std::string& name, const kernels::HeadConfig& config,
                             absl::FunctionRef<absl::Status()> fill);
-  // As InitialValues::Fill.
+  // Fills a head as InitialValues::Fill does.
   absl::Status FillHead(const std::string& head, const InitialValues& values, bool used);
-  // The reset of a head, whose lock is held and which has not been reset under this id.
+  // Resets a head. The caller holds the head's lock, and has checked that this reset_id is new.
   absl::Status ResetInTurn(const v1::ResetHeadRequest& request, const engine::HeadSnapshot& head);
   absl::StatusOr<v1::HeadDescription> Description(absl::string_view head);
-  // `kind` of the event, and what the log says: "head_created", "head created".
+  // Adds an event of `kind`, such as "head_created", and logs the same words: "head created".
   void LogHead(absl::string_view kind, const v1::HeadDescription& head);
-  // `is_new`: nothing is left of the head if this fails.
+  // Writes the tensors of a checkpoint into a head. `is_new`: the caller removes the head if this fails.
   absl::Status WriteLoaded(const std::string& head, const kernels::HeadConfig& config,
                            const head::CheckpointReader& reader, bool is_new);
-  // Makes a new head as saved; if the server has other devices, without the shares and the replicas that do
-  // not suit them.
+  // Creates a head with the saved configuration. If the server has other devices, leaves out shares, replicas
+  // and residency that do not fit them.
   absl::Status CreateLoaded(const std::string& head, kernels::HeadConfig config,
                             const head::CheckpointReader& reader);
 
@@ -201,10 +205,10 @@ class HeadOperations {
   Checkpoints checkpoints_;
 };
 
-// Loads the newest checkpoint of each head that has checkpoints below the directory, when the server starts.
-// A checkpoint whose manifest cannot be read is passed over with a warning in the log, since its head is not
-// known. A checkpoint that is damaged in another way, or does not fit, is an error that names the checkpoint,
-// and no older checkpoint is tried in its place. Blocks. Heads that were loaded before an error stay.
+// Loads the newest checkpoint of each head that has checkpoints below the directory. Called when the server
+// starts; blocks. If the manifest of a checkpoint cannot be read, the head is not known: the checkpoint is
+// skipped with a warning in the log. If a checkpoint is damaged in another way, or does not fit, the result
+// is an error that names it; older checkpoints are not tried. Heads that were loaded before the error stay.
 absl::Status RestoreLatest(HeadOperations& operations);
 
 }  // namespace lossd::admin

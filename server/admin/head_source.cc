@@ -23,9 +23,9 @@ namespace lossd::admin {
 
 namespace {
 
-constexpr size_t kBlock = 4096;  // elements that are looked at together
+constexpr size_t kBlock = 4096;  // elements that are checked together
 
-// Bits of an element: the sign, and those that are all 1 in NaNs and infinities.
+// The bits of an element type: the sign, and the exponent, whose bits are all 1 in NaNs and infinities.
 struct Float32 {
   using Bits = uint32_t;
   static constexpr Bits kSign = 0x8000'0000, kExponent = 0x7f80'0000;
@@ -61,7 +61,7 @@ bool BreaksRules(const ValueRules& rules, typename Type::Bits bits) {
   return is_negative && !rules.negative;
 }
 
-// Whether a block may have something that breaks the rules; a loop that compilers turn into vector code.
+// Whether a block may have an element that breaks the rules. Compilers turn the loop into vector code.
 template <typename Type>
 bool LooksBad(const ValueRules& rules, const typename Type::Bits* bits, size_t count) {
   bool special = false, negative = false;
@@ -110,7 +110,7 @@ std::optional<RefusedValue> FirstRefused(const ValueRules& rules, kernels::DType
 
 namespace {
 
-// Where a parameter's tensor name stands in the request.
+// A parameter, with the field of the request that has the name of its tensor.
 struct Wanted {
   kernels::Param param;
   absl::string_view field;
@@ -142,7 +142,7 @@ constexpr char kIndexName[] = "model.safetensors.index.json";
 constexpr char kFileName[] = "model.safetensors";
 using head::kManifestFile;
 
-// A file's error as one of the field that named the file or the tensor.
+// Turns an error of a file into an error of the field that named the file or the tensor.
 absl::Status InField(absl::string_view field, const std::string& value, const absl::Status& status) {
   return errors::WithViolation(absl::Status(status.code(), absl::StrCat(field, ": ", status.message())),
                                {std::string(field), std::string(status.message()), value});
@@ -155,7 +155,7 @@ std::string Beside(absl::string_view path, absl::string_view name) {
   return absl::StrCat(path.substr(0, slash + 1), name);
 }
 
-// Whether a folder has a file or a link of this name, wherever that leads.
+// Whether a folder has a file or a link of this name. Does not follow the link.
 bool HasEntry(const std::string& folder, const std::string& name) {
   std::error_code error;
   return std::filesystem::exists(std::filesystem::symlink_status(absl::StrCat(folder, "/", name), error));
@@ -166,12 +166,12 @@ class Files {
  public:
   using Readers = std::map<std::string, std::unique_ptr<formats::SafetensorsReader>>;
 
-  // `tensors`: the names of all that will be looked for.
+  // `tensors`: the names of all tensors that will be looked for.
   Files(const std::string& directory, std::vector<std::string> tensors, Readers* readers,
         head::ReadLocks* locks)
       : directory_(directory), tensors_(std::move(tensors)), readers_(readers), locks_(locks) {}
 
-  // `path` is what the request says.
+  // Finds the files. `path` is the path in the request.
   absl::Status Find(const std::string& path) {
     LOSSD_TRY(const std::string real, head::ResolveBelow(directory_, path));
     std::error_code error;
@@ -191,7 +191,7 @@ class Files {
     return absl::EndsWith(path_, ".json") ? OpenIndex() : Reader(path_).status();
   }
 
-  // The files with parts of this tensor, at least one.
+  // The parts of this tensor, each with its file. At least one.
   absl::StatusOr<std::vector<HeadSource::Part>> With(const std::string& tensor) {
     std::vector<HeadSource::Part> parts;
     for (const std::string& path : shards_) {
@@ -216,7 +216,8 @@ class Files {
                                                              "': ", reader.status().message()));
   }
 
-  // The files of a checkpoint, in the order of their classes. They stay while they are read.
+  // Opens the files of a checkpoint, in the order of their classes. A lock keeps them from being removed
+  // while they are read.
   absl::Status OpenCheckpoint(const std::string& path, const std::string& folder) {
     absl::StatusOr<head::ReadLocks> locks = head::LockForReading(folder);
     if (absl::IsNotFound(locks.status())) {
@@ -251,13 +252,13 @@ class Files {
   const std::vector<std::string> tensors_;
   Readers* const readers_;
   head::ReadLocks* const locks_;
-  std::string path_;                 // of the index or of the only file
-  std::vector<std::string> shards_;  // of a checkpoint
+  std::string path_;                 // the path of the index, or of the only file
+  std::vector<std::string> shards_;  // the files of a checkpoint
   std::optional<formats::SafetensorsIndex> index_;
 };
 
-// The shape of the tensor that the parts form together, one part's rows behind the other's. If a part has
-// other columns or another type than the parts before it: the shape of that part alone.
+// The shape of the tensor that the parts form together: each part's rows follow those of the part before. If
+// a part differs from the parts before it in columns or type, the result is the shape of that part alone.
 std::vector<int64_t> ShapeOf(absl::Span<const HeadSource::Part> parts) {
   std::vector<int64_t> shape = parts[0].info->shape;
   for (const HeadSource::Part& part : parts.subspan(1)) {
@@ -329,7 +330,7 @@ absl::StatusOr<HeadSource> HeadSource::Open(const std::string& directory, const 
 absl::Status HeadSource::ReadRows(const Tensor& tensor, engine::RowRange rows,
                                   absl::Span<uint8_t> out) const {
   const size_t row_bytes = rows.size() == 0 ? 0 : out.size() / static_cast<size_t>(rows.size());
-  int64_t first = 0;  // the row of the tensor that the part begins with
+  int64_t first = 0;  // the tensor's row with which the part begins
   for (const Part& part : tensor.parts) {
     const int64_t begin = std::max(rows.begin, first);
     const int64_t end = std::min(rows.end, first + part.info->rows());
@@ -413,7 +414,7 @@ absl::Status InitialValues::Fill(bool used, int64_t slice_bytes, Sink sink) cons
     absl::Status filled = FillTensor(
         param, kernels::DType::kFloat32, slice_bytes,
         [&](engine::RowRange, absl::Span<uint8_t> out) {
-          // The buffer comes from operator new: aligned for floats.
+          // The buffer comes from operator new, so it is aligned for floats.
           std::fill_n(reinterpret_cast<float*>(out.data()), out.size() / sizeof(float), ones ? 1.0f : 0.0f);
           return absl::OkStatus();
         },

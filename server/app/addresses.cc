@@ -140,7 +140,7 @@ absl::Status WritePortFile(const std::string& path, const std::string& grpc, con
 
 namespace {
 
-// Probes of an orchestrator and of a load balancer bring no token.
+// These paths need no token, because probes of orchestrators and load balancers have none.
 constexpr absl::string_view kHealthPaths[] = {"/livez", "/readyz", "/healthz"};
 
 template <typename Paths>

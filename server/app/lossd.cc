@@ -36,10 +36,10 @@
 namespace lossd::app {
 namespace {
 
-// A Unix socket's address has room for 107 characters, of which names in the folder take 22.
+// A Unix socket's path has at most 107 characters. The names in the folder take 22 of them.
 constexpr size_t kLongestFolder = 85;
 
-// A folder that only this user can enter, for the server's sockets. The folder goes with the object.
+// A folder for the server's sockets, which only this user can enter. The destructor removes the folder.
 class PrivateFolder {
  public:
   static absl::StatusOr<std::unique_ptr<PrivateFolder>> Make() {
@@ -56,7 +56,7 @@ class PrivateFolder {
     return std::unique_ptr<PrivateFolder>(new PrivateFolder(std::move(path)));
   }
   ~PrivateFolder() {
-    std::error_code ignored;  // there is nothing to do about a folder that stays
+    std::error_code ignored;  // if removal fails, the folder stays
     std::filesystem::remove_all(path_, ignored);
   }
   PrivateFolder(const PrivateFolder&) = delete;
@@ -70,10 +70,11 @@ class PrivateFolder {
   const std::string path_;
 };
 
-// What a server has become, for those who wait. Outlives the server, whose threads set it.
+// The state of a server, for threads that wait for its end. The server's threads set it. It outlives the
+// server.
 class State {
  public:
-  // The end is told once: what comes later is what follows from it.
+  // Sets the state when the server ends. Only the first call counts: later ones are consequences of that end.
   void Set(lossd_state state, absl::Status why = absl::OkStatus()) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     if (state_ == LOSSD_SERVES) {
@@ -87,12 +88,12 @@ class State {
     absl::MutexLock lock(&mutex_);
     return state_;
   }
-  // Why the ranks ended; OK if that was no error.
+  // The error with which the ranks ended; OK if they ended without one.
   absl::Status Why() const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     return why_;
   }
-  // The state once the server does not serve any more, or after `limit`.
+  // Waits until the server does not serve any more, or for `limit`, and returns the state.
   lossd_state Await(absl::Duration limit) const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     const auto ended = [this] {
@@ -112,7 +113,7 @@ class State {
   clocks::Event joined_;
 };
 
-// The options of the server, and what its process logs.
+// The options of the server, and the log level of its process.
 struct Options {
   ServerOptions server;
   ranks::LaunchFlags launch;
@@ -134,7 +135,7 @@ absl::StatusOr<int> ParseNumber(absl::string_view name, absl::string_view text) 
   return absl::InvalidArgumentError(absl::StrCat(name, " is \"", text, "\"; it must be a number"));
 }
 
-// The process may change its folder while the server runs.
+// Makes the paths absolute, because the process may change its working directory while the server runs.
 void MakeAbsolute(ServerOptions* options) {
   SecurityOptions& security = options->security;
   for (std::string* path : {&options->checkpoint_directory, &security.tls_cert, &security.tls_key,
@@ -181,9 +182,9 @@ absl::StatusOr<Options> ReadOptions(const char* const* texts) {
   return options;
 }
 
-// Runs `body` on a thread of its own and waits for it: what CUDA keeps for each thread, such as its current
-// GPU, stays the caller's. False if `body` has not ended within `limit`, and goes on alone; or if the system
-// has no thread, and `body` was not run.
+// Runs `body` on a thread of its own and waits for it. So CUDA's state of the calling thread, such as its
+// current GPU, stays as it is. False if `body` has not ended within `limit`, and then it goes on without the
+// caller. Also false if the system has no thread, and then `body` does not run.
 bool RunApart(absl::Duration limit, absl::AnyInvocable<void()> body) {
   const auto ended = std::make_shared<clocks::Event>();
   try {
@@ -197,7 +198,7 @@ bool RunApart(absl::Duration limit, absl::AnyInvocable<void()> body) {
   return ended->AwaitFor(limit);
 }
 
-// How much longer than asked for a drain may take before its device counts as lost.
+// How long a drain may take beyond its limit before the device counts as lost.
 constexpr absl::Duration kPatience = absl::Minutes(1);
 
 char* CopyOf(absl::string_view text) {
@@ -219,7 +220,7 @@ using lossd::app::Server;
 using lossd::app::ServerOptions;
 using lossd::app::State;
 
-// A server, or the ranks of this process that compute for rank 0 of another one. Thread-safe.
+// A server, or the ranks of this process that compute for rank 0 in another process. Thread-safe.
 struct lossd_server {
  public:
   static absl::StatusOr<std::unique_ptr<lossd_server>> Start(const char* const* texts);
@@ -228,15 +229,16 @@ struct lossd_server {
   const std::string& http_address() const { return http_address_; }
   lossd_state Await(absl::Duration limit) const { return state_->Await(limit); }
   absl::Status Live() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Whether no call had to be cancelled. Where there are several ranks, all of them end.
+  // Drains. Returns whether no call had to be cancelled. If there are several ranks, all of them end.
   bool Drain(absl::Duration limit) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Gives back what the server has, and returns whether that was possible; if not, the object stays for ever.
+  // Frees what the server has, and returns whether that was possible. If not, the object must never be
+  // destroyed.
   bool Stop() ABSL_LOCKS_EXCLUDED(mutex_);
-  // The longest that a drain with this limit takes, unless a device hangs.
+  // The most time that a drain with this limit takes, unless a device hangs.
   absl::Duration MostOf(absl::Duration limit) const {
     return limit + options_.drain_timeout + lossd::app::kWorkerGrace + lossd::app::kPatience;
   }
-  // A drain does not end.
+  // Call when a drain does not end.
   void GiveUp() {
     given_up_ = true;
     state_->Set(LOSSD_DEVICE_LOST, absl::UnavailableError("the drain does not end: the device hangs"));
@@ -248,12 +250,12 @@ struct lossd_server {
   absl::Status StartServer() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status StartRanks() ABSL_LOCKS_EXCLUDED(mutex_);
   void OnLeaving() ABSL_LOCKS_EXCLUDED(mutex_);
-  // What is there, if it is there still.
+  // The server or the ranks; null if there is none, or after Stop.
   std::shared_ptr<Server> server() ABSL_LOCKS_EXCLUDED(mutex_);
   std::shared_ptr<LocalRanks> ranks() ABSL_LOCKS_EXCLUDED(mutex_);
 
   ServerOptions options_;
-  std::unique_ptr<PrivateFolder> folder_;  // null: the option listen says where
+  std::unique_ptr<PrivateFolder> folder_;  // null: the option `listen` names an address
   const std::shared_ptr<State> state_ = std::make_shared<State>();
   std::string address_;
   std::string http_address_;
@@ -261,7 +263,7 @@ struct lossd_server {
   absl::Mutex mutex_;
   std::shared_ptr<Server> server_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<LocalRanks> ranks_ ABSL_GUARDED_BY(mutex_);
-  std::thread leaver_ ABSL_GUARDED_BY(mutex_);  // drains, because another rank leaves
+  std::thread leaver_ ABSL_GUARDED_BY(mutex_);  // drains when another rank leaves
 };
 
 absl::StatusOr<std::unique_ptr<lossd_server>> lossd_server::Start(const char* const* texts) {
@@ -295,7 +297,8 @@ absl::Status lossd_server::StartServer() {
   return absl::OkStatus();
 }
 
-// On a thread of the server, which the end of the server waits for.
+// Called on a thread of the server. The end of the server waits for that thread, so the drain runs on another
+// one.
 void lossd_server::OnLeaving() {
   absl::MutexLock lock(&mutex_);
   if (!leaver_.joinable()) leaver_ = std::thread([this] { Drain(options_.drain_timeout); });
@@ -341,13 +344,13 @@ absl::Status lossd_server::Live() {
 bool lossd_server::Drain(absl::Duration limit) {
   bool clean = true;
   if (const std::shared_ptr<LocalRanks> computing = ranks()) {
-    // Rank 0 drains, and ends all ranks.
+    // This rank asks rank 0, which drains and ends all ranks.
     if (state_->Get() == LOSSD_SERVES) computing->Leave("a request to stop");
     state_->Await(limit + options_.drain_timeout + lossd::app::kWorkerGrace);
   }
   if (std::shared_ptr<Server> served = server()) {
     clean = served->Drain(lossd::clocks::SteadyNow() + limit);
-    // The ranks end with the server, but a lost device could not be given back.
+    // Destroy the server, which ends the ranks. After the loss of a device that could hang.
     if (options_.ranks.several() && state_->Get() != LOSSD_DEVICE_LOST) {
       absl::MutexLock lock(&mutex_);
       server_ = nullptr;
@@ -369,7 +372,7 @@ bool lossd_server::Stop() {
     folder_ = nullptr;
     return false;
   }
-  std::shared_ptr<Server> served;  // both go without the mutex, which their threads may wait for
+  std::shared_ptr<Server> served;  // both are destroyed without the mutex, which their threads may wait for
   std::shared_ptr<LocalRanks> computing;
   absl::MutexLock lock(&mutex_);
   served.swap(server_);

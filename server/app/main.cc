@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// lossd: the server. Everything has a default; `lossd --help` lists the flags, `--flagfile=FILE` reads them
-// from a file, one a line.
+// The program lossd, the server. Every flag has a default; `lossd --help` lists the flags, and
+// `--flagfile=FILE` reads them from a file, one on each line.
 //
-// Exit status: 0 after a drain, 1 if the server could not start or was told to stop twice, 2 for a bad flag,
+// Exit status: 0 after a drain, 1 if the server could not start or got two signals to stop, 2 for a bad flag,
 // 3 if the device or another rank was lost.
 #include <signal.h>
 #include <unistd.h>
@@ -64,7 +64,7 @@ ABSL_FLAG(bool, exit_on_device_loss, true,
 ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
 ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or json");
 
-// Several processes that are one server.
+// Flags for several processes that are one server.
 ABSL_FLAG(std::string, launcher, LaunchFlags().launcher,
           "Several processes are one server (docs/scaling.md), started by torchrun, slurm, lws "
           "(LeaderWorkerSet) or jobset, whose environment says which one this is; auto: whichever of these; "
@@ -83,7 +83,8 @@ namespace {
 constexpr int kExitFailure = 1;
 constexpr int kExitDeviceLost = 3;
 
-// Abseil ends the process with status 1 for a bad flag as for --help; here these are 2 and 0.
+// Abseil ends the process with status 1 both for a bad flag and for --help. MapExitStatus makes these 2 and
+// 0.
 bool g_parsing_flags = false;
 bool g_asked_for_help = false;
 
@@ -110,7 +111,7 @@ std::vector<char*> ParseFlags(int argc, char** argv) {
   return rest;
 }
 
-// The options of the server, as its flags say them.
+// Makes the options of the server from the flags.
 ServerOptions OptionsFromFlags() {
   ServerOptions options;
   options.version = LOSSD_VERSION;
@@ -129,7 +130,7 @@ lossd::ranks::Environment ReadEnvironment() {
   return environment;
 }
 
-// INVALID_ARGUMENT as ranks::ReadLaunch.
+// Finds the rank of this process from flags and environment. INVALID_ARGUMENT as ranks::ReadLaunch.
 absl::StatusOr<lossd::ranks::Launch> LaunchFromFlags() {
   LaunchFlags flags;
   flags.launcher = absl::GetFlag(FLAGS_launcher);
@@ -145,11 +146,11 @@ int Fail(const absl::Status& status) {
   return absl::IsInvalidArgument(status) ? 2 : 1;
 }
 
-// Ends the process at a second signal, and if the drain takes longer than it may.
+// Ends the process at once at a second signal, or if the drain takes longer than allowed.
 void WatchTheDrain(StopEvents& events, const StopEvents::Event& first) {
   const int status = first.signal == 0 ? kExitDeviceLost : kExitFailure;
   std::thread([&events, status, of_rank = first.of_rank] {
-    if (of_rank) events.WaitForSignal();  // the first one
+    if (of_rank) events.WaitForSignal();  // drop the first signal: the stop came from another rank
     events.WaitForSignal();
     Log(LogLevel::kWarning, "second signal: leaving at once");
     _exit(status);
@@ -188,7 +189,7 @@ int RunAsWorker(const ServerOptions& options, ServiceManager& manager, StopEvent
 
 int Run() {
   lossd::app::PrepareProcess();
-  StopEvents& events = *new StopEvents();  // for threads that outlive this function
+  StopEvents& events = *new StopEvents();  // never destroyed, for threads that outlive this function
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   lossd::rpc::LogGrpcMessages();
   const absl::StatusOr<std::unique_ptr<ServiceManager>> manager = ServiceManager::FromEnvironment();
@@ -206,7 +207,7 @@ int Run() {
   std::optional<lossd::app::StartWatch> watch(&events);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options);
   watch.reset();
-  if (absl::IsCancelled(server.status())) {  // asked to stop before there was anything to drain
+  if (absl::IsCancelled(server.status())) {  // a signal came before the server had started
     Log(LogLevel::kInfo, "stopped",
         {{"reason", strsignal(events.Pending())}, {"while", server.status().message()}});
     return 0;
@@ -228,7 +229,7 @@ int Run() {
   if (!device_lost) server->reset();
   if (!port_file.empty()) std::remove(port_file.c_str());
   Log(LogLevel::kInfo, "stopped");
-  // Giving back what lies on a lost device could hang or fail.
+  // Freeing memory of a lost device could hang or fail.
   if (device_lost) _exit(kExitDeviceLost);
   return 0;
 }

@@ -37,8 +37,9 @@ namespace lossd::app {
 
 namespace {
 
-// As many descriptors as the system lets the process have, up to what all connections together may take:
-// 1,024, which shells and service managers give, is what the largest of their limits take alone.
+// Raises the limit of open files as far as the system allows, up to kEnough, the most that all connections
+// together may take. The usual limit of shells and service managers, 1,024, would be used up by the
+// connections alone.
 void RaiseDescriptorLimit() {
   constexpr rlim_t kEnough = 65'536;
   rlimit limit = {};
@@ -53,7 +54,7 @@ void PrepareProcess() {
   RaiseDescriptorLimit();
   BoundFreedMemory();
   signal(SIGPIPE, SIG_IGN);
-  signal(SIGXFSZ, SIG_IGN);  // a file that may not grow is an error of the write, not the end of the server
+  signal(SIGXFSZ, SIG_IGN);  // a write beyond the limit of file sizes fails instead of ending the server
   kernels::SetNcclDefaults();
 }
 
@@ -61,14 +62,14 @@ namespace {
 
 constexpr int kArenas = 8;
 constexpr int kMappedBytes = 8 << 20;
-constexpr int kKeptBytes = 8 << 20;  // at the end of each arena
+constexpr int kKeptBytes = 8 << 20;  // free bytes kept at the end of each arena
 constexpr size_t kFreeBytes = 16 << 20;
 
 }  // namespace
 
 void BoundFreedMemory() {
   mallopt(M_ARENA_MAX, kArenas);
-  // Either of these also ends the adaptation.
+  // Setting either of these also turns off the adaptation.
   mallopt(M_MMAP_THRESHOLD, kMappedBytes);
   mallopt(M_TRIM_THRESHOLD, kKeptBytes);
 }
@@ -88,8 +89,8 @@ void EndWithin(absl::Duration limit, int status, std::string what) {
 
 namespace {
 
-// Linking the library of the reflection service adds the service to every server already, where the library
-// registers itself. So the option removes that one first.
+// The library of the reflection service registers itself, if it is linked, and so adds the service to every
+// server. This option first removes that service.
 class Reflection final : public grpc::ServerBuilderOption {
  public:
   explicit Reflection(bool wanted) : wanted_(wanted) {}
@@ -114,9 +115,9 @@ void SetReflection(bool wanted, grpc::ServerBuilder* builder) {
 namespace {
 
 constexpr int kSignals[] = {SIGTERM, SIGINT};
-constexpr unsigned char kEnd = 0;  // instead of a signal
+constexpr unsigned char kEnd = 0;  // written to the pipe in place of a signal
 
-// The end of the pipe that handlers write to. It stays open for a handler that is just being called.
+// The write end of the pipe. It is never closed, because a handler may be running.
 volatile sig_atomic_t g_to_reader = -1;
 
 void Write(unsigned char what) {
@@ -180,7 +181,7 @@ void StopEvents::Read() {
 }
 
 void StopEvents::Push(Event event) {
-  constexpr size_t kMost = 16;  // more signals say no more
+  constexpr size_t kMost = 16;  // further events add nothing
   absl::MutexLock lock(&mutex_);
   if (events_.size() < kMost) events_.push_back(event);
 }
@@ -230,7 +231,8 @@ int StopEvents::WaitForSignal() {
 
 namespace {
 
-// For a start that stops by itself, or ends and is drained; less than launchers wait before they kill.
+// How long a start may go on after a signal: it may stop by itself, or end and be drained. This is shorter
+// than the time that launchers wait before they kill.
 constexpr absl::Duration kStartGrace = absl::Seconds(10);
 constexpr int kExitFailure = 1;
 
@@ -258,9 +260,9 @@ void StartWatch::Watch() {
 
 namespace {
 
-// The longest that a thread waits for a manager that does not read.
+// The most time that a thread waits for a service manager that does not read.
 constexpr time_t kSendSeconds = 5;
-// Not more often, however short the time of the watchdog.
+// The least pause between two reports, even if the watchdog's time is short.
 constexpr absl::Duration kLeastPause = absl::Milliseconds(10);
 
 absl::string_view Variable(const char* name) {
@@ -290,7 +292,7 @@ absl::StatusOr<absl::Duration> WatchdogOfThisProcess() {
   return id == getpid() ? absl::Microseconds(microseconds) : absl::InfiniteDuration();
 }
 
-// A message is lines; this is one.
+// The status as one line of a message.
 std::string StatusLine(absl::string_view text) {
   return absl::StrCat("STATUS=", absl::StrReplaceAll(text, {{"\n", " "}}), "\n");
 }

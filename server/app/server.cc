@@ -54,7 +54,7 @@ absl::Status Server::Init() {
   return absl::OkStatus();
 }
 
-// Addresses, and whether they may be bound so.
+// Parses the addresses, checks that the server may listen there, and makes security_.
 absl::Status Server::CreateSecurity() {
   LOSSD_TRY(grpc_addresses_, ParseAddresses("listen", options_.listen));
   absl::Status allowed;
@@ -64,7 +64,7 @@ absl::Status Server::CreateSecurity() {
     allowed = CheckHttpAddress(options_.security, http_bind_);
   }
   if (!allowed.ok()) return allowed;
-  // Calls come when the acceptor is there.
+  // The function is called during calls, when the acceptor exists.
   LOSSD_TRY(security_, Security::Create(options_.security, [this](absl::string_view address) {
               return acceptor_ == nullptr ? "" : acceptor_->NameAt(address);
             }));
@@ -113,7 +113,8 @@ absl::Status Server::CreateEngine() {
   return absl::OkStatus();
 }
 
-// A lost rank is a lost device, for its part of every head is gone.
+// Watches the ranks. The loss of a rank is handled like the loss of the device, because its part of every
+// head is lost.
 void Server::WatchRanks() {
   leader_->WatchLoss([this](const absl::Status& status) {
     metrics_->OnDeviceError(status);
@@ -209,7 +210,7 @@ absl::Status Server::StartHttp() {
       options_.checkpoint_directory, engine_.get(), backend_.get(), metrics_.get(),
       [this] { return Trouble(health(), options_.liveness_timeout); });
   Address address = http_bind_;
-  if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses only
+  if (address.host == "localhost") address.host = "127.0.0.1";  // HttpServer takes addresses, not names
   absl::StatusOr<std::unique_ptr<metrics::HttpServer>> http = metrics::HttpServer::Start(
       address.text(), Handlers(), security_->http(),
       [this](absl::string_view limit, absl::string_view peer) { OnRefused(limit, peer); });
@@ -234,8 +235,8 @@ metrics::HttpHandlers Server::Handlers() {
   return handlers;
 }
 
-// Takes no lock. If the engine hangs with its lock held, /livez therefore says so; unless a scrape waits for
-// that lock on the HTTP thread, and then a probe gets no answer, which counts as a failure too.
+// Takes no lock, so that /livez can report an engine that hangs with its lock held. If a scrape on the HTTP
+// thread waits for that lock, a probe gets no answer, which counts as a failure too.
 Health Server::health() const {
   return {.draining = draining_,
           .device_lost = device_watch_->lost(),
@@ -247,7 +248,7 @@ Health Server::health() const {
                        {"HTTP's threads", SilenceOf(http_watched_.load())}}}};
 }
 
-// What is on the device cannot be reached any more: have this server replaced.
+// The data on the device is lost. Reports this, so that the server is replaced.
 void Server::OnDeviceLost(const absl::Status& status) {
   log::Log(log::LogLevel::kError, "the device is lost", {{"error", status.message()}});
   if (grpc_ != nullptr) grpc_->GetHealthCheckService()->SetServingStatus(false);
@@ -267,11 +268,11 @@ bool Server::Drain(absl::Time deadline) {
     clean = loss_service_->WaitUntilIdle(deadline);
     clean = head_service_->WaitUntilIdle(deadline) && clean;
     head_service_->CancelSaves();
-    // Calls that reach a server in shutdown end with CANCELLED; for a moment more they hear UNAVAILABLE and
+    // After Shutdown new calls end with CANCELLED. Until then, for kLastWords, they get UNAVAILABLE, so that
     // clients have time to stop.
     constexpr absl::Duration kLastWords = absl::Milliseconds(200);
     absl::SleepFor(std::min(kLastWords, deadline - clocks::SteadyNow()));
-    // What is left now are calls to be cancelled, and watchers of health or reflection that never end.
+    // The calls that remain must be cancelled, or are watchers of health or reflection, which never end.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
     acceptor_->Stop();
     pulse_->Stop();
@@ -283,8 +284,8 @@ bool Server::Drain(absl::Time deadline) {
   return clean;
 }
 
-// The transport may hold slices of staging buffers a little longer than the server; they must be back
-// before the pool goes.
+// gRPC may hold slices of staging buffers a little longer than the server. Waits until it has released them,
+// because the pool must outlive them.
 void Server::WaitForStaging() {
   const absl::Time limit = clocks::SteadyNow() + absl::Seconds(10);
   const auto in_use = [this] {
@@ -350,7 +351,7 @@ class WorkerApp {
             .device_silence = ranks_->Silence(),
             .threads = {{{"HTTP's threads", SilenceOf(http_watched_.load())}}}};
   }
-  // Waits for the end. DEADLINE_EXCEEDED after `limit`, CANCELLED at a signal.
+  // Waits for the end of the ranks. DEADLINE_EXCEEDED after `limit`, CANCELLED at a signal.
   absl::Status AwaitEnd(absl::Duration limit);
 
   const ServerOptions& options_;
@@ -441,7 +442,8 @@ RanksEnd WorkerApp::Run() {
 }  // namespace
 
 RanksEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events) {
-  // Not taken down unless it had joined and ended well: what it would wait for may hang.
+  // The app is destroyed only if it had joined and ended without error. Otherwise its destructor may wait for
+  // a device or a rank that hangs.
   auto app = std::make_unique<WorkerApp>(options, manager, &events);
   RanksEnd end{app->Start(), false};
   if (end.status.ok()) end = app->Run();

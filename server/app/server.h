@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The program in its two forms. Server is a lossd server: backend, engine, services, metrics and HTTP, put
-// together from one plain struct, ServerOptions. RunWorker is a process that serves no clients: its devices
-// compute for rank 0.
+// The two forms of the program lossd. Server is a lossd server that serves clients. It puts backend, engine,
+// services, metrics and HTTP together from one plain struct, ServerOptions. RunWorker is the form that serves
+// no clients: the devices of its process compute for rank 0.
 //
 // Server is thread-safe. Destroying a server stops it.
 #ifndef LOSSD_SERVER_APP_SERVER_H_
@@ -69,7 +69,7 @@ class Security;
 class SharedMemory;
 struct Health;
 
-// Says when something is to be done again that is to be done at most once per `pause`. Thread-compatible.
+// Limits an action to once per `pause`: do the action if Ready returns true. Thread-compatible.
 class Every {
  public:
   explicit Every(absl::Duration pause) : pause_(pause) {}
@@ -85,14 +85,14 @@ class Every {
   absl::Time next_ = absl::InfinitePast();
 };
 
-// A text that becomes known while other threads ask for it. Thread-safe.
+// A text that one thread sets while others may already read it. Thread-safe.
 class LateText {
  public:
   void Set(std::string text) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     text_ = std::move(text);
   }
-  // Empty until it is known.
+  // The text; empty until it is set.
   std::string Get() const ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::ReaderMutexLock lock(&mutex_);
     return text_;
@@ -105,25 +105,25 @@ class LateText {
 
 class Server {
  public:
-  // Checks the options, allocates staging memory, listens and serves. INVALID_ARGUMENT naming the option
-  // and its value, RESOURCE_EXHAUSTED or UNAVAILABLE.
+  // Checks the options, allocates staging memory, listens and serves. Errors: INVALID_ARGUMENT naming the
+  // option and its value, RESOURCE_EXHAUSTED, or UNAVAILABLE.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options);
   // Shuts down at once: calls still open are cancelled.
   ~Server();
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // "host:port" with the ports that were chosen, and as `listen` several with commas between them;
+  // "host:port" with the actual port. grpc_address has all addresses of `listen`, with commas between them.
   // http_address is empty without HTTP.
   std::string grpc_address() const;
   std::string http_address() const;
   uint64_t incarnation() const { return engine_->incarnation(); }
   engine::EngineStats stats() const { return engine_->stats(); }
-  // What /livez says: OK, or UNAVAILABLE and why. Takes no lock.
+  // The answer of /livez: OK, or UNAVAILABLE with the reason. Takes no lock.
   absl::Status Live() const;
 
-  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest
-  // and stops. True if none had to be cancelled. Later calls do nothing.
+  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest and
+  // stops. True if no call had to be cancelled. Later calls of Drain do nothing.
   bool Drain(absl::Time deadline);
 
  private:
@@ -139,7 +139,7 @@ class Server {
   void CreateAcceptor(std::vector<access::ListeningSocket> sockets);
   absl::Status StartHttp();
   void OnDeviceLost(const absl::Status& status);
-  // On the threads of the acceptors.
+  // Called on the threads of the acceptors.
   void OnRefused(absl::string_view limit, absl::string_view address);
   void LogStart() const;
   metrics::HttpHandlers Handlers();
@@ -150,17 +150,17 @@ class Server {
   const absl::Time started_ = clocks::SteadyNow();
   std::vector<Address> grpc_addresses_;
   Address http_bind_;
-  LateText http_url_;  // ServerDescription.http
+  LateText http_url_;  // for ServerDescription.http
   std::atomic<bool> draining_{false};
   std::once_flag drained_;
 
-  // In order of dependence: each uses those above it.
+  // In order of dependence: each member uses the members above it.
   std::unique_ptr<Security> security_;
-  std::unique_ptr<LocalRanks> other_devices_;  // null: none
-  std::unique_ptr<ranks::Leader> leader_;      // null: one rank
+  std::unique_ptr<LocalRanks> other_devices_;  // the other ranks of this process; null: none
+  std::unique_ptr<ranks::Leader> leader_;      // null: there is one rank
   std::string collectives_;                    // as ServerDescription.collectives
   std::unique_ptr<kernels::Backend> backend_;
-  std::unique_ptr<SharedMemory> shared_memory_;  // null: none
+  std::unique_ptr<SharedMemory> shared_memory_;  // null: no memory is shared
   std::unique_ptr<metrics::Metrics> metrics_;
   std::unique_ptr<DeviceWatch> device_watch_;
   std::unique_ptr<engine::Engine> engine_;
@@ -177,16 +177,16 @@ class Server {
       direct_;  // for clients of this process; null: they connect as others do
   std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
-  std::atomic<const metrics::HttpServer*> http_watched_{nullptr};  // http_, for health, from its start on
+  // http_, once it has started, for health().
+  std::atomic<const metrics::HttpServer*> http_watched_{nullptr};
 };
 
-// RunWorker is the program as a process that serves no clients: its devices compute for rank 0 until rank 0
-// ends.
-
-// Returns how the ranks of this process ended. Unless that is OK, the process should end at once, without
-// taking anything down. A signal asks rank 0 to drain and to end all ranks; if rank 0 does not within the
-// drain's time, or at a second signal, the process ends by itself. `manager` is told of each of these events,
-// is told that the process is ready once the ranks are connected, and outlives the call.
+// Runs a process that serves no clients: its devices compute for rank 0 until rank 0 ends. Returns how the
+// ranks of this process ended. After an error, end the process at once, without destroying anything.
+//
+// At a signal, the process asks rank 0 to drain and to end all ranks. If rank 0 does not within the time of a
+// drain, or at a second signal, the process ends by itself. `manager` is told when the ranks are connected,
+// so that the process is ready, and of each of these events. It outlives the call.
 RanksEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events);
 
 }  // namespace lossd::app

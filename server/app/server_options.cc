@@ -49,7 +49,7 @@ std::string AbslUnparseFlag(const ByteSize& size) {
 
 namespace {
 
-// Reads the text into the field that has the value; false, and the error, if the text is wrong.
+// Parses the text and sets the field. If the text is wrong, returns false and sets `error`.
 template <typename Type, typename Field>
 bool SetField(absl::string_view text, Field* field, std::string* error) {
   Type value{*field};

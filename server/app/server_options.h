@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The options of a server, as flags or a test set them: ServerOptions, with RankOptions for several processes
-// that are one server (docs/scaling.md) and SecurityOptions for encryption and for who may do what
-// (docs/security.md). Plain data. option_table.inc lists the options that have a flag; SetOption sets one by
-// its name.
+// ServerOptions has the options of a server, which flags, the library or a test set. It contains RankOptions
+// for several processes that are one server (docs/scaling.md), and SecurityOptions for encryption and access
+// (docs/security.md). Plain data. option_table.inc lists the options that have a flag, and SetOption sets an
+// option by its name.
 #ifndef LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 #define LOSSD_SERVER_APP_SERVER_OPTIONS_H_
 
@@ -19,85 +19,95 @@
 
 namespace lossd::app {
 
-// This process as one of several that are one server.
+// The options of a process that is one of several processes of a server.
 struct RankOptions {
-  ranks::Launch launch;  // one rank: this process alone
-  std::string
-      listen;  // rank 0 waits for the others there, "host:port"; empty: follows from the leader's address
-  std::string
-      host;  // an address of this host that the other ranks reach; empty: that of the way to the leader
-  // What carries sums and exchanges between the ranks (kernels::BackendChoice).
+  ranks::Launch launch;  // one rank: there is only this process
+  // "host:port" at which rank 0 listens for the other ranks; empty: derived from the leader's address.
+  std::string listen;
+  // An address of this host that the other ranks reach; empty: the source address of packets to the leader.
+  std::string host;
+  // The library that carries sums and exchanges between the ranks (kernels::BackendChoice).
   std::string collectives = "auto";
-  // Rows lie in memory that rank 0 shares with the ranks of its host; else they travel in messages.
+  // Whether rank 0 shares the memory of rows with the ranks of its host. If not, rows travel in messages.
   bool shared_memory = true;
-  std::string secret_file;  // what admits a rank; empty: nothing
-  std::string ca;           // authorities of the leader's certificate, a PEM file; empty: no TLS
-  std::string worker_http;  // of the other ranks, as ServerOptions::http; empty: none
-  absl::Duration timeout = absl::Minutes(5);             // for all ranks to come together
-  absl::Duration silence_timeout = absl::Seconds(30);    // a rank that answers no ping for so long is lost
-  absl::Duration collective_timeout = absl::Minutes(1);  // for the other ranks to do their part of a sum
+  std::string secret_file;  // A file with the secret that admits a rank; empty: no secret is needed
+  // A PEM file with the authorities that sign the leader's certificate; empty: no TLS.
+  std::string ca;
+  std::string worker_http;                    // the other ranks' ServerOptions::http; empty: no HTTP
+  absl::Duration timeout = absl::Minutes(5);  // how long all ranks may take to connect
+  // A rank that answers no ping for this long is lost.
+  absl::Duration silence_timeout = absl::Seconds(30);
+  // How long a rank may take for its part of a sum.
+  absl::Duration collective_timeout = absl::Minutes(1);
 
-  // For rank 0. `stop_requested` says whether rank 0 stops waiting for the other ranks. `on_leaving` is
-  // called when another rank was asked to stop, on a thread of the server, once.
+  // For rank 0. While rank 0 waits for the other ranks, it gives up if `stop_requested` returns true.
+  // `on_leaving` is called once, on a thread of the server, when another rank was asked to stop.
   std::function<bool()> stop_requested = [] { return false; };
   std::function<void()> on_leaving = [] {};
 
   bool several() const { return launch.ranks > 1; }
 };
 
-// Encryption, and who may do what. The texts are paths of files, which docs/security.md describes; empty:
-// none.
+// Encryption and access. The texts are paths of files, which docs/security.md describes; empty: no such file.
 struct SecurityOptions {
   std::string tls_cert;
   std::string tls_key;
   std::string tls_client_ca;
   std::string role_file;
   std::string token_file;
-  bool insecure = false;    // allow addresses beyond the loopback without TLS, or without asking who calls
+  // Allow addresses beyond the loopback without TLS, or without authentication.
+  bool insecure = false;
   bool http_tls = false;    // HTTP over TLS, with the same certificate
-  bool http_token = false;  // HTTP wants a reader's token, except for the health paths
+  bool http_token = false;  // HTTP requires a reader's token, except for the health paths
 };
 
-// What a server is made of.
+// The options of a server.
 struct ServerOptions {
-  // Addresses "host:port"; port 0: any free one. gRPC's may also be "unix:PATH", and several with commas
-  // between them.
+  // Addresses "host:port"; port 0: any free port. `listen`, for gRPC, may also have "unix:PATH", and several
+  // addresses with commas between them.
   std::string listen = "127.0.0.1:7070";
-  uint32_t unix_socket_mode = 0600;     // of the files of Unix sockets: who may connect
+  uint32_t unix_socket_mode = 0600;     // permissions of the files of Unix sockets
   std::string http = "127.0.0.1:7071";  // empty: no HTTP
-  SecurityOptions security;             // encryption, and who may do what
+  SecurityOptions security;             // encryption and access
   std::string version = "0.0.0";
-  bool embedded = false;  // in the process of other code, of which nothing is set (lossd.h)
+  // The server runs in the process of another program, whose settings it leaves alone (lossd.h).
+  bool embedded = false;
 
   // Compute.
   std::string backend = "auto";  // "auto" (a GPU if there is one), "cpu" or "cuda"
-  std::string device = "0";      // CUDA backend: index among the visible GPUs, or a UUID
-  // CUDA backend: several GPUs that share the rows of every head: as `device`, with commas between them, or
-  // "all"; empty: the one of `device`.
+  std::string device = "0";      // CUDA backend: index of a visible GPU, or a UUID
+  // CUDA backend with several GPUs, which share the rows of every head: values as in `device`, with commas
+  // between them, or "all". Empty: the one GPU of `device`.
   std::string devices;
-  int threads = 0;                     // CPU backend; 0: all the process may use
-  int cpu_devices = 1;                 // CPU backend: parts of the threads that work as devices of their own
+  int threads = 0;  // CPU backend; 0: all that the process may use
+  // CPU backend: the threads are divided into this many parts, each of which works as a device.
+  int cpu_devices = 1;
   std::string stream_priority = "dx";  // kernels::BackendChoice
-  std::string split = "any";       // several devices: of heads that do not say; "any", "rows" or "vocabulary"
-  int replicas = 1;                // of heads by vocabulary that do not say; it divides the devices
+  // With several devices, the split of heads that do not choose one: "any", "rows" or "vocabulary".
+  std::string split = "any";
+  // The replicas of heads split by vocabulary that do not choose a number. Must divide the number of devices.
+  int replicas = 1;
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2220 MiB or less (CUDA)
-  int64_t memory_limit_bytes = 0;  // heads and staging; 0: none
-  // Of the host's memory so much is left to others, by heads on the CPU backend and by the buffers of saves.
+  int64_t memory_limit_bytes = 0;  // of heads and staging; 0: no limit
+  // Host memory that is left to other programs, by heads of the CPU backend and by buffers of saves.
   int64_t memory_reserve_bytes = int64_t{256} << 20;
-  int64_t teacher_pool_bytes = 0;  // of each device, for heads in host memory; 0: as the largest of them
-  // The same microbatches give the same weights, bit for bit, whatever arrives first (docs/exactly-once.md).
+  // The teacher pool of each device, for heads in host memory; 0: as large as the largest such head.
+  int64_t teacher_pool_bytes = 0;
+  // The same microbatches give the same weights, bit for bit, in whatever order they arrive
+  // (docs/exactly-once.md).
   bool deterministic = false;
 
-  // This process as one of several that are one server. A server is made of rank 0.
+  // This process as one of several processes of a server. Only rank 0 creates a Server.
   RankOptions ranks;
 
   // Admission.
-  int64_t slice_bytes = int64_t{4} << 20;       // largest slice payload
-  int64_t staging_bytes = int64_t{256} << 20;   // all buffers for slices in transit
-  int64_t retained_bytes = int64_t{256} << 20;  // hidden states of deferred microbatches; 0: none
-  // Memory that clients of this host may open and put their slices into (docs/transport.md), of the host and
-  // of the GPU, taken as they do; 0: none. Where they open it: a path, or "@" and a name in the abstract
-  // namespace; empty: the server chooses.
+  int64_t slice_bytes = int64_t{4} << 20;      // largest slice payload
+  int64_t staging_bytes = int64_t{256} << 20;  // all buffers for slices in transit
+  // Hidden states of deferred microbatches; 0: there can be no deferred microbatches.
+  int64_t retained_bytes = int64_t{256} << 20;
+  // Memory, of the host and of the GPU, that clients of this host may open and put their slices into
+  // (docs/transport.md). It is allocated when clients open it; 0: none. `region_socket` is where they open
+  // it: a path, or "@" and a name in the abstract namespace; empty: the server chooses.
   int64_t shared_memory_bytes = int64_t{1} << 30;
   int64_t shared_device_memory_bytes = int64_t{1} << 30;
   std::string region_socket;
@@ -107,36 +117,39 @@ struct ServerOptions {
   // an eighth of memory_limit_bytes.
   int64_t ledger_bytes = 0;
 
-  // Limits of clients (docs/fairness.md). What one peer may hold of anything that is shared: calls, places in
-  // queues, staging; in (0, 1], 1: all.
+  // Limits of clients (docs/fairness.md). The share that one peer may hold of each shared resource: calls,
+  // places in queues, staging. In (0, 1]; 1: everything.
   double peer_share = 0.5;
-  rpc::TransportOptions transport;  // but max_message_bytes, which follows from slice_bytes
+  rpc::TransportOptions transport;  // max_message_bytes is not used here: it follows from slice_bytes
   int64_t max_connections = 512;
   int64_t max_connections_per_address = 128;
-  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor, AddGradient, open
+  int64_t max_tensor_calls = 64;    // open calls of ReadTensor, WriteTensor and AddGradient
   int64_t max_saves = 16;           // waiting or running
-  int64_t max_waiting_calls = 256;  // of the other calls on heads
+  int64_t max_waiting_calls = 256;  // waiting calls of other kinds on heads
   rpc::CallTimeouts timeouts;
 
   std::string checkpoint_directory = "./lossd-checkpoints";
-  std::string restore;  // "latest": start with every head's newest checkpoint; empty: without heads
-  int64_t checkpoint_buffer_bytes = int64_t{1} << 30;   // what a save may read ahead of the disk
-  int64_t checkpoint_shard_bytes = int64_t{1} << 30;    // the most of one file of a checkpoint
-  int checkpoint_threads = 0;                           // that write or read one; 0: 4, or the devices
-  int64_t keep_checkpoints = 0;                         // automatic ones, per head; 0: all
-  int64_t checkpoint_limit_bytes = 0;                   // all files below the directory; 0: no limit
-  absl::Duration drain_timeout = absl::Seconds(30);     // open calls may finish for so long
-  absl::Duration retained_timeout = absl::Minutes(10);  // deferred microbatches not used for so long go
-  // /livez reports a device without progress for so long. Longer than any one piece of work: the creation of
-  // a head, an optimizer step, a chunk; on a slow CPU those take minutes. At least two of
-  // engine::kDeviceBeat.
+  // "latest": start with the newest checkpoint of each head; empty: start without heads.
+  std::string restore;
+  int64_t checkpoint_buffer_bytes = int64_t{1} << 30;  // how much a save may read ahead of the disk
+  int64_t checkpoint_shard_bytes = int64_t{1} << 30;   // the largest file of a checkpoint
+  // Threads that write or read a checkpoint; 0: 4, or the number of devices if that is larger.
+  int checkpoint_threads = 0;
+  int64_t keep_checkpoints = 0;                      // automatic checkpoints to keep per head; 0: all
+  int64_t checkpoint_limit_bytes = 0;                // all files below the directory; 0: no limit
+  absl::Duration drain_timeout = absl::Seconds(30);  // how long open calls may take to finish
+  // Deferred microbatches that are not used for this long are released.
+  absl::Duration retained_timeout = absl::Minutes(10);
+  // /livez reports a device that makes no progress for this long. It must be longer than each single piece of
+  // work: the creation of a head, an optimizer step, a chunk. On a slow CPU these take minutes. At least
+  // twice engine::kDeviceBeat.
   absl::Duration liveness_timeout = absl::Minutes(10);
-  // Called once with the reason when the device is lost, on a thread of the engine's; must not call into the
+  // Called once with the reason when the device is lost, on a thread of the engine. It must not call into the
   // server.
   std::function<void(const absl::Status&)> on_device_lost = [](const absl::Status&) {};
 };
 
-// Permissions of a file, as a flag takes them: octal, "0660".
+// Permissions of a file in the form of a flag: octal, "0660".
 struct FileMode {
   uint32_t bits = 0;
 };
@@ -149,7 +162,7 @@ struct ByteSize {
   friend bool operator==(const ByteSize&, const ByteSize&) = default;
 };
 
-// The value of a field whose option is read as one of these types.
+// The value of a field of ServerOptions, from the type that its flag is read as.
 inline int64_t FieldOf(ByteSize size) { return size.bytes; }
 inline uint32_t FieldOf(FileMode mode) { return mode.bits; }
 template <typename T>
@@ -161,11 +174,11 @@ T FieldOf(T value) {
 // each) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. Refuses negative numbers and
 // numbers from 2^62 on.
 bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error);
-// The largest unit that divides the size: "256MiB".
+// The size in the largest unit that divides it: "256MiB".
 std::string AbslUnparseFlag(const ByteSize& size);
 
-// Sets one option. `name` is the flag of lossd without dashes ("staging_bytes"), `text` what the flag would
-// be given ("64MiB"). INVALID_ARGUMENT naming the option and the text; the options are as before then.
+// Sets one option. `name` is the flag of lossd without dashes ("staging_bytes"), and `text` the text of the
+// flag ("64MiB"). INVALID_ARGUMENT naming the option and the text; the options are then unchanged.
 // Thread-safe.
 absl::Status SetOption(absl::string_view name, absl::string_view text, ServerOptions* options);
 

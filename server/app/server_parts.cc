@@ -222,8 +222,8 @@ absl::Status CheckOptions(const ServerOptions& options) {
 
 namespace {
 
-// The region socket lies beside the first Unix socket of gRPC, because then the file system says who may
-// connect; without such a socket it has an abstract name.
+// The name of the region socket. It lies beside the first Unix socket of gRPC, so that the permissions of the
+// file system apply to it too. If there is no Unix socket, it has an abstract name.
 std::string ChooseName(const std::vector<Address>& addresses) {
   for (const Address& address : addresses) {
     if (address.port == Address::kUnixSocket) return absl::StrCat(address.socket_path(), ".regions");
@@ -232,7 +232,7 @@ std::string ChooseName(const std::vector<Address>& addresses) {
   return absl::StrFormat("@lossd-%016x", absl::Uniform<uint64_t>(generator));
 }
 
-// The GPUs whose memory clients may have; empty: clients get memory of the host only.
+// The GPUs whose memory clients may have. Empty: clients get host memory only.
 std::vector<std::string> SharingDevices(const ServerOptions& options, kernels::Backend* backend) {
   if (options.shared_device_memory_bytes == 0) return {};
   return backend->SharingDevices();
@@ -382,7 +382,7 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const ker
 
 namespace {
 
-// For ranks to end at the end of the process.
+// How long ranks may take to end at the end of the process.
 constexpr absl::Duration kPatience = absl::Seconds(20);
 
 }  // namespace
@@ -402,29 +402,30 @@ struct LocalRanks::Rank {
     absl::MutexLock lock(&mutex);
     return ToProto(metrics::WorkerFamilies(times, gpus));
   }
-  // Monitors call into the worker, and it asks them.
+  // Stops the monitors of GPUs before the worker is destroyed, because monitors and worker call each other.
   void StopMonitors() {
     std::vector<std::unique_ptr<metrics::GpuMonitor>> stopped;
     absl::MutexLock lock(&mutex);
     stopped.swap(gpus);
   }
 
-  // Whether it is, after a while.
+  // Waits for kPatience at most; true if the rank has closed.
   bool AwaitClosed() {
     absl::MutexLock lock(&mutex);
     return clocks::AwaitFor(mutex, absl::Condition(&closed), kPatience);
   }
 
   const int rank;
-  std::unique_ptr<ranks::Worker> worker;  // const once it is there
+  std::unique_ptr<ranks::Worker> worker;  // not changed once it is set
   DeviceWatch watch;
   absl::Mutex mutex;
   std::vector<std::unique_ptr<metrics::GpuMonitor>> gpus ABSL_GUARDED_BY(mutex);
-  bool closed ABSL_GUARDED_BY(mutex) = false;  // the last that the thread does
+  bool closed ABSL_GUARDED_BY(mutex) = false;  // set by the thread as its last action
   std::thread thread;
 };
 
-// What becomes of all ranks, for whoever asked to hear it. Outlives them with a rank that stays for ever.
+// Counts the ranks that have joined or ended, and calls the functions of LocalRanksOptions. It outlives
+// LocalRanks if a rank is never destroyed.
 class LocalRanks::News {
  public:
   News(size_t ranks, LocalRanksOptions local) : ranks_(ranks), local_(std::move(local)) {}
@@ -440,7 +441,7 @@ class LocalRanks::News {
     stopped_ = true;
     local_.on_end(end);
   }
-  // Nobody hears anything any more when this has returned.
+  // After this returns, no function of LocalRanksOptions is called any more.
   void Stop() ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     stopped_ = true;
@@ -529,8 +530,9 @@ LocalRanks::~LocalRanks() {
   }
 }
 
-// The stream is closed here, and not with the object, because the leader's end waits for it. A lost rank
-// reports its end before it closes the stream, because closing may hang.
+// The thread of one rank. It closes the stream here and not in the destructor, because the leader's end of
+// the stream waits for that. A lost rank reports its end before it closes the stream, because closing may
+// hang.
 void LocalRanks::Run(Rank* rank, News& news) {
   const absl::Status status = rank->worker->Run();
   const RanksEnd end = {status, rank->worker->joined()};
@@ -570,8 +572,8 @@ bool MayUseNccl(const ServerOptions& options, const kernels::BackendInfo& backen
   return options.ranks.several() && !backend.uuids.empty() && options.ranks.collectives != kernels::kGloo;
 }
 
-// What the devices of a process that is alone exchange by. GPUs use NCCL; CPU devices are threads with one
-// memory.
+// The library by which the devices of a process that is alone exchange data. GPUs use NCCL; CPU devices are
+// threads in one address space.
 std::string CollectivesOf(const ServerOptions& options, const kernels::BackendInfo& backend) {
   if (backend.uuids.size() > 1) return kernels::kNccl;
   return backend.name == "cpu" && options.cpu_devices > 1 ? "threads" : "";
@@ -634,14 +636,15 @@ namespace {
 
 constexpr size_t kLeastSecretBytes = 16;
 constexpr size_t kMostSecretBytes = 1024;
-// So that a slice with all that belongs to its rows fits into a message.
+// The largest slice_bytes with several ranks. A slice with all inputs of its rows must fit into one message.
 constexpr int64_t kMostSliceBytes = int64_t{128} << 20;
 
-// Where rank 0 listens for the others.
+// The address at which rank 0 listens for the other ranks.
 absl::StatusOr<Address> RankAddress(const RankOptions& options) {
   if (!options.listen.empty()) return ParseAddress("rank_listen", options.listen);
   absl::StatusOr<Address> leader = ParseAddress("leader", options.launch.leader);
-  // A name may mean another address here than on the other hosts.
+  // Listen on all addresses, because the leader's name may resolve to another address here than on other
+  // hosts.
   if (leader.ok() && !IsLoopback(*leader)) leader->host = "[::]";
   return leader;
 }

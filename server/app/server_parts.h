@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts that Server and RunWorker put together, made from ServerOptions: checks of the options
-// (CheckOptions, CheckRanks), the options of the parts (EngineOptionsOf and others), memory shared with
-// clients (SharedMemory), and what computes (CreateCompute, LocalRanks).
+// The parts that Server and RunWorker put together, made from ServerOptions: health (Live, Readiness,
+// DeviceWatch), checks of the options (CheckOptions, CheckRanks), the options of the parts (EngineOptionsOf
+// and others), memory shared with clients (SharedMemory), and the backends (CreateCompute, LocalRanks).
 //
 // Each function is stateless and thread-safe; each class is thread-safe.
 #ifndef LOSSD_SERVER_APP_SERVER_PARTS_H_
@@ -43,9 +43,9 @@
 
 namespace lossd::app {
 
-// The health of a server: what /livez and /readyz answer and the service manager hears (Live, Readiness), and
-// what watches the devices for their loss (DeviceWatch, WatchGpus). An orchestrator restarts a server that is
-// not live, and sends no work to a server that is not ready.
+// The health of a server. Live and Readiness are the answers of /livez and /readyz, and what the service
+// manager is told. DeviceWatch and WatchGpus notice the loss of a device. An orchestrator restarts a server
+// that is not live, and sends no work to a server that is not ready.
 //
 // All functions and classes are thread-safe.
 
@@ -54,9 +54,9 @@ struct Health {
   bool draining = false;
   bool device_lost = false;
   absl::Duration device_silence;  // engine::Engine::DeviceSilence
-  // Threads that clients cannot do without, and since when they have shown no sign of life. They show one
-  // every second. Of HTTP's threads a probe over HTTP hears nothing that it would not notice by itself; the
-  // service manager does.
+  // The threads that clients depend on, and how long each has given no sign of life. Each gives one every
+  // second. HTTP's threads are there for the service manager; a probe over HTTP would notice itself that they
+  // hang.
   struct Thread {
     absl::string_view name;
     absl::Duration silence;
@@ -64,28 +64,28 @@ struct Health {
   std::array<Thread, 5> threads;
 };
 
-// A thread that is busy for longer than that does something that it should not do.
+// A thread that gives no sign of life for longer than this is doing something wrong.
 inline constexpr absl::Duration kThreadTimeout = absl::Seconds(30);
 
-// UNAVAILABLE if the device is lost or has been silent for longer than `timeout`, or a thread for longer than
-// that and kThreadTimeout. A server that drains is live.
+// UNAVAILABLE if the device is lost, if it has been silent for longer than `timeout`, or if a thread has been
+// silent for longer than both `timeout` and kThreadTimeout. A server that drains is live.
 absl::Status Live(const Health& health, absl::Duration timeout);
 
-// 503 if it is not live.
+// 503 if the server is not live.
 metrics::HttpResponse Liveness(const Health& health, absl::Duration timeout);
 
 // 503 if the device is lost or the server drains.
 metrics::HttpResponse Readiness(const Health& health);
 
-// In a few words for people what keeps the server from work: "device lost", "no progress on the device for
-// 11m", "draining"; "" if it is live and ready.
+// A few words for people that say why the server does not work: "device lost", "no progress on the device for
+// 11m", "draining". Empty if it is live and ready.
 std::string Trouble(const Health& health, absl::Duration timeout);
 
 // Logs how chunks are computed, and notices when the device is lost: a backend whose device is gone answers
 // UNAVAILABLE from then on.
 class DeviceWatch final : public engine::EngineObserver {
  public:
-  // `on_lost` is called once, on a thread of the engine's, and must not call into it.
+  // `on_lost` is called once, on a thread of the engine. It must not call into the engine.
   explicit DeviceWatch(absl::AnyInvocable<void(const absl::Status&)> on_lost)
       : on_lost_(std::move(on_lost)) {}
 
@@ -94,7 +94,7 @@ class DeviceWatch final : public engine::EngineObserver {
   void OnChoices(const engine::ChoicesReport& report) override {
     admin::LogChoices("chunk computed otherwise than the last", report.head, report.choices);
   }
-  // These are for the metrics.
+  // These reports are for the metrics.
   void OnChunk(const engine::ChunkReport&) override {}
   void OnChunkLeft(const engine::ChunkReport&) override {}
   void OnContribution(const engine::ContributionReport&) override {}
@@ -109,8 +109,9 @@ class DeviceWatch final : public engine::EngineObserver {
 };
 
 // Starts watching the GPUs of a backend: their metrics, their critical errors in the log, their loss. Returns
-// a monitor for each GPU, in order; null, and a line in the log, for a GPU that cannot be watched. The
-// observers are told of the loss of a GPU as of a failed operation, and outlive the result.
+// a monitor for each GPU, in order; null, and a line in the log, for a GPU that cannot be watched. The loss
+// of a GPU is reported to the observers like a failed operation (OnDeviceError). The observers outlive the
+// result.
 std::vector<std::unique_ptr<metrics::GpuMonitor>> WatchGpus(
     const kernels::BackendInfo& backend, const std::vector<engine::EngineObserver*>& observers);
 
@@ -120,7 +121,7 @@ absl::Status CheckOptions(const ServerOptions& options);
 // INVALID_ARGUMENT naming the option unless its value is above 0.
 absl::Status CheckPositive(absl::string_view option, absl::Duration value);
 
-// Which backend the options choose.
+// The choice of backend that the options make.
 kernels::BackendChoice BackendOf(const ServerOptions& options);
 
 // The largest message of a call: a slice with its header, or an opening message, which clients keep below 4
@@ -136,28 +137,29 @@ int64_t LedgerBytes(const ServerOptions& options);
 // ServerOptions::checkpoint_threads, or its default: at least one for each device.
 int CheckpointThreads(const ServerOptions& options, const kernels::BackendInfo& backend);
 
-// The memory that a server shares with programs of its host, and the socket where programs open it.
+// The memory that a server shares with clients of its host, and the socket where clients open it.
 class SharedMemory {
  public:
-  // Null if the options or the backend allow none; also, with a line in the log, if no socket was named and
-  // none can be made. UNAVAILABLE naming the option region_socket.
+  // Null if the options or the backend allow no shared memory. If the options name no socket and none can be
+  // made, logs a warning and returns null. UNAVAILABLE, naming the option region_socket, if the named socket
+  // cannot be made.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Start(const ServerOptions& options,
                                                              const std::vector<Address>& addresses,
                                                              kernels::Backend* backend);
 
   regions::Regions* regions() { return &regions_; }
-  // Of the thread that answers at the socket.
+  // How long the thread that answers at the socket has given no sign of life.
   absl::Duration Silence() const { return sessions_.Silence(); }
-  // As ServerDescription.region_socket has it.
+  // The value of ServerDescription.region_socket.
   const std::string& socket() const { return name_; }
-  // As ServerDescription.region_devices has them.
+  // The values of ServerDescription.region_devices.
   const std::vector<std::string>& devices() const { return devices_; }
   static std::vector<std::string> DevicesOf(const SharedMemory* shared) {
     return shared == nullptr ? std::vector<std::string>() : shared->devices();
   }
-  // Of each of these devices, which clients may have; 0: none.
+  // The bytes that clients may have of each of these devices; 0: none.
   int64_t device_bytes() const { return devices_.empty() ? 0 : device_bytes_; }
-  // What clients have; nothing of null.
+  // The memory that clients have now; empty if `shared` is null.
   static std::vector<metrics::SharedMemoryUse> UsesOf(const SharedMemory* shared);
 
  private:
@@ -171,47 +173,50 @@ class SharedMemory {
   regions::SessionServer sessions_;
 };
 
-// Logs what memory a server has planned at its start. `shared`: null if the server shares no memory.
+// Logs the memory that a server has planned at its start. `shared`: null if the server shares no memory.
 void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend, const SharedMemory* shared);
 
-// ---- The options of a server's parts, as they follow from the server's own, and what its metrics read ----
+// ---- The options of a server's parts, made from the server's options, and functions for its metrics ----
 
 engine::EngineOptions EngineOptionsOf(const ServerOptions& options);
 
-// Only connections with client certificates get old: a token is looked at with every call.
+// Sets a maximum age of connections only if there are client certificates. Tokens are checked at every call.
 rpc::TransportOptions TransportOf(const ServerOptions& options);
 
-// In both, `regions` is null if the server shares no memory. `sites`: CheckpointOptions::sites.
+// In both functions, `regions` is null if the server shares no memory. `sites`: CheckpointOptions::sites.
 rpc::HeadServiceOptions HeadServiceOptionsOf(const ServerOptions& options,
                                              const kernels::BackendInfo& backend, regions::Regions* regions,
                                              head::FileSites* sites);
 rpc::LossServiceOptions LossServiceOptionsOf(const ServerOptions& options, regions::Regions* regions);
 
-// How long a part has shown no sign of life; zero without a part. `part` points to it.
+// How long a part has given no sign of life. `part` points to the part; zero if it is null.
 template <typename Pointer>
 absl::Duration SilenceOf(const Pointer& part) {
   return part == nullptr ? absl::ZeroDuration() : part->Silence();
 }
 
-// None without a leader.
+// The readings of all ranks; empty without a leader.
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader);
-// Without a leader the devices of the process, numbered as ranks; none if it has one device.
+// The same, but without a leader it gives the devices of the process, numbered like ranks. Empty if the
+// process has one device.
 std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const kernels::Backend& backend);
 
 // ---- The ranks of this process that compute for the leader ----
 
-// How ranks have ended: as ranks::Worker::Run says.
+// How ranks have ended, with the codes of ranks::Worker::Run.
 struct RanksEnd {
   absl::Status status;
-  bool joined = false;  // before; then an error means that rank 0 or the device is lost
+  // The ranks had joined before. Then an error means that rank 0 or the device is lost.
+  bool joined = false;
 };
 
 struct LocalRanksOptions {
-  int first_rank = 1;         // of the first backend; the others follow
-  int devices = 1;            // of each process
+  int first_rank = 1;         // the rank of the first backend; the others follow
+  int devices = 1;            // devices of each process
   std::string local_address;  // Leader::local_address, in the leader's process
-  // Called once, when all are joined; and when the first has ended with an error, or else all have ended. On
-  // threads of the ranks; must not call in here.
+  // Each is called once, on a thread of a rank: `on_joined` when all ranks have joined; `on_end` when the
+  // first rank has ended with an error, or otherwise when all ranks have ended. They must not call into
+  // LocalRanks.
   std::function<void()> on_joined = [] {};
   std::function<void(const RanksEnd&)> on_end = [](const RanksEnd&) {};
 };
@@ -223,22 +228,23 @@ std::string RankNames(int first, int count);
 // its own and a monitor of its GPU.
 class LocalRanks {
  public:
-  // For a process that serves no clients: its devices join the leader as ranks. `on_joined` is given their
-  // names (RankNames); both functions as in LocalRanksOptions.
+  // For a process that serves no clients: its devices join the leader as ranks. `on_joined` gets their names
+  // (RankNames). Both functions are called as in LocalRanksOptions.
   static absl::StatusOr<std::unique_ptr<LocalRanks>> StartOfProcess(
       const ServerOptions& options, std::function<void(const std::string& names)> on_joined,
       std::function<void(const RanksEnd&)> on_end);
-  // Has the ranks join the leader.
+  // Makes each backend a rank that joins the leader.
   static absl::StatusOr<std::unique_ptr<LocalRanks>> Start(const ServerOptions& options,
                                                            std::vector<kernels::CreatedBackend> backends,
                                                            LocalRanksOptions local);
-  // After the leader, if that is in this process. Waits for the ranks, which leave if they wait for the
-  // leader. What belongs to a rank that does not end within 20 seconds stays for ever: its device hangs.
+  // Ranks that still wait for the leader leave. Waits for all ranks. If a rank does not end within 20
+  // seconds, its device hangs, and its memory is never freed. If the leader is in this process, destroy it
+  // first.
   ~LocalRanks();
   LocalRanks(const LocalRanks&) = delete;
   LocalRanks& operator=(const LocalRanks&) = delete;
 
-  // Has the leader hear that the ranks are asked to stop. Does not wait.
+  // Tells the leader that the ranks were asked to stop. Does not wait.
   void Leave(const std::string& reason);
   // Whether all ranks have joined the leader.
   bool joined() const;
@@ -251,59 +257,60 @@ class LocalRanks {
   struct Rank;
   class News;
 
-  // `ranks`: how many are to be added.
+  // `ranks`: how many ranks Add will add.
   LocalRanks(const ServerOptions& options, const LocalRanksOptions& local, size_t ranks);
   absl::Status Add(kernels::CreatedBackend own);
   static void Run(Rank* rank, News& news);
 
   const ServerOptions& options_;
   const LocalRanksOptions local_;
-  const std::shared_ptr<News> news_;          // a rank that stays for ever has it, too
-  std::vector<std::unique_ptr<Rank>> ranks_;  // const once the first thread runs
+  const std::shared_ptr<News> news_;          // shared with ranks that are never destroyed
+  std::vector<std::unique_ptr<Rank>> ranks_;  // not changed once the first thread runs
 };
 
-// ---- What computes: the backend of this process, alone or with the backends of the other ranks ----
+// ---- The backend of a server: of this process alone, or joined with the backends of the other ranks ----
 
 using Backends = std::vector<kernels::CreatedBackend>;
 
-// The backends of this process: one, or with several processes one for each of its devices, which are ranks
-// in this order.
+// Creates the backends of this process. A process that is alone has one backend. One of several processes has
+// a backend for each of its devices; each is a rank, in this order.
 absl::StatusOr<Backends> CreateOwnBackends(const ServerOptions& options);
 
-// What computes. The members stand in order of dependence: each uses the members above it.
+// The backend of a server, with the ranks behind it. The members are in order of dependence: each uses the
+// members above it.
 struct Compute {
-  std::unique_ptr<LocalRanks> other_devices;  // the ranks of this process but the first; null: none
-  std::unique_ptr<ranks::Leader> leader;      // null: one rank
+  std::unique_ptr<LocalRanks> other_devices;  // the ranks of this process except the first; null: none
+  std::unique_ptr<ranks::Leader> leader;      // null: there is one rank
   std::unique_ptr<kernels::Backend> backend;
-  std::string collectives;  // as ServerDescription.collectives
+  std::string collectives;  // the value of ServerDescription.collectives
 };
 
-// For process 0: waits for the other ranks. `credentials` are the credentials of the ranks' service. Errors
-// as Leader::Form.
+// Creates the backend of process 0, and waits for the other ranks. `credentials`: the credentials of the
+// service for the other ranks. Errors as Leader::Form.
 absl::StatusOr<Compute> CreateCompute(const ServerOptions& options,
                                       const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
 // ---- The leader and the workers of a server of several ranks ----
 
-// INVALID_ARGUMENT naming the option if the options of ranks are not in order, or would let programs reach
-// the ranks that may not.
+// INVALID_ARGUMENT naming the option if the options of ranks are not valid, or would let programs reach the
+// ranks without authentication.
 absl::Status CheckRanks(const ServerOptions& options);
 
-// INVALID_ARGUMENT if all processes, each with so many devices, would have too many ranks.
+// INVALID_ARGUMENT if all processes together, each with `devices` devices, would have too many ranks.
 absl::Status CheckRankCount(const ServerOptions& options, int devices);
 
-// The address of this host that the other ranks reach.
+// The address of this host at which the other ranks reach it.
 absl::StatusOr<std::string> RankHost(const ServerOptions& options);
 
-// For process 0: listens for the other ranks. `devices`: the devices of each process. `credentials`: the
-// credentials of the ranks' service.
+// Makes the leader, for process 0, which listens for the other ranks. `devices`: the devices of each process.
+// `credentials`: the credentials of the ranks' service.
 absl::StatusOr<std::unique_ptr<ranks::Leader>> StartLeader(
     const ServerOptions& options, int devices, const std::shared_ptr<grpc::ServerCredentials>& credentials);
 
-// A rank other than 0; as ranks::WorkerOptions.
+// A rank other than 0. The members are as in ranks::WorkerOptions.
 struct WorkerSpec {
   int rank = 1;
-  int devices = 1;            // of each process
+  int devices = 1;            // devices of each process
   std::string local_address;  // Leader::local_address, in the leader's process
   std::function<void()> on_joined;
   std::function<ranks::v1::Metrics()> metrics;
@@ -312,7 +319,7 @@ struct WorkerSpec {
 absl::StatusOr<std::unique_ptr<ranks::Worker>> CreateWorker(const ServerOptions& options, WorkerSpec spec,
                                                             kernels::CreatedBackend own);
 
-// The metrics of a worker as the message that ranks send each other, and back.
+// Convert the metrics of a worker to the message of the ranks' protocol, and back.
 ranks::v1::Metrics ToProto(const std::vector<metrics::PlainFamily>& families);
 std::vector<metrics::PlainFamily> FromProto(const ranks::v1::Metrics& message);
 

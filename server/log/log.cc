@@ -24,7 +24,7 @@ constexpr absl::string_view kFormatNames[] = {"text", "json"};
 std::atomic<LogLevel> g_least{LogLevel::kInfo};
 std::atomic<LogFormat> g_format{LogFormat::kText};
 
-// The pattern is the bare message: both formats bring their own time and level.
+// The pattern is only the message, because both formats add time and level themselves.
 spdlog::logger& Logger() {
   static spdlog::logger* const logger = [] {
     auto* made = new spdlog::logger("lossd", std::make_shared<spdlog::sinks::stderr_sink_mt>());
@@ -175,7 +175,7 @@ std::optional<int64_t> LineBudgets::Take(const LineHolder& who) {
   if (!own.has_value()) return std::nullopt;
   holder.left_out_by_all += *own;
   const absl::Time now = now_();
-  // A clock that is set back makes nobody quiet.
+  // If the clock goes back, the holder does not count as quiet.
   const bool was_quiet = who.is_known && !forgets_ && now - holder.logged >= kQuiet;
   if (!all_.Take().has_value() && !was_quiet) {
     ++holder.left_out_by_all;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Log writes structured logs to stderr: one event a line, with named fields, as text or JSON. LineBudget
-// bounds the lines that a client without rights can cause.
+// Log writes structured logs to stderr: one event on each line, with named fields, as text or JSON.
+// LineBudget and LineBudgets bound the lines that a client without rights can cause.
 //
 //   Log(LogLevel::kInfo, "head created", {{"head", name}, {"vocab_size", 8192}});
 //   2026-01-02T03:04:05.678Z INFO head created head=main vocab_size=8192
@@ -58,55 +58,59 @@ struct Field {
   Value value;
 };
 
-// Before the first call: info and above, as text.
+// Sets the least level that is logged, and the format. Before the first call: info and above, as text.
 void Configure(LogLevel least, LogFormat format);
 
 void Log(LogLevel level, absl::string_view message, std::initializer_list<Field> fields = {});
 
-// The event without time and level, as Log writes it: "head created head=main". Text is quoted if it is
-// empty or holds spaces, quotes, equal signs or control characters; no event spans two lines.
+// The event as Log writes it in text form, without time and level: "head created head=main". A value is
+// quoted if it is empty or has spaces, quotes, equal signs or control characters. No event spans two lines.
 std::string FormatText(absl::string_view message, std::initializer_list<Field> fields);
 // The event as one JSON object. Invalid UTF-8 is replaced.
 std::string FormatJson(absl::string_view time, absl::string_view level, absl::string_view message,
                        std::initializer_list<Field> fields);
 
-// For Abseil flags: "debug", "info", "warning", "error", "off"; "text", "json".
+// Parse and print Abseil flags. Levels are "debug", "info", "warning", "error" and "off"; formats are "text"
+// and "json".
 bool AbslParseFlag(absl::string_view text, LogLevel* level, std::string* error);
 std::string AbslUnparseFlag(LogLevel level);
 bool AbslParseFlag(absl::string_view text, LogFormat* format, std::string* error);
 std::string AbslUnparseFlag(LogFormat format);
 
-// How many lines of one kind may be logged: some at once, and one a second from then on. For lines that a
-// client without rights can cause and could fill a disk with. Thread-safe.
+// Limits how many lines of one kind are logged: `at_once` lines at once, and then one each second. Use it for
+// lines that a client without rights can cause, because they could fill a disk. Thread-safe.
 class LineBudget {
  public:
   explicit LineBudget(int64_t at_once, std::function<absl::Time()> now = &clocks::SteadyNow)
       : at_once_(at_once), now_(std::move(now)), lines_(at_once) {}
 
-  // Null: the line is to be left out. Else how many were left out since the last one.
+  // Asks to log a line. nullopt: leave the line out. Otherwise the number of lines left out since the last
+  // logged line.
   std::optional<int64_t> Take() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   const int64_t at_once_;
   const std::function<absl::Time()> now_;
   absl::Mutex mutex_;
-  int64_t lines_ ABSL_GUARDED_BY(mutex_);  // that may be logged at once
+  int64_t lines_ ABSL_GUARDED_BY(mutex_);  // lines that may be logged now
   absl::Time refilled_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();
   int64_t left_out_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// Whose budget a line is taken from.
+// The holder whose budget a line is taken from.
 struct LineHolder {
   std::string name;
-  // The holder is one of a bounded number, which no stranger can make grow: somebody gave it its name.
+  // Whether the server knows this name. The number of known names is bounded, and strangers cannot increase
+  // it.
   bool is_known = false;
 };
 
-// One budget for each of several holders, and one budget for all holders together. A known holder that has
-// logged nothing for kQuiet has a line all the same when the others have used up the budget of all, so that
-// holders who log without end leave no first line of another one out. When there are more than kMostHolders,
-// the holder that has been quiet longest is forgotten; the budget of all then bounds what the holders may
-// log, without exception. Thread-safe.
+// Limits lines by a budget for each of several holders, and a budget for all holders together. Thread-safe.
+//
+// A known holder that has logged nothing for kQuiet may log a line even if the budget of all is used up. So
+// holders that log without end do not suppress the first line of another holder. If there are ever more than
+// kMostHolders, the holder that has been quiet longest is forgotten, and from then on the budget of all has
+// no exception.
 class LineBudgets {
  public:
   static constexpr size_t kMostHolders = 1'000;
@@ -115,23 +119,23 @@ class LineBudgets {
   LineBudgets(int64_t at_once, int64_t at_once_of_all, std::function<absl::Time()> now = &clocks::SteadyNow)
       : at_once_(at_once), now_(now), all_(at_once_of_all, std::move(now)) {}
 
-  // As LineBudget::Take, of the holder's lines.
+  // As LineBudget::Take, for a line of this holder.
   std::optional<int64_t> Take(const LineHolder& holder) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   struct Holder {
     std::unique_ptr<LineBudget> budget;
     int64_t left_out_by_all = 0;
-    absl::Time logged = absl::InfinitePast();  // its last line
-    std::list<std::string>::iterator place;    // in order_
+    absl::Time logged = absl::InfinitePast();  // time of its last line
+    std::list<std::string>::iterator place;    // its place in order_
   };
 
   const int64_t at_once_;
   const std::function<absl::Time()> now_;
   LineBudget all_;
   absl::Mutex mutex_;
-  bool forgets_ ABSL_GUARDED_BY(mutex_) = false;          // there have been more than kMostHolders
-  std::list<std::string> order_ ABSL_GUARDED_BY(mutex_);  // last heard of last
+  bool forgets_ ABSL_GUARDED_BY(mutex_) = false;          // there have been more than kMostHolders holders
+  std::list<std::string> order_ ABSL_GUARDED_BY(mutex_);  // the holder of the last call is last
   std::map<std::string, Holder, std::less<>> holders_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -114,7 +114,7 @@ KindNames NamesOf(SpanKind kind) {
 
 double Microseconds(absl::Duration duration) { return absl::ToDoubleMicroseconds(duration); }
 
-// Slices, and so the four spans of one, overlap: they are asynchronous events, which are shown by their id.
+// Spans of slices are asynchronous events, which viewers group by id, because slices overlap each other.
 void AppendAsync(const Span& span, size_t process, absl::Time origin, std::string* json) {
   const KindNames names = NamesOf(span.kind);
   const std::string id = names.category == "slice"
@@ -180,7 +180,7 @@ void TraceRecorder::Add(absl::string_view head, const Span& span) {
 size_t TraceRecorder::HeadNumber(absl::string_view head) {
   auto known = std::find(heads_.begin(), heads_.end(), head);
   if (known == heads_.end()) {
-    if (heads_.size() >= kMostHeads) head = kOtherHeads;  // which is one more
+    if (heads_.size() >= kMostHeads) head = kOtherHeads;  // so heads_ has at most kMostHeads + 1 names
     known = std::find(heads_.begin(), heads_.end(), head);
     if (known == heads_.end()) known = heads_.insert(heads_.end(), std::string(head));
   }

@@ -37,7 +37,7 @@ std::optional<int> ParsePort(absl::string_view text) {
   return value;
 }
 
-// Whether the address is on the loopback; nothing if it is none.
+// Whether `host` is a loopback address; nullopt if it is no address.
 std::optional<bool> ParseHost(absl::string_view host) {
   if (absl::ConsumePrefix(&host, "[")) {
     in6_addr ipv6 = {};
@@ -74,7 +74,7 @@ absl::StatusOr<HttpListener> ListenForHttp(absl::string_view address) {
 namespace {
 
 struct Target {
-  std::optional<absl::string_view> host;  // of the absolute form
+  std::optional<absl::string_view> host;  // set if the target is in absolute form
   absl::string_view path;
 };
 
@@ -87,7 +87,7 @@ Target ParseTarget(absl::string_view target) {
   return {.host = target.substr(0, slash), .path = path.empty() ? "/" : path};
 }
 
-// The handler of the path, and what of the path is behind its prefix; end() if there is none.
+// The handler of the path, or end(); and the rest of the path behind the handler's prefix.
 std::pair<HttpHandlers::const_iterator, absl::string_view> FindHandler(const HttpHandlers& handlers,
                                                                        absl::string_view path) {
   const size_t name = path.rfind('/') + 1;  // 0 if there is no slash
@@ -114,7 +114,8 @@ bool IsLoopbackIpv6(absl::string_view host) {
   return inet_pton(AF_INET6, std::string(host).c_str(), &address) == 1 && IN6_IS_ADDR_LOOPBACK(&address);
 }
 
-// "127.0.0.1:7071" of "http://127.0.0.1:7071"; nothing of "null", which sandboxed pages and files have.
+// The host of an origin: "127.0.0.1:7071" of "http://127.0.0.1:7071". nullopt for "null", the origin of
+// sandboxed pages and files.
 std::optional<absl::string_view> HostOfOrigin(absl::string_view origin) {
   const bool url = absl::ConsumePrefix(&origin, "http://") || absl::ConsumePrefix(&origin, "https://");
   return url ? std::make_optional(origin) : std::nullopt;
@@ -178,8 +179,8 @@ HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, Htt
 
 namespace {
 
-// Fields of every answer. The pages load their script, style and icon from here and fetch from here; nothing
-// is inline.
+// Header fields of every answer. The content security policy allows what the pages need: script, style, icon
+// and fetches from this server, and nothing inline.
 constexpr std::pair<const char*, const char*> kFields[] = {
     {MHD_HTTP_HEADER_CONNECTION, "close"},
     {MHD_HTTP_HEADER_CACHE_CONTROL, "no-store"},
@@ -259,8 +260,8 @@ access::EntranceOptions Limits(HttpOnLimit on_limit) {
 }  // namespace
 
 struct HttpServer::Callbacks {
-  // Called when the header of a request is complete. The answer is queued at once, so that a body is not
-  // read.
+  // Called when the header of a request is complete. Queues the answer at once, so that the library does not
+  // read a body.
   static MHD_Result OnRequest(void* self, MHD_Connection* connection, const char* target, const char* method,
                               const char* version, const char*, size_t*, void**) {
     auto* const server = static_cast<HttpServer*>(self);
@@ -309,9 +310,9 @@ absl::Duration HttpServer::Silence() const {
   return std::max(acceptor_->Silence(), handler);
 }
 
-// With poll and not epoll: a connection whose request ends in the middle is closed at once, while the
-// library's edge-triggered epoll may read the request, miss the end behind it and wait until the connection
-// times out.
+// Uses poll instead of epoll. If a client sends part of a request and closes, poll closes the connection at
+// once. The library's edge-triggered epoll may read the part, miss the end behind it, and wait until the
+// connection times out.
 bool HttpServer::Run() {
   // gnutls_certificate_retrieve_function2, which has no argument of its own.
   const MHD_OptionItem tls[] = {
@@ -343,7 +344,7 @@ void HttpServer::Take(int connection) {
     if (MHD_add_connection(daemon_, connection, address, size) != MHD_YES) acceptor_->Closing(connection);
     return;
   }
-  acceptor_->Closing(connection);  // its client has gone already
+  acceptor_->Closing(connection);  // the client has disconnected already
   access::CloseElsewhere(wire::OwnedDescriptor(connection));
 }
 
@@ -462,7 +463,7 @@ HttpResponse BadRequest(const absl::Status& status) {
   return {.status = 400, .body = absl::StrCat(status.message(), "\n")};
 }
 
-// The parameters of a request: none but `known` ones, and each once.
+// The parameters of a request. It may have only `known` parameters, each at most once.
 class Parameters {
  public:
   static absl::StatusOr<Parameters> Read(const HttpCall& call,
@@ -479,7 +480,7 @@ class Parameters {
     return parameters;
   }
 
-  // 0 if there is none of this name.
+  // The value of a parameter as a number; 0 if the request does not have the parameter.
   absl::StatusOr<uint64_t> Number(absl::string_view name) const {
     const absl::string_view text = Text(name);
     uint64_t number = 0;

@@ -27,7 +27,8 @@ namespace {
 using prometheus::MetricFamily;
 using prometheus::MetricType;
 
-// Fields of /proc/self/stat counted from the one after the command name (proc(5), where it is field 3).
+// Indexes of fields in /proc/self/stat. Index 0 is the field after the command name, which is field 3 in
+// proc(5).
 constexpr size_t kUserTicks = 14 - 3;
 constexpr size_t kSystemTicks = 15 - 3;
 constexpr size_t kStartTicks = 22 - 3;
@@ -56,7 +57,7 @@ int64_t CountOpenFiles() {
   std::error_code error;
   std::filesystem::directory_iterator entries("/proc/self/fd", error);
   if (error) return 0;
-  return std::distance(entries, std::filesystem::directory_iterator()) - 1;  // less the listing's own
+  return std::distance(entries, std::filesystem::directory_iterator()) - 1;  // without the listing's own
 }
 
 }  // namespace
@@ -167,10 +168,10 @@ absl::Status Nvml::ToStatus(int result, absl::string_view call) const {
 
 namespace {
 
-constexpr uint64_t kFellOffTheBus = 79;                    // an Xid
-constexpr absl::Duration kLook = absl::Milliseconds(100);  // between questions for events
+constexpr uint64_t kFellOffTheBus = 79;                    // the Xid of a GPU that fell off the bus
+constexpr absl::Duration kLook = absl::Milliseconds(100);  // between two polls for events
 
-// Bits of NVML's throttle reasons that slow a busy GPU down.
+// The throttle reasons of NVML that slow a busy GPU down, by bit.
 struct Reason {
   unsigned long long bit;
   const char* name;
@@ -242,14 +243,14 @@ bool GpuMonitor::Pause(absl::Duration duration) {
 
 void GpuMonitor::AwaitEvent() {
   const absl::Time end = clocks::SteadyNow() + options_.interval;
-  // NVML's own wait keeps a core busy for each GPU with some drivers, so it is only asked.
+  // With some drivers, NVML's own wait keeps a core busy for each GPU. So this polls with a timeout of 0.
   while (events_ != nullptr && !lost_) {
     const absl::Duration left = end - clocks::SteadyNow();
     if (left <= absl::ZeroDuration() || Pause(std::min(left, kLook))) return;
     NvmlEvent event = {};
     const int result = nvml_->event_set_wait(events_, &event, /*timeout_ms=*/0);
     if (result == kNvmlTimeout) continue;
-    if (!Succeeded(result)) {  // no events any more; samples go on
+    if (!Succeeded(result)) {  // no more events; samples continue
       if (!lost_) nvml_->event_set_free(std::exchange(events_, nullptr));
       return;
     }
@@ -364,7 +365,8 @@ void HeadMetrics::OnChunkLeft(const engine::ChunkReport& report) {
   const absl::Time now = now_();
   absl::MutexLock lock(&mutex_);
   Head& head = At(report.head);
-  // The next chunk is formed while this one is computed, and no second counts twice.
+  // The device times of chunks overlap, because the next chunk is formed while this one is computed. Count
+  // each second once.
   const absl::Time begin = std::max(busy_until_, now - absl::Seconds(report.device_seconds));
   head.device_seconds += std::max(0.0, absl::ToDoubleSeconds(now - begin));
   busy_until_ = std::max(busy_until_, now);
@@ -375,10 +377,10 @@ void HeadMetrics::OnChunk(const engine::ChunkReport& report) {
   Head& head = At(report.head);
   head.rows += report.rows;
   head.valid_rows += report.sums.valid_rows;
-  if (report.embedding != kernels::Embedding::kNone) return;  // its rows have no loss
+  if (report.embedding != kernels::Embedding::kNone) return;  // rows of an embedding have no loss
   if (report.accumulating.valid_rows > 0) head.takes_part = true;
   if (report.accumulating.valid_rows > 0 || !head.takes_part) head.gradients = report.gradients;
-  if (report.accumulating.valid_rows == 0) return;  // it takes no part in the step
+  if (report.accumulating.valid_rows == 0) return;  // the chunk takes no part in a step
   head.open.sums += report.sums;
   head.open.accumulating += report.accumulating;
   if (report.gradients == kernels::Gradients::kFiltered) head.open.filtered_rows += report.sums.valid_rows;
@@ -627,7 +629,7 @@ namespace {
 
 using kernels::RankState;
 
-// A counter of the ranks of which `value` says something.
+// Adds a counter with a sample for each rank whose `value` is set.
 void AddCounter(const std::vector<RankReading>& ranks, const char* name, const char* help,
                 absl::FunctionRef<std::optional<int64_t>(const RankState&)> value,
                 std::vector<MetricFamily>* families) {
@@ -774,16 +776,16 @@ MetricFamily ByKind(std::string name, std::string help, const kernels::MemoryByt
   return family;
 }
 
-// The level of the event of a call that ended with the code. A client that cancels a call knows about it; the
-// operator has to look at INTERNAL and DATA_LOSS.
+// The level of the event for a call that ended with this code. A cancelled call is information, because its
+// client knows about it. INTERNAL and DATA_LOSS are errors, which an operator must look at.
 EventLevel LevelOf(absl::string_view code) {
   if (code == "CANCELLED") return EventLevel::kInfo;
   return code == "INTERNAL" || code == "DATA_LOSS" ? EventLevel::kError : EventLevel::kWarning;
 }
 
-// The spans of a chunk that leaves the device now, and of its slices.
+// Adds the spans of a chunk that leaves the device now, and of its slices.
 void TraceChunk(const engine::ChunkReport& report, TraceRecorder* trace) {
-  static std::atomic<uint64_t> number{0};  // tells chunks of all heads apart
+  static std::atomic<uint64_t> number{0};  // numbers the chunks of all heads
   const absl::Time left = clocks::SteadyNow();
   const absl::Time formed = left - absl::Seconds(report.device_seconds);
   const absl::Time ready = formed + absl::Seconds(report.compute_seconds);
@@ -885,7 +887,7 @@ struct Metrics::EngineSeries {
   prometheus::Counter& EmbeddingRows(kernels::Embedding embedding) const {
     return embedding == kernels::Embedding::kRows ? served_rows : row_gradients;
   }
-  // Of chunks whose gradients were computed so.
+  // The counter of the chunks with such gradients.
   prometheus::Counter& Chunks(Gradients gradients) const {
     if (gradients == Gradients::kSampled) return sampled_chunks;
     return gradients == Gradients::kFiltered ? filtered_chunks : exact_chunks;
@@ -1009,7 +1011,7 @@ void Metrics::OnChunkLeft(const engine::ChunkReport& report) {
   if (trace_.recording()) TraceChunk(report, &trace_);
 }
 
-// The choices are for the log.
+// Choices are logged elsewhere and have no metric.
 void Metrics::OnChoices(const engine::ChoicesReport&) {}
 
 void Metrics::OnContribution(const engine::ContributionReport& report) {
@@ -1062,7 +1064,8 @@ std::vector<MetricFamily> Metrics::Collect() const {
     if (shared_memory_) AddSharedMemoryFamilies(shared_memory_(), &families);
     const size_t of_server = families.size();
     if (ranks_) AddRankFamilies(ranks_(), &families);
-    const bool several = families.size() > of_server;  // ranks, of which the first are this process's
+    // Whether there are several ranks. The first of them are this process's.
+    const bool several = families.size() > of_server;
     for (size_t i = 0; i < gpus_.size(); ++i) {
       if (gpus_[i] == nullptr) continue;
       std::vector<MetricFamily> own = gpus_[i]->Collect();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Everything the server counts and measures, in Prometheus's terms: Metrics is one object per server. Before
-// it stand its parts: functions that make families, GpuMonitor with the numbers of a GPU, HeadMetrics and
-// SaveMetrics with those of heads, and the metrics of the ranks of one server.
+// The metrics of the server, for Prometheus. Metrics, one object per server, has everything that the server
+// counts and measures. Its parts come before it: functions that make metric families, GpuMonitor for the
+// metrics of a GPU, HeadMetrics and SaveMetrics for the metrics of heads, and the metrics of the ranks of a
+// server.
 #ifndef LOSSD_SERVER_METRICS_METRICS_H_
 #define LOSSD_SERVER_METRICS_METRICS_H_
 
@@ -47,10 +48,9 @@
 namespace lossd::metrics {
 
 // ---- Families ----
-// Short functions that build metric families: in a registry, or by hand for values that are pulled when
-// metrics are collected. Two of them build whole groups: CollectProcess those of the process, and
-// AddSharedMemoryFamilies those of the memory that clients share with the server. These functions are
-// stateless and thread-safe.
+// Functions that build metric families: in a registry, or by hand for values that are read when metrics are
+// collected. CollectProcess makes all families of the process, and AddSharedMemoryFamilies those of the
+// memory that clients share with the server. The functions are stateless and thread-safe.
 
 using Labels = std::vector<std::pair<std::string, std::string>>;
 
@@ -81,7 +81,8 @@ inline prometheus::MetricFamily Single(std::string name, std::string help, prome
   return family;
 }
 
-// Adds families of which some may be there already, from families[begin] on; those get the samples.
+// Adds families. If a family of the same name exists at or after families[begin], it gets the samples
+// instead.
 inline void AddFamilies(std::vector<prometheus::MetricFamily> more, size_t begin,
                         std::vector<prometheus::MetricFamily>* families) {
   for (prometheus::MetricFamily& each : more) {
@@ -109,7 +110,7 @@ inline prometheus::Family<prometheus::Histogram>& HistogramFamily(prometheus::Re
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
 
-// What /proc/self says of this process.
+// The statistics of this process, from /proc/self.
 struct ProcessStats {
   double cpu_seconds = 0.0;         // user and system
   double start_time_seconds = 0.0;  // since the Unix epoch
@@ -132,7 +133,7 @@ struct SharedMemoryUse {
   int64_t limit_bytes = 0;
 };
 
-// Called when metrics are collected.
+// Reads the use of shared memory. Called when metrics are collected.
 using ReadSharedMemory = std::function<std::vector<SharedMemoryUse>()>;
 
 void AddSharedMemoryFamilies(const std::vector<SharedMemoryUse>& uses,
@@ -156,7 +157,7 @@ inline constexpr int kNvmlGpuIsLost = 15;
 inline constexpr int kNvmlTemperatureGpu = 0;
 inline constexpr int kNvmlCorrected = 0;  // memory error types
 inline constexpr int kNvmlUncorrected = 1;
-inline constexpr int kNvmlVolatile = 0;  // counted since the driver was loaded
+inline constexpr int kNvmlVolatile = 0;  // counts since the driver was loaded
 inline constexpr unsigned long long kNvmlEventXid = 0x8;
 
 using NvmlDevice = void*;
@@ -175,8 +176,8 @@ struct NvmlEvent {
   unsigned gpu_instance, compute_instance;
 };
 
-// The functions of NVML that the server uses. The library comes with the driver and is looked up when it is
-// needed, so the program runs without it. Thread-safe, as NVML is.
+// The functions of NVML that the server uses. The library comes with the driver and is loaded at run time, so
+// the program runs without it, too. Thread-safe, as NVML is.
 class Nvml {
  public:
   // Loads and initializes the library. UNAVAILABLE with the reason if that fails.
@@ -195,7 +196,7 @@ class Nvml {
   int (*memory)(NvmlDevice, NvmlMemory*) = nullptr;
   int (*ecc_errors)(NvmlDevice, int type, int counter, unsigned long long* count) = nullptr;
   int (*throttle_reasons)(NvmlDevice, unsigned long long* bits) = nullptr;
-  // Null if the library is too old. With `count` 0 it only says how many there are.
+  // Null if the library is too old. With `count` 0 it only sets `count` to the number of processes.
   int (*compute_processes)(NvmlDevice, unsigned* count, void* processes) = nullptr;
   int (*event_set_create)(NvmlEventSet*) = nullptr;
   int (*register_events)(NvmlDevice, unsigned long long types, NvmlEventSet) = nullptr;
@@ -215,27 +216,28 @@ class Nvml {
 
 struct GpuMonitorOptions {
   std::string library = kNvmlLibrary;
-  std::string uuid;                            // of the GPU, "GPU-..."
+  std::string uuid;                            // the GPU's, "GPU-..."
   absl::Duration interval = absl::Seconds(1);  // between samples
   // Both are called on the monitor's thread.
   absl::AnyInvocable<void(uint64_t xid)> on_xid = [](uint64_t) {};
-  absl::AnyInvocable<void(const absl::Status&)> on_lost = [](const absl::Status&) {};  // once
-  // So many programs have a context on the GPU, the server among them: once, when there are several.
+  absl::AnyInvocable<void(const absl::Status&)> on_lost = [](const absl::Status&) {};  // called once
+  // Called once, when several programs have a context on the GPU. `processes` is their number, the server
+  // included.
   absl::AnyInvocable<void(unsigned processes)> on_shared = [](unsigned) {};
 };
 
-// Watches one GPU. A thread of the monitor asks NVML once a second and keeps the answers; so a driver that
-// hangs holds up neither a scrape nor a probe.
+// Watches one GPU. A thread of the monitor asks NVML once in `interval` and keeps the answers. So a driver
+// that hangs delays neither a scrape nor a probe.
 class GpuMonitor {
  public:
-  // UNAVAILABLE if NVML cannot be had, or does not know the GPU.
+  // UNAVAILABLE if NVML cannot be loaded, or does not know the GPU.
   static absl::StatusOr<std::unique_ptr<GpuMonitor>> Start(GpuMonitorOptions options);
-  // Waits for the call of NVML that runs.
+  // Waits until the running call of NVML returns.
   ~GpuMonitor();
   GpuMonitor(const GpuMonitor&) = delete;
   GpuMonitor& operator=(const GpuMonitor&) = delete;
 
-  // The last sample; what the GPU does not report is left out.
+  // The last sample as metrics. Values that the GPU does not report are left out.
   std::vector<prometheus::MetricFamily> Collect() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -256,17 +258,17 @@ class GpuMonitor {
   // Waits for one interval, or until a critical error comes.
   void AwaitEvent() ABSL_LOCKS_EXCLUDED(mutex_);
   void TakeSample() ABSL_LOCKS_EXCLUDED(mutex_);
-  // What NVML lets this process see of the programs on the GPU.
+  // The number of programs on the GPU, as far as NVML shows them to this process.
   std::optional<unsigned> CountProcesses();
-  // True: the monitor stops.
+  // Waits. Returns true if the monitor stops.
   bool Pause(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Notes what a call ended with; true if it gave a value.
+  // Handles the result of a call of NVML; true if the call gave a value.
   bool Succeeded(int result);
 
   GpuMonitorOptions options_;
   const std::unique_ptr<Nvml> nvml_;
   NvmlDevice device_ = nullptr;
-  NvmlEventSet events_ = nullptr;  // null: the GPU reports none
+  NvmlEventSet events_ = nullptr;  // null: the GPU reports no events
   bool lost_ = false;              // used by the thread alone
   bool shared_ = false;            // used by the thread alone: on_shared was called
 
@@ -283,31 +285,32 @@ class GpuMonitor {
 // saved checkpoints and keeps the last saves of a head. Both classes are thread-safe.
 
 // Rows and steps of each head. The series of a head begin with its first chunk or step and end with the head,
-// so their number is bounded by the number of heads. The last kSteps steps of a head take 4 KiB.
+// so the number of heads bounds the number of series. The last kSteps steps of a head take 4 KiB.
 class HeadMetrics {
  public:
-  static constexpr size_t kSteps = 32;  // of each head are kept
+  static constexpr size_t kSteps = 32;  // the steps kept for each head
 
   // A closed step.
   struct Step {
     uint64_t number = 0;
     absl::Time closed;
-    std::optional<double> seconds;  // since the one before it was closed
-    std::optional<double> loss;     // none: no rows
-    // Predicted relative error of its sampled gradients; none: no chunk of it was sampled.
+    std::optional<double> seconds;  // since the previous step was closed
+    std::optional<double> loss;     // nullopt: the step had no rows
+    // The predicted relative error of sampled gradients; nullopt: no chunk of the step was sampled.
     std::optional<double> gradient_error;
-    // Probability left out of its filtered gradients, mean of their rows; none: none were filtered.
+    // The probability that filtered gradients left out, averaged over their rows; nullopt: no chunk was
+    // filtered.
     std::optional<double> dropped_probability;
     double grad_norm = 0.0;
     double learning_rate = 0.0;
     int64_t rows = 0;
-    bool skipped = false;  // without an update
+    bool skipped = false;  // the step was closed without an update
   };
-  // A head at one moment.
+  // The state of a head at one moment.
   struct Summary {
     int64_t rows = 0;  // computed since the head's series began
-    // Of the last chunk that took part in a step: exact, filtered or sampled. Of a head of which none has, of
-    // the last chunk. None: there was no chunk.
+    // Exact, filtered or sampled: the gradients of the last chunk that took part in a step, or of the last
+    // chunk if no chunk has taken part in a step. nullopt: there was no chunk.
     std::optional<kernels::Gradients> gradients;
     std::optional<Step> last;
   };
@@ -321,16 +324,16 @@ class HeadMetrics {
   // Ends the head's series.
   void Forget(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
   std::map<std::string, Summary> Summaries() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Empty for a head without series.
+  // The summary of one head; empty if the head has no series.
   Summary SummaryOf(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
   // The last steps of a head, the newest first.
   std::vector<Step> Steps(absl::string_view head) const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Rows of all heads, also of heads that were deleted.
+  // The rows of all heads, including heads that were deleted.
   int64_t total_rows() const ABSL_LOCKS_EXCLUDED(mutex_);
   void Collect(std::vector<prometheus::MetricFamily>* families) const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // Sums over the chunks of a step that is not closed yet, as in engine::ChunkReport.
+  // Sums over the chunks of the open step, as in engine::ChunkReport.
   struct OpenStep {
     kernels::LossSums sums;
     kernels::LossSums accumulating;
@@ -340,8 +343,8 @@ class HeadMetrics {
     int64_t rows = 0;
     int64_t valid_rows = 0;
     double device_seconds = 0.0;
-    std::optional<kernels::Gradients> gradients;  // as Summary says
-    bool takes_part = false;                      // a chunk of it has taken part in a step
+    std::optional<kernels::Gradients> gradients;  // see Summary::gradients
+    bool takes_part = false;                      // a chunk of the head has taken part in a step
     OpenStep open;
     std::deque<Step> steps;  // the newest first
   };
@@ -353,38 +356,40 @@ class HeadMetrics {
   mutable absl::Mutex mutex_;
   std::map<std::string, Head, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
   int64_t rows_of_gone_heads_ ABSL_GUARDED_BY(mutex_) = 0;
-  absl::Time busy_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // as far as it is counted
+  absl::Time busy_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // device time is counted until here
 };
 
-// How heads that live in host memory have come to the device and gone; others have no series.
+// Adds the families that count how heads which live in host memory were copied to the device and evicted.
+// Other heads have no series.
 void CollectPaging(absl::Span<const engine::HeadSnapshot> heads,
                    std::vector<prometheus::MetricFamily>* families);
 
-// Metrics of saved checkpoints.
+// Counts saved checkpoints, and keeps the last saves of each head.
 class SaveMetrics {
  public:
-  // The registry outlives this, and collects what is counted here.
+  // The registry outlives the object and owns its counters.
   explicit SaveMetrics(prometheus::Registry& registry);
 
-  static constexpr size_t kSaves = 8;  // of each head are kept
+  static constexpr size_t kSaves = 8;  // the saves kept for each head
 
   // A checkpoint that was saved.
   struct Save {
     std::string checkpoint;  // "HEAD/NAME"
     uint64_t step = 0;
     int64_t bytes = 0;
-    double seconds = 0.0;  // that it took
-    absl::Time time;       // when it was on the disk
+    double seconds = 0.0;  // how long the save took
+    absl::Time time;       // when the save was complete on the disk
   };
 
-  // A checkpoint of the head was saved. `save.time` is set here.
+  // Call when a checkpoint of the head was saved. `save.time` is set here.
   void OnSaved(absl::string_view head, Save save) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Counted as cancelled, as existing (the name is taken, or the same is saved already), or as failed.
+  // Call when a save has not succeeded. It is counted as cancelled, as existing (the name is taken, or the
+  // same checkpoint is saved already), or as failed.
   void OnFailed(const absl::Status& status);
-  // `count` checkpoints were removed: by `keep`, or by a client's DeleteCheckpoint.
+  // Why checkpoints were removed: by `keep` (kPruned), or by a client's DeleteCheckpoint (kDeleted).
   enum class Cause { kPruned, kDeleted };
   void OnRemoved(Cause cause, size_t count);
-  // What the running save has read and not yet written.
+  // Sets the bytes that the running save has read and not yet written.
   void SetBuffered(int64_t bytes) { buffered_.Set(static_cast<double>(bytes)); }
   // Ends the head's series.
   void ForgetHead(absl::string_view head) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -408,35 +413,35 @@ class SaveMetrics {
   prometheus::Counter& deleted_;
 
   mutable absl::Mutex mutex_;
-  // By head, the newest first.
+  // The last saves by head, the newest first.
   std::map<std::string, std::deque<Save>, std::less<>> last_ ABSL_GUARDED_BY(mutex_);
 };
 
 // ---- Ranks ----
-// AddRankFamilies says which ranks (processes or devices) of a server there are and what each holds, and
-// PlainFamily is the form in which a worker, a rank that serves no clients, sends its own metrics to rank 0.
-// These functions are stateless and thread-safe.
+// AddRankFamilies makes the metrics of the ranks (processes or devices) of a server: which ranks there are,
+// and what each holds. PlainFamily is the form in which a worker, a rank that serves no clients, sends its
+// own metrics to rank 0. The functions are stateless and thread-safe.
 
-// What is known of one rank.
+// The state and the metrics of one rank.
 struct RankReading {
   kernels::RankState state;
-  std::vector<prometheus::MetricFamily> metrics;  // of the rank's own, without the label rank
+  std::vector<prometheus::MetricFamily> metrics;  // sent by the rank, without the label rank
 };
 
-// Of all ranks, by rank; thread-safe.
+// Returns the readings of all ranks, in the order of ranks. Thread-safe.
 using ReadRanks = std::function<std::vector<RankReading>()>;
 
 // Adds the families of all ranks. Families of one name from several ranks become one family, with the label
 // rank.
 void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::MetricFamily>* families);
 
-// What a rank's time went into, without the label rank.
+// The families that say how a rank spent its time, without the label rank.
 std::vector<prometheus::MetricFamily> RankTimeFamilies(const kernels::RankTimes& times);
 
-// Adds the label to every sample, before its others.
+// Adds the label rank to every sample, before its other labels.
 void AddRankLabel(int rank, std::vector<prometheus::MetricFamily>* families);
 
-// Counters or gauges of one name, in a form that can be sent.
+// A family of counters or gauges, in a form that can be sent.
 struct PlainFamily {
   struct Sample {
     std::vector<std::pair<std::string, std::string>> labels;
@@ -444,11 +449,12 @@ struct PlainFamily {
   };
   std::string name;
   std::string help;
-  bool counter = false;  // else a gauge
+  bool counter = false;  // false: a gauge
   std::vector<Sample> samples;
 };
 
-// What a worker's time went into, and the metrics of its GPUs. A null monitor: a GPU without metrics.
+// The families of a worker: how it spent its time, and the metrics of its GPUs. A null monitor stands for a
+// GPU without metrics.
 std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus);
 
@@ -474,7 +480,7 @@ enum class Phase : uint8_t {
 inline constexpr size_t kPhases = 4;
 absl::string_view Name(Phase phase);
 
-// The latencies of microbatches and of each phase, in this order, in seconds, since the start.
+// Histograms of latencies since the start, in seconds: first of microbatches, then of each phase.
 inline constexpr size_t kLatencies = 1 + kPhases;
 using Latencies = std::array<prometheus::ClientMetric::Histogram, kLatencies>;
 
@@ -487,10 +493,10 @@ struct Totals {
   double errors = 0.0;
 };
 
-// Everything the server counts and measures; one object per server.
+// Metrics has everything that the server counts and measures. There is one object per server.
 //
-// The parts of the server that do the work push counters and histograms. What the engine, the backend and the
-// process know anyway (memory, queues, streams) is pulled when metrics are collected.
+// Counters and histograms are pushed by the parts of the server that do the work. Values that the engine, the
+// backend and the process have anyway (memory, queues, streams) are read when metrics are collected.
 //
 // Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
 // and `code` by the protocol, `gradients` is exact, filtered or sampled.
@@ -503,15 +509,16 @@ class Metrics final : public engine::EngineObserver {
   Metrics(const Metrics&) = delete;
   Metrics& operator=(const Metrics&) = delete;
 
-  // From now until Detach, pulled metrics come from these.
+  // Sets the objects from which metrics are read at collection, until Detach.
   void Attach(const engine::Engine* engine, const kernels::Backend* backend, ReadRanks ranks = nullptr,
               ReadSharedMemory shared_memory = nullptr) ABSL_LOCKS_EXCLUDED(sources_mutex_);
-  // After this returns none of them is used any more.
+  // After this returns, the objects given to Attach are not used any more.
   void Detach() ABSL_LOCKS_EXCLUDED(sources_mutex_);
-  // From now on the metrics of these GPUs are exported too, instead of those before; of several ranks, those
-  // of the first ranks, in order. Null: one without metrics.
+  // Exports the metrics of these GPUs from now on, in place of the GPUs of an earlier call. If the server has
+  // several ranks, these are the GPUs of the first ranks, in order. Null stands for a GPU without metrics.
   void AttachGpus(std::vector<const GpuMonitor*> gpus) ABSL_LOCKS_EXCLUDED(sources_mutex_);
-  // From now on its expiry is exported; null: none is. It outlives this, or the next call.
+  // Exports the expiry of this certificate from now on; null: none. `tls` outlives the object, or lives until
+  // the next call.
   void AttachTls(access::ReloadedTls* tls) ABSL_LOCKS_EXCLUDED(sources_mutex_);
   void SetDraining(bool draining) ABSL_LOCKS_EXCLUDED(sources_mutex_);
 
@@ -522,7 +529,8 @@ class Metrics final : public engine::EngineObserver {
   void CountRequest(absl::string_view method);
   // `code` as the protocol spells it, e.g. "INVALID_ARGUMENT".
   void CountError(absl::string_view method, absl::string_view code);
-  // A limit was reached: something was refused, or ended. `flag` sets it, e.g. "max_streams".
+  // Counts that a limit was reached, so that a request was refused or ended. `flag`: the flag that sets the
+  // limit, e.g. "max_streams".
   void CountLimit(absl::string_view flag);
   SaveMetrics& saves() { return saves_; }
   EventLog& events() { return event_log_; }
@@ -550,7 +558,7 @@ class Metrics final : public engine::EngineObserver {
   void CollectEngine(std::vector<prometheus::MetricFamily>* families) const
       ABSL_SHARED_LOCKS_REQUIRED(sources_mutex_);
 
-  // What reports of the engine add to; in metrics.cc.
+  // The series that the engine's reports add to; defined in metrics.cc.
   struct EngineSeries;
 
   prometheus::Registry registry_;
@@ -570,7 +578,8 @@ class Metrics final : public engine::EngineObserver {
   EventLog event_log_;
   TraceRecorder trace_;
 
-  // Held while the engine is asked; so the observer's members, which the engine calls, do without it.
+  // Held while Collect calls the engine. So the observer's member functions, which the engine calls, must not
+  // lock it.
   mutable absl::Mutex sources_mutex_;
   const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
@@ -581,8 +590,9 @@ class Metrics final : public engine::EngineObserver {
   bool draining_ ABSL_GUARDED_BY(sources_mutex_) = false;
 };
 
-// The value below which a share `quantile` of the observations lies, interpolated linearly inside the
-// bucket it falls in; the last finite bound if it falls beyond. 0 without observations.
+// Estimates a quantile of a histogram: the value below which the share `quantile` of the observations lies.
+// It interpolates linearly inside a bucket. If the quantile is in the last, unbounded bucket, it returns the
+// last finite bound. 0 without observations.
 double EstimateQuantile(const prometheus::ClientMetric::Histogram& histogram, double quantile);
 
 }  // namespace lossd::metrics

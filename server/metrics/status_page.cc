@@ -23,7 +23,7 @@ HeadValues NoValues() {
   return values;
 }
 
-// "name":[1,null,2.5], of the samples `first` to `last`.
+// Appends a series of the samples `first` to `last` as JSON: "name":[1,null,2.5].
 void AppendArray(absl::string_view name, uint64_t first, uint64_t last,
                  absl::FunctionRef<double(uint64_t)> value, std::string* json) {
   absl::StrAppend(json, "\"", name, "\":[");
@@ -132,13 +132,13 @@ using prometheus::ClientMetric;
 constexpr float kNothing = std::numeric_limits<float>::quiet_NaN();
 constexpr double kQuantiles[] = {0.5, 0.95, 0.99};
 
-// Keeps the last reading that is as old as the window, and the readings after it.
+// Drops readings from before the window, but keeps the youngest one that is at least as old as the window.
 template <typename Readings>
 void Shorten(Readings* readings, absl::Time now, absl::Duration window) {
   while (readings->size() > 2 && now - (*readings)[1].time >= window) readings->pop_front();
 }
 
-// What was observed between two readings of a histogram.
+// The histogram of the observations between two readings.
 ClientMetric::Histogram Difference(ClientMetric::Histogram later, const ClientMetric::Histogram& earlier) {
   later.sample_count -= earlier.sample_count;
   for (size_t i = 0; i < later.bucket.size() && i < earlier.bucket.size(); ++i) {
@@ -147,7 +147,7 @@ ClientMetric::Histogram Difference(ClientMetric::Histogram later, const ClientMe
   return later;
 }
 
-// `step`: the last step that was closed since the sample before; null: none was.
+// The values of a head. `step`: the last step closed since the previous sample; null: no step was closed.
 HeadValues ValuesOf(const HeadMetrics::Step* step, double rows_per_second) {
   HeadValues values;
   values.fill(kNothing);
@@ -190,7 +190,7 @@ void Sampler::Run() {
     }
     const absl::Time now = clocks::SteadyNow();
     Sample(now);
-    next = std::max(next + History::kInterval, now);  // no crowd of samples after a pause
+    next = std::max(next + History::kInterval, now);  // after a pause, does not make up for missed samples
   }
 }
 
@@ -210,7 +210,7 @@ void Sampler::Sample(absl::Time now) {
       const Reading& begin = readings_.front();
       const auto before = begin.rows.find(head.name);
       const int64_t grown = rows - (before == begin.rows.end() ? 0 : before->second);
-      // A head that was deleted and created anew begins at zero.
+      // The counter of a head that was deleted and created again restarts at zero.
       rate = static_cast<double>(std::max<int64_t>(grown, 0)) /
              std::max(absl::ToDoubleSeconds(now - begin.time), 1e-3);
     }
@@ -411,7 +411,8 @@ void CheckpointLists::Run() {
   }
 }
 
-// A head whose list waits to be read stays, because it is in the queue.
+// Removes the entry that was asked for longest ago. Entries that wait to be read stay, because they are in
+// queue_.
 void CheckpointLists::ForgetOldest() {
   auto oldest = by_head_.end();
   for (auto it = by_head_.begin(); it != by_head_.end(); ++it) {
@@ -581,7 +582,8 @@ std::string LossText(const HeadMetrics::Step& step) {
   return step.loss.has_value() ? FormatNumber(*step.loss) : "-";
 }
 
-// Of sampled gradients the predicted relative error; of filtered ones the probability that was left out.
+// The error of a step's gradients: the predicted relative error of sampled gradients, or the probability that
+// filtered gradients left out.
 std::string ErrorText(const HeadMetrics::Step& step) {
   const auto percent = [](double share) { return absl::StrCat(FormatNumber(share * 100), " %"); };
   if (step.gradient_error.has_value()) return percent(*step.gradient_error);
@@ -589,7 +591,7 @@ std::string ErrorText(const HeadMetrics::Step& step) {
                                               : std::string("-");
 }
 
-// How the last gradients of the head were computed; how they will be, if none were yet.
+// How the last gradients of the head were computed, or how they will be if there were none yet.
 kernels::Gradients LastGradients(const engine::HeadSnapshot& head, const HeadMetrics::Summary& summary) {
   return summary.gradients.value_or(head.config.gradients);
 }
@@ -601,7 +603,8 @@ std::string GradientsText(const engine::HeadSnapshot& head, const HeadMetrics::S
   return absl::StrCat("gradients of the last chunk ", kernels::Name(last), ", by default ", by_default);
 }
 
-// Of the last gradients: predicted if they were sampled, what was left out if they were filtered.
+// The error of the last gradients: the predicted error if they were sampled, or the probability left out if
+// they were filtered.
 std::string GradientError(const engine::HeadSnapshot& head, const HeadMetrics::Summary& summary) {
   const kernels::Gradients last = LastGradients(head, summary);
   if (last == kernels::Gradients::kExact) return "exact";
@@ -627,7 +630,7 @@ std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
                rows);
 }
 
-// `saves`: of this server, the newest first.
+// `saves`: the saves by this server, the newest first.
 std::string CheckpointRow(const head::CheckpointInfo& info, const std::vector<SaveMetrics::Save>& saves,
                           absl::Time now) {
   if (!info.status.ok()) {

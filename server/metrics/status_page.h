@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What people see of a server in a browser. History keeps samples of the last minutes for its charts, and
-// StatusPage renders the pages out of them: / shows what the server holds and does, /heads/NAME shows one
-// head. CheckpointLists reads which checkpoints a head has.
+// The status pages that the server shows in a browser. StatusPage renders the pages: / shows what the server
+// holds and does, /heads/NAME shows one head. History keeps samples of the last minutes for their charts, and
+// Sampler takes them. CheckpointLists reads which checkpoints a head has.
 //
 // All functions and classes are thread-safe.
 #ifndef LOSSD_SERVER_METRICS_STATUS_PAGE_H_
@@ -29,27 +29,27 @@
 
 namespace lossd::metrics {
 
-// The samples behind the charts of the status page. History holds what the server and each head did in the
-// last 15 minutes, a sample every two seconds. Sampler takes the samples on a thread of its own.
+// The samples for the charts of the status page. History holds samples of the server and of each head, one
+// every two seconds, for the last 15 minutes. Sampler takes the samples on a thread of its own.
 //
 // Both classes are thread-safe.
 
-// Series of the server. Rates are of the time of Sampler::kRateWindow, quantiles of Sampler::kQuantileWindow;
-// NaN: there was nothing to measure. The order is that of their names (SeriesName).
+// The series of the server. Rates are means over Sampler::kRateWindow, and quantiles are of
+// Sampler::kQuantileWindow. NaN: there was nothing to measure. SeriesName has the names in the same order.
 enum class Series : uint8_t {
   kRows,        // per second
   kBytesIn,     // tensor bytes of slices, per second
-  kBytesOut,    // the same
+  kBytesOut,    // tensor bytes of results, per second
   kErrors,      // calls that ended with an error, per second
   kDeviceBusy,  // share of the time, in [0, 1]
   kQueuedSlices,
   kQueuedRows,
   kOpenStreams,
   kStagingBytes,   // in use
-  kPlannedBytes,   // of all purposes
+  kPlannedBytes,   // planned for all purposes
   kResidentBytes,  // of the process
-  // Quantiles 0.5, 0.95 and 0.99 of the time, in seconds, of a microbatch and of its slices' phases: three
-  // series each, in this order.
+  // Quantiles of the latency in seconds, of microbatches and of each phase of slices. Each has three series:
+  // the quantiles 0.5, 0.95 and 0.99.
   kMicrobatch,
   kReceive = kMicrobatch + 3,
   kQueue = kReceive + 3,
@@ -60,8 +60,8 @@ enum class Series : uint8_t {
 inline constexpr size_t kSeries = static_cast<size_t>(Series::kEnd);
 absl::string_view SeriesName(size_t series);  // e.g. "rows_per_second"
 
-// Series of a head: its rate, and what the last step said that was closed since the sample before. NaN: no
-// step was, or the head has none.
+// The series of a head: rows per second, and three values of the last step closed since the previous sample.
+// NaN: no step was closed since then, or the step lacks the value.
 enum class HeadSeries : uint8_t { kRows, kLoss, kGradientNorm, kLearningRate };
 inline constexpr size_t kHeadSeries = 4;
 absl::string_view HeadSeriesName(size_t series);
@@ -88,13 +88,13 @@ class History {
   // The last sample; nullopt: there is none yet.
   std::optional<Values> Last() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // As /history.json answers (docs/watching.md): the samples with numbers above `after`; of the head `head`
-  // only, if one is named. `incarnation` is of the server.
+  // The body of the answer to /history.json (docs/watching.md): the samples with numbers above `after`. If
+  // `head` is not empty, it has the series of that head only. `incarnation` is the server's.
   std::string Json(uint64_t incarnation, uint64_t after, absl::string_view head) const
       ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // Of a head; by slot, as samples_.
+  // The values of one head, by slot, as samples_.
   using Track = std::vector<HeadValues>;
   struct Sample {
     absl::Time time;
@@ -106,37 +106,38 @@ class History {
   mutable absl::Mutex mutex_;
   std::vector<Sample> samples_ ABSL_GUARDED_BY(mutex_);  // by slot
   std::map<std::string, Track, std::less<>> heads_ ABSL_GUARDED_BY(mutex_);
-  uint64_t last_ ABSL_GUARDED_BY(mutex_) = 0;  // number of the last sample; the first has 1
+  uint64_t last_ ABSL_GUARDED_BY(mutex_) = 0;  // the number of the last sample; the first one is 1
 };
 
-// Takes the samples of a History: what the server did since the samples before. It takes a sample once every
-// History::kInterval, whether a page is open or not. So all viewers see the same rates, and the first viewer
-// sees them at once. The sampler has a thread of its own from Start on, which ends with the object.
+// Takes the samples of a History, one every History::kInterval, whether a page is open or not. So all viewers
+// see the same rates, and the first viewer sees them at once. From Start on the sampler has a thread of its
+// own, which ends with the object.
 class Sampler {
  public:
-  // Rates are means over so long, so that chunks that take seconds do not look like pauses.
+  // The time over which rates are averaged. It is long, so that chunks that take seconds do not look like
+  // pauses.
   static constexpr absl::Duration kRateWindow = absl::Seconds(10);
   static constexpr absl::Duration kQuantileWindow = absl::Seconds(30);
 
-  // All outlive the sampler.
+  // The arguments outlive the sampler.
   Sampler(const engine::Engine* engine, const kernels::Backend* backend, Metrics* metrics, History* history);
   ~Sampler();
   Sampler(const Sampler&) = delete;
   Sampler& operator=(const Sampler&) = delete;
 
-  // Takes a sample now, and from now on the thread does. Called at most once.
+  // Takes a sample now, and starts the thread. Call at most once.
   void Start();
-  // Takes one sample, as of `now`, no earlier than the one before.
+  // Takes one sample for the time `now`, which is not before the previous sample.
   void Sample(absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // Counters at one moment.
+  // The counters at one moment.
   struct Reading {
     absl::Time time;
     Totals totals;
     absl::Duration device_busy;
     std::map<std::string, int64_t> rows;            // by head
-    std::map<std::string, absl::Time> last_closed;  // by head: when its last step was closed
+    std::map<std::string, absl::Time> last_closed;  // by head: the time its last step was closed
   };
   struct LatencyReading {
     absl::Time time;
@@ -144,7 +145,7 @@ class Sampler {
   };
 
   void Run() ABSL_LOCKS_EXCLUDED(stop_mutex_);
-  // Whether `last`, the last step of the head, was closed since the sample before. It may be null.
+  // Whether `last`, the last step of the head or null, was closed since the previous sample.
   bool IsNews(const std::string& head, const HeadMetrics::Step* last) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Values ServerValues(const Reading& now, const engine::EngineStats& stats) const
@@ -156,7 +157,7 @@ class Sampler {
   History* const history_;
 
   absl::Mutex mutex_;
-  // The readings of the windows, the oldest first; a window begins with the first reading.
+  // The readings of each window, the oldest first. The first reading is where the window begins.
   std::deque<Reading> readings_ ABSL_GUARDED_BY(mutex_);
   std::deque<LatencyReading> latencies_ ABSL_GUARDED_BY(mutex_);
 
@@ -165,58 +166,60 @@ class Sampler {
   std::thread thread_;
 };
 
-// Text safe between tags and inside quoted attributes.
+// Escapes text, so that it is safe between tags and inside quoted attributes.
 std::string EscapeHtml(absl::string_view text);
 
 // "0 B", "512 B", "1.5 KiB", "3.2 GiB".
 std::string FormatBytes(double bytes);
-// The two largest units of a time since a start: "3 d 4 h", "4 h 12 min", "12 min 5 s".
+// An uptime in its two largest units: "3 d 4 h", "4 h 12 min", "12 min 5 s".
 std::string FormatUptime(absl::Duration uptime);
 // "0", "35 us", "1.2 ms", "3.4 s"; "-" for NaN.
 std::string FormatSeconds(double seconds);
 // 1234567 as "1,234,567".
 std::string Grouped(int64_t number);
-// Three or four digits: "0.0123", "12.3", "1.23e-05".
+// A number with three or four digits: "0.0123", "12.3", "1.23e-05".
 std::string FormatNumber(double number);
 // The time of day in UTC, with the date if it is not that of `now`.
 std::string FormatTime(absl::Time time, absl::Time now);
 
-// A row of a table out of HTML, and a table with a head that can be scrolled sideways.
+// TableRow makes a row of a table from cells of HTML. Table makes a table with a header, which can be
+// scrolled sideways.
 std::string TableRow(const std::vector<std::string>& cells, absl::string_view tag = "td");
 std::string Table(const std::vector<std::string>& header, absl::string_view rows);
-// A figure with its name, both text.
+// A value with its name, both given as text.
 std::string Fact(absl::string_view name, absl::string_view value);
 // A bar from 0 to `most`.
 std::string Bar(double value, double most);
-// A place for a chart that the script of the page draws: `kind` is a name in page.js.
+// A placeholder for a chart, which the script of the page draws. `kind` is a name in page.js.
 std::string Chart(absl::string_view kind, absl::string_view title);
 
-// A whole document: `body` is HTML that the script renews every two seconds. `title` and `head` are text;
-// `head` is the head that the page is about, empty for none.
+// A whole HTML document. `body` is HTML, which the script renews every two seconds. `title` and `head` are
+// text; `head` is the head that the page is about, empty for none.
 std::string Document(absl::string_view title, absl::string_view head, absl::string_view body);
 
-// The checkpoints of heads, as their pages list them. The object has a thread that reads the directory,
-// because a disk may be slow and the thread that answers HTTP may not wait for it.
+// Lists of the checkpoints of heads, for the heads' pages. The object has a thread that reads the directory:
+// a disk may be slow, and the thread that answers HTTP must not wait for it.
 //
-// What is read is bounded: names and times of at most kMostFolders folders, and the manifests of the kShown
-// newest of them. The list of a head is read when a page asks for it, at most once in kFresh.
+// Reading is bounded: it reads names and times of at most kMostFolders folders, and the manifests of the
+// kShown newest of them. The list of a head is read when a page asks for it, at most once in kFresh.
 class CheckpointLists {
  public:
   static constexpr size_t kShown = 20;
   static constexpr size_t kMostFolders = 10'000;
-  static constexpr size_t kMostHeads = 200;  // that are remembered
+  static constexpr size_t kMostHeads = 200;  // heads whose lists are kept
   static constexpr absl::Duration kFresh = absl::Seconds(2);
   static constexpr absl::Duration kOld = absl::Seconds(10);
   static constexpr absl::Duration kPatience = absl::Milliseconds(50);
 
-  // Empty `directory`: the server has none.
+  // `directory` is empty if the server has no checkpoint directory.
   explicit CheckpointLists(std::string directory);
   ~CheckpointLists();
   CheckpointLists(const CheckpointLists&) = delete;
   CheckpointLists& operator=(const CheckpointLists&) = delete;
 
-  // What was read last. A list older than kFresh is read anew, for the next look; for a list older than kOld,
-  // or none, this look waits, for at most kPatience. nullopt: none was read yet.
+  // The last list that was read for a head. If it is older than kFresh, the thread reads the list again for
+  // the next call. If it is older than kOld, or missing, this call waits for the thread, for at most
+  // kPatience. nullopt: no list has been read yet.
   std::optional<absl::StatusOr<head::NewestCheckpoints>> Of(absl::string_view head)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -225,7 +228,7 @@ class CheckpointLists {
     std::optional<absl::StatusOr<head::NewestCheckpoints>> list;
     absl::Time read_at = absl::InfinitePast();
     absl::Time asked_at = absl::InfinitePast();
-    bool waits = false;  // to be read
+    bool waits = false;  // waits in queue_ to be read
   };
 
   void Run() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -240,43 +243,42 @@ class CheckpointLists {
   std::thread thread_;  // last
 };
 
-// What the pages say of the server, and where their checkpoints come from.
+// What the pages say about the server, and the source of their lists of checkpoints.
 struct StatusPageOptions {
   std::string version;
   std::string grpc_address;
   absl::Time started;
-  std::string collectives = {};            // that the devices of the server exchange by; empty: it has one
-  CheckpointLists* checkpoints = nullptr;  // null: pages list none
+  // The library by which the devices of the server exchange data; empty: the server has one device.
+  std::string collectives = {};
+  CheckpointLists* checkpoints = nullptr;  // null: pages list no checkpoints
 };
 
-// StatusPage renders the pages for people who look at a server: / shows what the server holds and does,
-// /heads/NAME shows one head. CheckpointLists reads which checkpoints a head has. The functions before them
-// write pieces of HTML, and numbers as people read them.
+// Renders the pages: / shows what the server holds and does, /heads/NAME shows one head.
 //
 // A page is complete as the server sends it, so it can be read without scripts. In a browser, page/page.js
-// draws the charts out of /history.json, and fetches the page again every two seconds to renew what has
-// changed in it.
+// draws the charts from /history.json, and fetches the page again every two seconds to renew the parts that
+// have changed.
 //
-// Rendering takes no longer because of what happened before: tables have at most kMostRows rows.
+// The time to render a page is bounded: tables have at most kMostRows rows.
 //
-// All functions and classes are thread-safe.
+// Thread-safe.
 
 // Renders the pages.
 class StatusPage {
  public:
   static constexpr size_t kMostRows = 100;
-  static constexpr size_t kEventsShown = 12;  // the latest, on either page
+  static constexpr size_t kEventsShown = 12;  // the latest events, on both kinds of page
 
-  // All outlive the page.
+  // The arguments outlive the page.
   StatusPage(const StatusPageOptions& options, const engine::Engine* engine, const kernels::Backend* backend,
              Metrics* metrics, const History* history);
 
-  // `trouble`: what keeps the server from work now, e.g. "draining"; "" if nothing does. Rates and latencies
-  // are those of the last sample.
+  // `trouble`: why the server does not work now, e.g. "draining"; empty if it works. Rates and latencies come
+  // from the last sample.
   std::string Render(absl::string_view trouble) const;
-  // nullopt: there is no such head.
+  // The page of a head. nullopt: there is no such head.
   std::optional<std::string> RenderHead(absl::string_view name) const;
-  // The page that stands in place of the page of a head that does not exist.
+  // The page that is sent in place of the page of a head that does not exist.
   std::string RenderNoHead(absl::string_view name) const;
 
  private:
@@ -293,7 +295,7 @@ class StatusPage {
   const History* const history_;
 };
 
-// Rows of events, the newest first; of one head, if one is named. `most` of them.
+// Table rows of the `most` newest events, the newest first. If `head` is not empty, only events of that head.
 std::string EventRows(const EventLog& events, absl::string_view head, size_t most);
 
 }  // namespace lossd::metrics

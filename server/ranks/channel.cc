@@ -23,21 +23,22 @@ namespace {
 
 constexpr const char* kSecretKey = "lossd-rank-secret";
 constexpr int64_t kMebibyte = int64_t{1} << 20;
-// Bytes that a row has beside its hidden state, with all inputs or all results, over those of the smallest
-// hidden state, which has two; and those of the teacher's, which is at most kMostTeacherHidden as large.
+// How much larger the other data of a row are than its hidden state, at most. All inputs or all results are
+// up to 12 times as large as the smallest hidden state, which has two bytes. A teacher's hidden state is up
+// to kMostTeacherHidden times as large as the student's.
 constexpr int64_t kMostOverhead = 12 + kMostTeacherHidden;
 // A row of a tensor has at most 2^24 floats.
 constexpr int64_t kLargestRow = 64 * kMebibyte;
 
-// What may be under way on a stream without being asked for, and the most that goes in one frame: chunks are
-// many megabytes.
+// HTTP/2 flow control: how many bytes a stream may have in flight before the receiver reads, and the largest
+// frame. The values are large because a chunk has many megabytes.
 constexpr int kLookaheadBytes = 16 << 20;
 constexpr int kFrameBytes = 1 << 20;
 
-// How long a connection may be without a call; that of a rank always has one.
+// How long a connection may have no call. The connection of a rank always has one.
 constexpr int kStrangerMilliseconds = 20'000;
 
-// gRPC pings an end that is silent; it has half of the time to be so, and half to answer.
+// gRPC pings the other end after half of `silence` without data, and waits the other half for an answer.
 int HalfOf(absl::Duration silence) {
   return static_cast<int>(std::max<int64_t>(1, absl::ToInt64Milliseconds(silence / 2)));
 }
@@ -60,7 +61,7 @@ void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 100);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
-  // Those who have connected and are no rank.
+  // These two close connections of clients that are no ranks.
   builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kStrangerMilliseconds);
   builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, kStrangerMilliseconds);
 }
@@ -79,7 +80,7 @@ grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits) {
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // ranks are neighbours, whatever the environment says
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // no proxy, even if the environment names one
   return arguments;
 }
 
@@ -118,7 +119,7 @@ std::string TextOf(const sockaddr* address) {
 
 bool IsLoopback(const std::string& text) { return absl::StartsWith(text, "127.") || text == "::1"; }
 
-// The address that packets to `to` would have; nothing is sent.
+// The source address that packets to `to` would have. Sends nothing.
 std::string SourceFor(const addrinfo& to) {
   const int descriptor = socket(to.ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   if (descriptor < 0) return "";
@@ -131,7 +132,7 @@ std::string SourceFor(const addrinfo& to) {
   return known ? TextOf(address) : "";
 }
 
-// The first address of this host that is not of the loopback; empty if there is none.
+// The first IPv4 address of this host that is not a loopback address; empty if there is none.
 std::string AnyAddress() {
   ifaddrs* all = nullptr;
   if (getifaddrs(&all) != 0) return "";
@@ -162,7 +163,7 @@ absl::StatusOr<std::string> LocalAddressFor(const std::string& host) {
     const std::string source = SourceFor(*one);
     if (source.empty()) continue;
     if (meant || !IsLoopback(source)) return source;
-    // A host may know its own name as one of the loopback, which no other host does.
+    // A host may resolve its own name to a loopback address, which other hosts cannot reach.
     const std::string other = AnyAddress();
     return other.empty() ? source : other;
   }

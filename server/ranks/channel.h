@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both ends of the ranks' connection agree on: sizes of messages, how soon a silent end counts as lost,
-// and the secret that admits a rank. LocalAddressFor finds the address at which other hosts reach this one,
-// and ThreadQueue passes messages between two threads of a rank.
+// Settings of the gRPC connection between the leader and a worker, which both ends use: the largest message,
+// how soon a silent end counts as lost, and the secret that admits a rank. LocalAddressFor finds the address
+// at which other hosts reach this host. ThreadQueue passes messages between two threads of a rank.
 //
 // The functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_RANKS_CHANNEL_H_
@@ -27,36 +27,38 @@ namespace lossd::ranks {
 
 struct ChannelLimits {
   int64_t slice_bytes = 0;  // the most bytes of a slice's hidden states
-  // An end that answers no ping for so long is lost.
+  // An end that answers no ping for this long counts as lost.
   absl::Duration silence = absl::Seconds(30);
 };
 
-// How many times as large as the student's a hidden state of a teacher may be.
+// A hidden state of a teacher may be at most this many times as large as one of the student.
 inline constexpr int64_t kMostTeacherHidden = 16;
 
-// The largest message: a slice with all that its rows may have, or a row of a tensor.
+// The size of the largest message: a slice with every optional input or result of its rows, or one row of a
+// tensor.
 int64_t MaxMessageBytes(const ChannelLimits& limits);
 
 void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder);
 grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits);
 
-// A random name that nobody has yet, for an abstract Unix socket where a leader takes workers of its own
-// process, since gRPC's channel within a process ends the program when a call begins while the server ends.
+// A random, unused name for an abstract Unix socket, where a leader takes the workers of its own process.
+// gRPC's in-process channel is not used: it aborts the program when a call begins while the server ends.
 std::string NewLocalName();
 
-// The secret travels as metadata. UNAUTHENTICATED if it is not this one; the time does not depend on where
-// they differ. An empty secret admits everybody.
+// The client sends the secret as metadata. CheckSecret returns UNAUTHENTICATED if the client's secret differs
+// from `secret`; its time does not depend on the first differing byte. An empty `secret` admits every client.
 void AddSecret(const std::string& secret, grpc::ClientContext* context);
 absl::Status CheckSecret(const std::string& secret, const grpc::ServerContext& context);
 
-// The address of this host from which `host` is reached; of `host` itself, where that is this one, an address
-// that others reach. A loopback address only if `host` is one. UNAVAILABLE if the name cannot be resolved.
+// The address of this host that packets to `host` have as their source. If `host` is this host, the result is
+// an address that other hosts can reach. It is a loopback address only if `host` is one. UNAVAILABLE if the
+// name cannot be resolved.
 absl::StatusOr<std::string> LocalAddressFor(const std::string& host);
 
-// What this host is called, for people; "unknown" if the system does not say.
+// The name of this host, to show to people; "unknown" if the system does not tell it.
 std::string HostName();
 
-// Messages between two threads. Thread-safe.
+// An unbounded queue of messages from one thread to another. Thread-safe.
 template <typename Message>
 class ThreadQueue {
  public:
@@ -68,7 +70,7 @@ class ThreadQueue {
     absl::MutexLock lock(&mutex_);
     closed_ = true;
   }
-  // nullopt once it is closed; what is left is dropped.
+  // Waits for a message. nullopt once the queue is closed; messages that are left are dropped.
   std::optional<Message> Pop() {
     absl::MutexLock lock(&mutex_);
     const auto news = [this] {

@@ -16,7 +16,7 @@
 
 namespace lossd::ranks {
 
-// A worker's stream to the leader, over gRPC. Thread-safety as WorkerTransport.
+// A worker's stream to the leader, over gRPC. Thread-safe as WorkerTransport says.
 class GrpcTransport final : public WorkerTransport {
  public:
   using Stream = grpc::ServerReaderWriter<v1::ToWorker, v1::FromWorker>;
@@ -30,20 +30,22 @@ class GrpcTransport final : public WorkerTransport {
   Stream* const stream_;
 };
 
-// How the leader's rows reach each worker: in memory that both have mapped (rows.h), or in messages.
-// Decided while the ranks come together, and logged once for each worker.
+// LeaderRows decides how the leader's rows reach each worker: in memory that both processes have mapped
+// (rows.h), or in messages. It decides while the ranks connect, and logs the decision for each worker.
 //
-// For the thread that forms the group. What it makes of the group's options is thread-safe.
+// Used by the thread that calls Leader::Form. The functions that it puts into the group's options are
+// thread-safe.
 class LeaderRows {
  public:
-  using Workers = std::map<int, std::shared_ptr<WorkerStream>>;  // all, by rank
+  using Workers = std::map<int, std::shared_ptr<WorkerStream>>;  // all workers, by rank
 
-  // Asks all workers to prepare; with memory to share only if `share`. Once.
+  // Asks all workers to prepare, and offers them shared memory if `share`. Call once.
   void Prepare(const Workers& workers, const std::string& collectives, bool share);
-  // A worker has prepared: its rows travel as it says.
+  // Call when a worker has prepared. `prepared` says whether its rows travel in shared memory or in messages.
   void OnPrepared(WorkerStream& worker, const v1::Prepared& prepared);
-  // The group then has its staging memory from here, which outlives it, and computes nothing once a worker is
-  // lost: that one may still write gradients of the chunks that it had to where others would lie by then.
+  // Adds two things to the options of the group: its staging memory comes from this object, which outlives
+  // the group; and the group computes nothing once a worker is lost. A lost worker may still write gradients
+  // of its old chunks into shared memory, where the gradients of new chunks would lie.
   kernels::GroupOptions Complete(kernels::GroupOptions group, const Workers& workers);
   // SharedRows::Silence, after Prepare.
   absl::Duration Silence() const { return shared_ == nullptr ? absl::ZeroDuration() : shared_->Silence(); }
@@ -54,12 +56,13 @@ class LeaderRows {
 
 namespace {
 
-// How often the wait for ranks looks whether it is to stop, and how long a worker may take to say who it is.
+// How often the wait for ranks asks whether to stop, and how long a worker may take to send its Hello.
 constexpr absl::Duration kLook = absl::Milliseconds(200);
 constexpr absl::Duration kHelloTimeout = absl::Seconds(20);
-// Beyond the workers themselves: streams that are refused, and gRPC's own threads.
+// Threads beyond two for each rank: for streams that are refused, and gRPC's own threads.
 constexpr int kSpareThreads = 16;
-// Beyond one for each rank: attempts that end, and strangers, of one peer and in all.
+// Connections beyond one for each rank, both of one peer and in all: for attempts that end, and for
+// strangers.
 constexpr int kSpareConnections = 32;
 
 }  // namespace
@@ -98,7 +101,7 @@ absl::Status Leader::Listen() {
   return absl::OkStatus();
 }
 
-// ---- LeaderImpl: streams ----
+// ---- Leader: streams ----
 
 grpc::Status Leader::Join(grpc::ServerContext* context, RankStream* stream) {
   GrpcTransport transport(context, stream);
@@ -156,12 +159,13 @@ absl::Status Leader::Enter(const std::shared_ptr<WorkerStream>& worker) {
   return absl::OkStatus();
 }
 
-// The others may wait for it: all of them are given up, and with them everything that is asked of the ranks.
+// Other ranks may wait for the lost worker. So all workers are given up, and every request to the ranks
+// fails.
 void Leader::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
   Workers others;
   {
     absl::MutexLock lock(&mutex_);
-    if (forming_) {  // it may come again
+    if (forming_) {  // the worker may connect again
       workers_.erase(worker->rank());
       return;
     }
@@ -177,8 +181,8 @@ void Leader::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Stat
   link_->Abort(status);
 }
 
-// What a lost worker's stream says comes first: it is the cause, and the exchange only waited in vain. Else a
-// rank hangs; with one that is given up, all are.
+// The exchange of a chunk has failed. If a worker's stream reports a loss soon, that loss is the cause and is
+// returned. Otherwise some rank hangs. Giving up one worker makes all ranks end (Leave).
 absl::Status Leader::OnChunkFailure(const absl::Status& failure) {
   absl::MutexLock lock(&mutex_);
   const auto is_lost = [this] {
@@ -193,7 +197,7 @@ absl::Status Leader::OnChunkFailure(const absl::Status& failure) {
   return status;
 }
 
-// ---- LeaderImpl: forming ----
+// ---- Leader: forming ----
 
 absl::Status Leader::Late() const {
   std::vector<int> missing;
@@ -222,8 +226,8 @@ absl::Status Leader::AwaitAll() {
     clocks::AwaitFor(mutex_, absl::Condition(&news), kLook);
     seen = workers_.size();
     if (seen == static_cast<size_t>(options_.ranks) - 1) {
-      // Under the same lock: a worker that goes from now on is lost, so that all that are connected are
-      // there.
+      // This happens under the lock that counted the workers: all are connected now, and a worker that
+      // disconnects from now on counts as lost.
       forming_ = false;
       formed_ = true;
       return absl::OkStatus();
@@ -234,7 +238,7 @@ absl::Status Leader::AwaitAll() {
   }
 }
 
-// No worker is added any more; one that goes now is lost.
+// Admits no more workers. If `status` is OK, a worker that disconnects from now on counts as lost.
 void Leader::EndForming(const absl::Status& status) {
   Workers workers;
   {
@@ -295,7 +299,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> Leader::MakeGroup(std::unique_
   kernels::GroupOptions group = rows_->Complete(options_.group, AllWorkers());
   group.may_have_replicas = false;
   group.join_classes = [this](absl::Span<kernels::HeadKernels* const> heads) {
-    // On GPUs the steps of a chunk, and with them the exchanges, follow from its size.
+    // On GPUs the size of a chunk determines its steps, and so the exchanges that all ranks must do together.
     return JoinRankClasses(link_.get(), /*same_chunks=*/own_info_.name == "cuda", heads);
   };
   link_->WatchChunks([this](const absl::Status& failure) { return OnChunkFailure(failure); });
@@ -323,7 +327,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> Leader::Form(kernels::CreatedB
   return MakeGroup(std::move(own.backend));
 }
 
-// ---- LeaderImpl: afterwards ----
+// ---- Leader: afterwards ----
 
 absl::Duration Leader::Silence() const { return std::max(acceptor_->Silence(), rows_->Silence()); }
 
@@ -350,7 +354,7 @@ Leader::~Leader() {
   loss_.Unwatch();
   leaving_.Unwatch();
   for (const auto& [rank, worker] : workers) worker->End();
-  // Workers close their streams; what is left is cancelled.
+  // Workers close their streams. Streams that are open after kGoodbye are cancelled.
   constexpr absl::Duration kGoodbye = absl::Seconds(5);
   if (server_ != nullptr) server_->Shutdown(wire::GrpcTime(clocks::SteadyNow() + kGoodbye));
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader of several ranks. It waits until all workers are there and agree (start.h), and makes their
-// backends and its own into one backend (remote_backend.h). Afterwards it tells when a rank is lost or wants
-// to leave.
+// Leader is rank 0 of a server of several processes. It waits until all workers have connected and their
+// settings agree (start.h), and joins their backends and its own into one backend (remote_backend.h).
+// Afterwards it reports when a rank is lost or wants to leave.
 //
-// Thread-safe, but for Form.
+// Thread-safe, except for Form.
 #ifndef LOSSD_SERVER_RANKS_LEADER_H_
 #define LOSSD_SERVER_RANKS_LEADER_H_
 
@@ -40,21 +40,28 @@
 namespace lossd::ranks {
 
 struct LeaderOptions {
-  int ranks = 2;     // of all processes
-  int devices = 1;   // of each process, and so many of the ranks. Also a setting (kDevices)
-  std::string host;  // of the workers' service
-  int port = 0;      // 0: any free one
-  std::shared_ptr<grpc::ServerCredentials> credentials;  // outlive the leader
-  // Empty: whoever reaches the address may be a rank; on the loopback only programs of this process's user
-  // and of root, where the kernel says whose they are.
+  int ranks = 2;  // the number of ranks, of all processes together
+  // The devices of each process. Each device is a rank. The number is also in `settings` (kDevices).
+  int devices = 1;
+  // The host address at which the leader listens for workers.
+  std::string host;
+  int port = 0;  // 0: any free port
+  // The credentials outlive the leader.
+  std::shared_ptr<grpc::ServerCredentials> credentials;
+  // What a worker must send. Empty: each program that reaches the address may be a rank. On a loopback
+  // address only programs of this process's user and of root may, where the kernel tells the user.
   std::string secret;
   ChannelLimits limits;
-  Settings settings;  // but those of the backend
+  // Without the settings of the backend, which Form adds.
+  Settings settings;
   kernels::GroupOptions group;
-  bool share_rows = true;  // with workers of this host; else, and with the others, rows travel in messages
-  absl::Duration timeout = absl::Minutes(5);             // for all ranks to come
-  absl::Duration collective_timeout = absl::Minutes(1);  // for a rank to do its part of a sum
-  // Whether to give up waiting; asked every now and then.
+  // Whether workers of this host get rows in shared memory. Other workers get rows in messages.
+  bool share_rows = true;
+  // How long the leader waits for all ranks to connect.
+  absl::Duration timeout = absl::Minutes(5);
+  // How long a rank may take for its part of a sum.
+  absl::Duration collective_timeout = absl::Minutes(1);
+  // Returns whether to give up waiting. Form calls it several times a second.
   std::function<bool()> stop = [] { return false; };
 };
 
@@ -69,41 +76,49 @@ class LeaderRows;
 
 class Leader final : private v1::RankService::Service {
  public:
-  // Listens. UNAVAILABLE if it cannot.
+  // Creates a leader that listens for workers. UNAVAILABLE if it cannot listen.
   static absl::StatusOr<std::unique_ptr<Leader>> Start(const LeaderOptions& options);
-  // Has the workers end. After the backend that Form has made.
+  // Tells the workers to end. Destroy the backend that Form has made before the leader.
   ~Leader() override;
 
   // The port that was chosen.
   int port() const { return port_; }
 
-  // Where workers of this process reach it (WorkerOptions::leader), without TLS; empty if a process has one
-  // device.
+  // The address at which workers of this process reach the leader, without TLS (WorkerOptions::leader). Empty
+  // if each process has one device.
   const std::string& local_address() const { return local_address_; }
 
-  // The backend of all ranks, of which `own` is the leader's. The leader outlives it. A rank that does not
-  // agree is refused, hears which of its values is wrong, and costs the others nothing; the log has the right
-  // value, too. DEADLINE_EXCEEDED naming those that have not come, and why the last one was refused;
-  // CANCELLED; UNAVAILABLE if they cannot be connected. The workers are told, and end. Nobody can connect any
-  // more once all have come.
+  // Waits for all workers, and returns one backend of all ranks; `own` is the leader's part of it. The leader
+  // outlives the result. Once all workers have connected, no other worker can.
+  //
+  // A worker whose settings do not agree is refused, and the leader waits on. The worker is told which of its
+  // values is wrong; the log also has the right value.
+  //
+  // DEADLINE_EXCEEDED naming the missing ranks, and why the last refused worker was refused; CANCELLED if
+  // `stop` says so; UNAVAILABLE if the ranks cannot be connected with each other. After an error the workers
+  // are told, and end.
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own);
 
-  // What carries the sums and exchanges of the ranks (kernels/rank_link.h), after Form.
+  // The library that carries the sums and exchanges of the ranks (kernels/rank_link.h). Valid after Form.
   const std::string& collectives() const { return collectives_; }
 
-  // How its workers save and load their parts of heads, after Form. Lives as long as the leader.
+  // How the workers save and load their parts of heads. Valid after Form; lives as long as the leader.
   head::FileSites* file_sites() { return &files_; }
 
-  // `on_lost` is called once, when the first rank is lost, on a thread of the leader's, or here if one is.
+  // `on_lost` is called once, when the first rank is lost, on a thread of the leader. If a rank is lost
+  // already, it is called before this returns.
   void WatchLoss(std::function<void(const absl::Status&)> on_lost) { loss_.Watch(std::move(on_lost)); }
-  // `on_leaving` is called when a worker has been asked to stop, likewise.
+  // `on_leaving` is called once, when the first worker has been asked to stop, on the same threads as
+  // `on_lost`.
   void WatchLeaving(std::function<void(const Leaving&)> on_leaving) { leaving_.Watch(std::move(on_leaving)); }
 
-  // Of all ranks, by rank.
+  // The reports of all ranks, in the order of ranks.
   std::vector<RankReport> Reports() const;
-  // How long ago the threads that serve ranks' sockets last looked for something to do: the longest.
+  // How long ago the threads that serve the workers' sockets last looked for work: the maximum over these
+  // threads.
   absl::Duration Silence() const;
-  // Of rank 0; workers say theirs in their metrics. After Form, while its backend is there.
+  // The times of rank 0. Workers report their own times in their metrics. Valid after Form, while its backend
+  // exists.
   kernels::RankTimes times() const { return {own_work().busy, link_->Times()}; }
 
  private:
@@ -115,14 +130,15 @@ class Leader final : private v1::RankService::Service {
   absl::Status Listen();
   kernels::MemberWork own_work() const { return group_->MemberStates().front().work; }
 
-  // ---- On threads of gRPC ----
+  // ---- Called on threads of gRPC ----
   grpc::Status Join(grpc::ServerContext* context, RankStream* stream) override;
   absl::StatusOr<v1::Hello> ReadHello(grpc::ServerContext* context, GrpcTransport* transport);
   absl::Status Enter(const std::shared_ptr<WorkerStream>& worker);
   void Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status);
-  absl::Status OnChunkFailure(const absl::Status& failure);  // on the driving thread of the leader's backend
+  // Runs on the driving thread of the leader's backend.
+  absl::Status OnChunkFailure(const absl::Status& failure);
 
-  // ---- On the thread that forms ----
+  // ---- Called on the thread that calls Form ----
   absl::Status AwaitAll();
   absl::Status Late() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void CancelSilent() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -134,7 +150,7 @@ class Leader final : private v1::RankService::Service {
   const LeaderOptions options_;
   int port_ = 0;
   std::string local_address_;
-  Settings settings_;              // written before the service starts to admit; then const
+  Settings settings_;              // written before workers are admitted, then const
   std::string gpu_, collectives_;  // written by Form
   kernels::RankTraits traits_;
   kernels::BackendInfo own_info_;
@@ -148,7 +164,7 @@ class Leader final : private v1::RankService::Service {
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last
   Workers workers_ ABSL_GUARDED_BY(mutex_);
-  std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // have not said Hello
+  std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // calls without a Hello yet
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   FirstNews<absl::Status> loss_;
   FirstNews<Leaving> leaving_;

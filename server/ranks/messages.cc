@@ -13,7 +13,7 @@ namespace {
 
 using kernels::DType;
 
-// An enumeration by its value, of which `last` is the largest.
+// The enumerator with this value. `last` is the largest enumerator.
 template <typename Enum>
 absl::StatusOr<Enum> EnumOf(const char* name, uint32_t value, Enum last) {
   if (value <= static_cast<uint32_t>(last)) return static_cast<Enum>(value);
@@ -365,7 +365,7 @@ absl::Status WrongLength(const char* what, size_t want, size_t got) {
       absl::StrCat("it sent ", errors::ExactBytes(got), " of ", what, " instead of ", want));
 }
 
-// An array of the message, or null.
+// Points `values` to an array of the message. Leaves `values` as it is if the message has no such array.
 template <typename T>
 absl::Status Get(const char* what, const std::string& bytes, int64_t rows, const T*& values) {
   if (bytes.empty()) return absl::OkStatus();
@@ -375,7 +375,7 @@ absl::Status Get(const char* what, const std::string& bytes, int64_t rows, const
   return absl::OkStatus();
 }
 
-// Room for a result, if it is wanted.
+// Allocates `rows` values in `bytes` for a result. Null if the result is not wanted.
 template <typename T>
 T* Room(bool wanted, int64_t rows, std::string* bytes) {
   if (!wanted) return nullptr;
@@ -395,7 +395,8 @@ int64_t ClassesIn(int64_t rows, bool shared, int32_t class_count) {
   return (shared ? std::min<int64_t>(rows, 1) : rows) * class_count;
 }
 
-// By vocabulary the leader writes the gradients, perhaps while the others still read.
+// Names the place of the gradients, if they have one. A part of a head split by vocabulary gets no place: the
+// leader's part writes the gradients, perhaps while other parts still read the hidden states there.
 void PlaceGradients(const Slice& slice, size_t length, bool is_part, FindPlace find,
                     v1::ChunkSlice* message) {
   if (slice.grad_hidden == nullptr || length == 0 || is_part) return;
@@ -404,7 +405,8 @@ void PlaceGradients(const Slice& slice, size_t length, bool is_part, FindPlace f
   }
 }
 
-// Retained hidden states lie where the gradients are going to lie, if that has a place.
+// Copies retained hidden states to the place of the gradients if the message names one, otherwise into the
+// message.
 absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t length,
                          v1::ChunkSlice* message) {
   auto* bytes = static_cast<uint8_t*>(slice.grad_hidden);
@@ -417,7 +419,8 @@ absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t
   return chunk.retained->ReadBytes(slice.retained_offset, {bytes, length});
 }
 
-// After PlaceGradients. Hidden states that are to be retained the leader keeps, by vocabulary the first part.
+// Call after PlaceGradients. The leader retains hidden states here; for a head split by vocabulary, its first
+// part does.
 absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t length, bool is_part,
                        FindPlace find, v1::ChunkSlice* message) {
   if (length == 0 || message->without_hidden()) return absl::OkStatus();
@@ -442,7 +445,7 @@ void PutTeacherHidden(const Slice& slice, size_t length, FindPlace find, v1::Chu
   }
 }
 
-// As many bytes as the rows have, which the message brings or names.
+// Checks that the message brings exactly the hidden states of its rows, or no bytes if it names their place.
 absl::Status CheckHidden(const v1::ChunkSlice& message, size_t bytes) {
   const size_t want = message.has_hidden_at() || message.without_hidden() ? 0 : bytes;
   if (message.hidden().size() == want) return absl::OkStatus();
@@ -640,7 +643,7 @@ void SetResults(const Slice& slice, size_t row_bytes, bool in_place, v1::SliceRe
 }
 
 void SetPartResults(const Slice& slice, v1::SliceResults& results) {
-  results = v1::SliceResults();  // what rows of a part say is said by all parts together
+  results = v1::SliceResults();  // all parts together give the results of rows
   results.set_first_nonfinite_row(slice.first_nonfinite_row);
 }
 

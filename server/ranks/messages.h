@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks' protocol messages (proto/lossd/ranks/v1) as types of the kernels and of checkpoints, and back:
-// first requests and answers, then chunks with their slices, for the leader and for a worker.
+// Conversions between the messages of the ranks' protocol (proto/lossd/ranks/v1) and the types of the kernels
+// and of checkpoints: first for requests and answers, then for chunks with their slices, on the leader's side
+// and on the worker's side.
 //
 // All functions are stateless and thread-safe. They trust a message, because its sender was admitted and has
 // the same version and byte order. They refuse only values out of the range of an enumeration, and arrays of
-// another length.
+// a wrong length.
 #ifndef LOSSD_SERVER_RANKS_MESSAGES_H_
 #define LOSSD_SERVER_RANKS_MESSAGES_H_
 
@@ -59,7 +60,8 @@ std::vector<kernels::Choice> ChoicesOf(const google::protobuf::RepeatedPtrField<
 v1::SliceSums ToProto(const kernels::LossSums& sums);
 kernels::LossSums FromProto(const v1::SliceSums& sums);
 
-// What the writer of a file knows of it: its size and tensors. The leader knows its name and classes.
+// What the worker that wrote a file tells about it: its size and its tensors. The leader knows the file's
+// name and classes.
 v1::FileLine ToProto(const head::ManifestShard& shard);
 head::ManifestShard FromProto(const v1::FileLine& line);
 
@@ -67,53 +69,62 @@ absl::StatusOr<kernels::Gradients> GradientsOf(uint32_t value);
 
 // ---- Chunks and their slices ----
 
-// Bytes of a row of hidden states.
+// The bytes of one row of hidden states.
 struct RowBytes {
   size_t hidden = 0;
-  size_t teacher = 0;  // of the teacher's; 0: there is none
+  size_t teacher = 0;  // bytes of the teacher's hidden state; 0: no teacher
 };
 
 // ---- The leader's side ----
-// `head`, `teacher`: their numbers at the worker; teacher 0: there is none.
+// `head`, `teacher`: the ids of these heads at the worker. `teacher` is 0 if there is no teacher.
 v1::ChunkStart StartOf(const kernels::Chunk& chunk, uint64_t id, uint64_t head, uint64_t teacher);
-// Where bytes lie in memory that the worker has mapped; nullopt: in none.
+// Finds the place of bytes in memory that the worker has mapped. nullopt: they are not in such memory.
 using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* begin, size_t bytes)>;
-// The message for one slice. If `find` has a place for the hidden states, the message names the place; else
-// the message brings the hidden states. The same holds for gradients, which else come with the results.
-// Hidden states that are retained already are copied from the chunk's retained memory to the place of the
-// gradients, or else into the message. Hidden states that are to be retained are written to that memory here.
-// UNIMPLEMENTED if the host cannot reach that memory. `is_part`: another part of the head delivers the
-// gradients and retains the hidden states.
+// The message for one slice.
+// - Hidden states: if `find` has a place for them, the message names the place; otherwise the message brings
+//   them. Hidden states that are to be retained are also written to the chunk's retained memory.
+// - Hidden states that are retained already are copied from the retained memory to the place of the
+//   gradients, or into the message if the gradients have no place.
+// - Gradients: if `find` has a place for them, the message names it; otherwise they come with the results.
+//
+// `is_part`: another part of the head delivers the gradients and retains the hidden states. UNIMPLEMENTED if
+// the host cannot reach the retained memory.
 absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const kernels::Slice& slice,
                                          const RowBytes& row_bytes, bool is_part, FindPlace find);
-// Writes results to where the slice wants them. `in_place`: the worker was told where the gradients go, and
-// has written them there. INTERNAL if results are not as long as they have to be, or come another way.
+// Writes results to the arrays of the slice. `in_place`: the message named the place of the gradients, and
+// the worker has written them there. INTERNAL if a result has a wrong length, or if gradients come in the
+// message although `in_place` is set.
 absl::Status TakeResults(const v1::SliceResults& results, size_t row_bytes, bool in_place,
                          kernels::Slice& slice);
-// As TakeResults, for a head that is split by vocabulary, whose first part delivers the results.
+// As TakeResults, for a part of a head that is split by vocabulary. The first part delivers the results of
+// the rows.
 void TakePartResults(const v1::SliceResults& results, kernels::Slice& slice);
 
 // ---- The worker's side ----
-// The chunk without its slices and its teacher.
+// The chunk, except for its slices and its teacher.
 absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start);
-// Memory for a slice on the worker.
+// The memory that a slice uses on the worker.
 struct SliceMemory {
-  void* own = nullptr;     // for hidden states that the message brings, and gradients that have no place
-  void* hidden = nullptr;  // the place of the hidden states that the message names; null: it brings them
-  void* teacher_hidden = nullptr;  // of the teacher's hidden states likewise
-  void* grad_hidden = nullptr;     // where the message wants the gradients; null: it names no place
+  // For hidden states that the message brings, and for gradients whose place the message does not name.
+  void* own = nullptr;
+  // Where the hidden states lie that the message names; null: the message brings them.
+  void* hidden = nullptr;
+  // The same for the teacher's hidden states.
+  void* teacher_hidden = nullptr;
+  // Where the gradients go that the message names a place for; null: it names none.
+  void* grad_hidden = nullptr;
 };
 // Whether the slice needs SliceMemory::own.
 bool NeedsOwnMemory(const v1::ChunkSlice& message);
-// The slice, whose inputs lie in the message, whose row results go to `results`. Hidden states that the
-// message brings are copied to `memory.own`, where the gradients go too, unless they have a place. INTERNAL
-// if arrays have not the lengths that they have to have.
+// The slice of a message. Its inputs point into the message, and its row results into `results`. Hidden
+// states that the message brings are copied to `memory.own`. Gradients go there too, unless
+// `memory.grad_hidden` is set. INTERNAL if an array has a wrong length.
 absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, const RowBytes& row_bytes,
                                        const SliceMemory& memory, v1::SliceResults& results);
-// Puts the results of the slice, once it is computed, into `results`. `in_place`: the slice's gradients are
-// where the leader wants them.
+// Puts the results of a computed slice into `results`. `in_place`: the gradients are already in the place
+// that the leader named.
 void SetResults(const kernels::Slice& slice, size_t row_bytes, bool in_place, v1::SliceResults& results);
-// The same for a part of a head that is split by vocabulary: what TakePartResults takes.
+// The same for a part of a head that is split by vocabulary, to be read by TakePartResults.
 void SetPartResults(const kernels::Slice& slice, v1::SliceResults& results);
 
 }  // namespace lossd::ranks

@@ -27,15 +27,15 @@ using kernels::HeadConfig;
 using kernels::Param;
 using kernels::TensorId;
 
-// Of a tensor's rows, [first, first + rows).
+// The rows [first, first + rows) of a tensor.
 struct Piece {
   int64_t first = 0;
   int64_t rows = 0;
 };
 
-// Sends what `make` says for pieces of the rows, kPiecesUnderWay at a time, and gives `take` the answers in
-// their order. After the first error, which it returns, nothing more is sent and nothing taken; none is under
-// way when it returns.
+// Sends the requests that `make` makes for pieces of the rows, kPiecesUnderWay at a time, and calls `take`
+// with the answers in the same order. After the first error it sends no more requests and takes no more
+// answers; it returns that error once no request is under way.
 absl::Status ForPieces(WorkerStream& worker, int64_t rows, int64_t piece_rows,
                        absl::FunctionRef<v1::Request(const Piece&)> make,
                        absl::FunctionRef<absl::Status(const Piece&, const v1::Answer&)> take) {
@@ -82,7 +82,7 @@ RemoteHead::RemoteHead(const HeadConfig& config, uint64_t id, const v1::HeadDesc
 RemoteHead::~RemoteHead() {
   v1::Request request = NewRequest();
   request.set_destroy(true);
-  // A lost worker has no head any more.
+  // The answer does not matter: a lost worker has no head any more.
   (void)worker_->Call(std::move(request));
 }
 
@@ -103,8 +103,8 @@ void RemoteHead::Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks
   worker_->Submit(heads, chunk, std::move(callbacks));
 }
 
-// Which classes the two have is for the leader's own part to compare: all ranks divide a head in the same
-// way.
+// Does not compare the classes of the two heads. The leader's own part does, and all ranks divide a head in
+// the same way.
 absl::Status RemoteHead::CheckTeacher(const kernels::HeadKernels& teacher) const {
   constexpr absl::string_view kField = "distillation.teacher";
   LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), kField));
@@ -279,7 +279,8 @@ class RankReplicas final : public kernels::Replicas {
     std::vector<uint64_t> requests;
     for (RemoteHead* other : others_) requests.push_back((other->*start)());
     absl::Status status = own();
-    // Who waits longer for a rank than a collective may take, waits in vain; so after a failure.
+    // A rank that has not answered after the time of a collective never will. After an own failure, wait only
+    // for the workers' reasons.
     const absl::Time deadline =
         clocks::SteadyNow() + (status.ok() ? timeout_ + kLastWords : std::min(timeout_, kLastWords));
     absl::Status of_others, silent;
@@ -287,13 +288,14 @@ class RankReplicas final : public kernels::Replicas {
       absl::Status answer = AnswerOf(*others_[i], requests[i], deadline, status);
       (absl::IsDeadlineExceeded(answer) ? silent : of_others).Update(answer);
     }
-    // What a worker says comes first: it is the cause where one is lost, and the leader only waited in vain.
+    // An error of a worker takes precedence: if a rank is lost, that error names the cause, and the leader's
+    // own error only says that it waited in vain.
     of_others.Update(status);
     if (of_others.ok() && !silent.ok()) return absl::UnavailableError(silent.message());
     return of_others;
   }
 
-  // A worker that does not answer is given up.
+  // Awaits a worker's answer. Gives up a worker that does not answer by the deadline.
   absl::Status AnswerOf(const RemoteHead& other, uint64_t request, absl::Time deadline,
                         const absl::Status& own) const {
     WorkerStream& worker = other.worker();
@@ -342,7 +344,7 @@ absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
 
 namespace {
 
-// Work on files that one request has begun.
+// A save or load of files on a worker, begun by one request. Used by RankSave and RankLoad.
 class FileWork {
  public:
   FileWork(std::shared_ptr<WorkerStream> worker, const kernels::RemotePart& part)
@@ -383,7 +385,7 @@ class FileWork {
     return worker_->requests().AwaitProgress(
         request_, [](const v1::FilesProgress& progress) { return progress.all_read(); }, deadline);
   }
-  // Errors name the rank.
+  // Waits for the end of the work. Errors name the rank.
   absl::StatusOr<v1::Answer> Await() {
     absl::StatusOr<v1::Answer> answer = worker_->Await(request_);
     awaited_ = true;
@@ -391,7 +393,7 @@ class FileWork {
     return absl::Status(answer.status().code(),
                         absl::StrCat("rank ", rank(), ": ", answer.status().message()));
   }
-  // What it has said last, also once it has ended.
+  // The last progress that the worker has reported. It stays after the end of the work.
   head::SaveProgress progress() {
     const v1::FilesProgress progress = worker_->requests().Progress(request_);
     if (progress.read_bytes() > read_bytes_) read_bytes_ = progress.read_bytes();
@@ -554,7 +556,7 @@ absl::Status CheckOffer(const std::string& collectives, const std::string& nccl_
                               absl::StrCat("have ", collectives, ", as rank 0 has"),
                               absl::StrJoin(offered, ", "));
   }
-  // Libraries of two versions do not exchange with each other.
+  // Two versions of NCCL cannot exchange with each other.
   if (collectives != kernels::kNccl || worker.nccl_version() == nccl_version) return absl::OkStatus();
   return errors::FieldError(absl::StrCat("rank ", worker.rank(), ": version of NCCL"),
                             absl::StrCat("be what rank 0 has, ", nccl_version), worker.nccl_version());
@@ -581,7 +583,7 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
                                                     const std::string& leader_gpu,
                                                     const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers) {
-  absl::Status in_the_way;  // of the best
+  absl::Status in_the_way;  // the obstacle to the first library of `offered`
   for (const std::string& collectives : offered) {
     absl::Status status =
         collectives == kernels::kNccl ? CheckGpus("collectives nccl", leader_gpu, workers) : absl::OkStatus();

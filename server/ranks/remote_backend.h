@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the leader makes of its workers. RemoteBackend and RemoteHead are a worker's backend and a head on it,
-// as members of the leader's group (kernels/group). MakeRankReplicas and JoinRankClasses let all ranks do
-// their parts of one head together, RankFiles lets workers save and load their parts, and UseCollectives
-// chooses what carries the sums and exchanges between ranks.
+// The leader's view of its workers. RemoteBackend is the backend of a worker, and RemoteHead a head on it, as
+// members of the leader's group (kernels/group). MakeRankReplicas and JoinRankClasses let all ranks do their
+// parts of one head together, RankFiles lets workers save and load their parts, and UseCollectives chooses
+// what carries the sums and exchanges between ranks.
 //
-// All of it sends messages over the workers' streams (worker_stream.h). Once a worker is lost, calls that
-// need it answer UNAVAILABLE. Threads as in Backend and HeadKernels, unless a class says otherwise.
+// All functions and classes send messages over the workers' streams (worker_stream.h). Once a worker is lost,
+// calls that need it return UNAVAILABLE. Thread-safety is that of Backend and HeadKernels, unless a class
+// says otherwise.
 #ifndef LOSSD_SERVER_RANKS_REMOTE_BACKEND_H_
 #define LOSSD_SERVER_RANKS_REMOTE_BACKEND_H_
 
@@ -32,7 +33,7 @@ namespace lossd::ranks {
 // A head of a worker's backend.
 class RemoteHead final : public kernels::HeadKernels {
  public:
-  // `description`: what the worker has said of the head.
+  // `description`: what the worker has answered about the head that it created.
   RemoteHead(const kernels::HeadConfig& config, uint64_t id, const v1::HeadDescription& description,
              std::shared_ptr<WorkerStream> worker);
   ~RemoteHead() override;
@@ -44,7 +45,8 @@ class RemoteHead final : public kernels::HeadKernels {
   kernels::MemoryBytes memory() const override { return memory_; }
   std::vector<kernels::Choice> Describe() const override { return choices_; }
 
-  // The teacher is a head of the same worker, whose hidden states are not too large for messages.
+  // Checks that the teacher is a head of the same worker, and that its hidden states are not too large for
+  // messages.
   absl::Status CheckTeacher(const kernels::HeadKernels& teacher) const override;
   void Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks) override;
   absl::Status ReadTensor(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
@@ -62,14 +64,15 @@ class RemoteHead final : public kernels::HeadKernels {
   }
   void PassBy(absl::Span<const int> ranks) override;
 
-  // The worker's part of what all ranks do together: sent here, answered once all have done theirs.
+  // Start the worker's part of an operation that all ranks do together. The worker answers once all ranks
+  // have done their parts.
   uint64_t StartSumGradients();
   uint64_t StartSpreadValues();
   WorkerStream& worker() const { return *worker_; }
 
  private:
   v1::Request NewRequest() const;
-  // Rows that go in one message.
+  // The number of tensor rows that go into one message.
   int64_t PieceRows(kernels::Param param, kernels::DType dtype) const;
 
   const kernels::HeadConfig config_;
@@ -83,10 +86,10 @@ class RemoteHead final : public kernels::HeadKernels {
   bool passed_by_ = false;
 };
 
-// The backend of a worker. Staging and retained memory are the leader's own.
+// The backend of a worker. It has no staging and no retained memory, which the leader has.
 class RemoteBackend final : public kernels::Backend {
  public:
-  // INTERNAL if the worker says what cannot be of its backend.
+  // INTERNAL if the worker's description of its backend is not valid.
   static absl::StatusOr<std::unique_ptr<RemoteBackend>> Create(std::shared_ptr<WorkerStream> worker);
 
   kernels::BackendInfo info() const override { return info_; }
@@ -95,7 +98,7 @@ class RemoteBackend final : public kernels::Backend {
   absl::StatusOr<kernels::MemoryBytes> PlanHead(const kernels::HeadConfig& config) const override;
   absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> CreateHead(
       const kernels::HeadConfig& config) override;
-  // UNIMPLEMENTED: what the hosts share lies at the leader.
+  // These three return UNIMPLEMENTED: such host memory is the leader's.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override;
   absl::Status PlanHostMemory(kernels::MemoryKind kind, int64_t bytes) override;
@@ -109,42 +112,44 @@ class RemoteBackend final : public kernels::Backend {
   std::atomic<uint64_t> next_head_{1};
 };
 
-// The bytes of a tensor that go in one message, but for a single row that has more.
+// The most bytes of a tensor in one message. A single row may have more.
 inline constexpr int64_t kPieceBytes = int64_t{4} << 20;
-// Such messages that a tensor's read, write or addition has under way at a time: while one crosses the
-// network, the worker deals with another. Their bytes lie in both processes.
+// How many of these messages one read, write or addition of a tensor has under way: while one message crosses
+// the network, the worker handles another. Their bytes take memory in both processes.
 inline constexpr size_t kPiecesUnderWay = 4;
 
 // ---- What all ranks do together ----
 // The leader tells every worker to do its part and does its own meanwhile.
 
-// The replicas of one head on all ranks. `heads`: the leader's own, of the backend of `link`, then those of
-// the workers in the order of their ranks (RemoteHead). An error of one rank is that of all: whatever a rank
-// could not do may be done at others. A worker that does not answer within `timeout`, and a little more for
-// it to notice that itself, is given up.
+// The replicas of one head on all ranks. `heads`: first the leader's own head, which is of the backend of
+// `link`, then the workers' heads (RemoteHead) in the order of ranks. If one rank has an error, the operation
+// returns it, although other ranks may have done their parts. A worker that does not answer within `timeout`
+// plus kLastWords is given up; in that time it should have noticed the delay itself.
 absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
     kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads);
 
-// Joins the leader's part of a head that is split by vocabulary to those of the workers, who have joined
-// theirs. `heads` as for MakeRankReplicas. INVALID_ARGUMENT naming rank and values if chunks have to be of
-// the same size on all ranks, and would not be.
+// Joins the leader's part of a head that is split by vocabulary to the parts of the workers, which the
+// workers have joined already. `heads` as for MakeRankReplicas. `same_chunks`: chunks must have the same size
+// on all ranks. INVALID_ARGUMENT naming rank and values if they would not.
 absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
                              absl::Span<kernels::HeadKernels* const> heads);
 
-// The leader's end of the work of its workers on files of checkpoints (worker.h).
+// RankFiles lets workers save and load their own parts of checkpoints. It is the leader's end; WorkerFiles
+// (worker.h) is the worker's end.
 //
-// Thread-safe. The objects that it makes outlive neither it nor the leader.
+// Thread-safe. Destroy the objects that it makes before it and before the leader.
 class RankFiles final : public head::FileSites {
  public:
   using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
 
-  // Gives it the streams of all workers. Call once, before the other members.
+  // Sets the streams of all workers. Call once, before the other member functions.
   void SetWorkers(const Workers& workers) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::vector<std::unique_ptr<head::SaveSite>> ForSave(absl::Span<const kernels::RemotePart> parts) override;
   std::vector<std::unique_ptr<head::LoadSite>> ForLoad(absl::Span<const kernels::RemotePart> parts) override;
 
-  // Logs how a rank's part is saved, or loaded, when that is news. Not OK: why not by itself.
+  // Logs whether a rank saves (or loads, in `what`) its part itself or through rank 0, if this has changed. A
+  // `status` that is not OK says why the rank cannot do it itself.
   void Note(int rank, const std::string& what, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -156,28 +161,29 @@ class RankFiles final : public head::FileSites {
 };
 
 // ---- What carries the sums and exchanges of all ranks ----
-// The leader chooses it when all workers have come. The functions are stateless and thread-safe.
+// The leader chooses a library for them when all workers have connected. The functions are stateless and
+// thread-safe.
 
-// INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU; `why`: what needs one for each. CPUs
-// have no names, and are not compared.
+// INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU. `why`: what needs a GPU for each rank,
+// for the message. CPUs have no names, and are not compared.
 absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
                        absl::Span<const v1::Hello> workers);
 
 struct CollectivesChoice {
-  std::string collectives;  // kernels/rank_link.h
-  std::string reason;       // why not the best that the leader has; empty if it is that
+  std::string collectives;  // the chosen library, as in kernels/rank_link.h
+  std::string reason;       // why it is not the first that the leader offers; empty if it is the first
 };
 
-// The first of what the leader offers that all workers offer as well and that can be: NCCL connects only
-// ranks with a GPU each and the same version of it; `nccl_version` is the leader's. INVALID_ARGUMENT naming
-// what is in the way if there is none.
+// The first library of `offered`, the leader's offer, that works with all workers: each worker must offer it
+// too. NCCL also needs a GPU for each rank, and the same version of NCCL on all ranks; `nccl_version` is the
+// leader's. INVALID_ARGUMENT naming the obstacle to the first library if no library works.
 absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string> offered,
                                                     const std::string& leader_gpu,
                                                     const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers);
 
-// Chooses as ChooseCollectives for the leader's own link, which uses the choice from then on, and logs it.
-// Processes that have several `devices` each may have no GPU in common, whatever the collectives.
+// Chooses as ChooseCollectives does, sets the choice in `link`, the leader's own, and logs it. If processes
+// have several `devices` each, no two ranks may have the same GPU, with any library.
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
                                            int devices, absl::Span<const v1::Hello> workers);
 

@@ -151,7 +151,7 @@ std::optional<RowRegions::News> RowRegions::NextNews(int rank) const {
   return news;
 }
 
-// The region may have been removed meanwhile: then the worker has to hear that too.
+// The region may have been removed while the news was sent. The worker must then hear that it is gone, too.
 void RowRegions::Told(int rank, const News& news) {
   absl::MutexLock lock(&mutex_);
   Worker& told = worker(rank);
@@ -179,7 +179,7 @@ bool RowRegions::OnAnswer(int rank, uint64_t region, bool mapped) {
     found->second = mapped ? State::kMapped : State::kRefused;
     return true;
   }
-  return region > 0 && region < next_ && regions_.count(region) == 0;  // it is gone by now
+  return region > 0 && region < next_ && regions_.count(region) == 0;  // the region is gone by now
 }
 
 // ---- MappedRows ----
@@ -209,7 +209,7 @@ absl::Status AwaitWelcome(int socket) {
   return absl::OkStatus();
 }
 
-// That the memory cannot become shorter, which would end this process with a signal.
+// Checks that the memory cannot become shorter. If it did, an access would kill this process with SIGBUS.
 absl::Status CheckSealed(int descriptor, uint64_t bytes) {
   struct stat status = {};
   const int seals = fcntl(descriptor, F_GET_SEALS);
@@ -285,7 +285,7 @@ absl::StatusOr<MappedRows::Rows> MappedRows::Find(const v1::RowsPlace& place, ui
 
 // ---- MappedRows: the thread ----
 
-// When the connection ends, what is mapped stays: slices that name it may be under way.
+// When the connection ends, regions stay mapped: slices that name places in them may be under way.
 void MappedRows::Run() {
   while (true) {
     pollfd ready[] = {{.fd = stop_.get(), .events = POLLIN}, {.fd = socket_.get(), .events = POLLIN}};
@@ -315,7 +315,7 @@ bool MappedRows::Read() {
   return wire::SendRegionPacket(socket_.get(), answer.SerializeAsString(), -1).ok();
 }
 
-// The descriptor is closed when this returns, so nothing of it is left when the leader has the answer.
+// Closes the descriptor before it returns, so that the worker holds none when the leader gets the answer.
 absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescriptor descriptor) {
   if (!descriptor) return absl::UnavailableError("the leader's memory came without a descriptor");
   LOSSD_RETURN_IF_ERROR(CheckSealed(descriptor.get(), bytes));
@@ -336,7 +336,7 @@ namespace {
 
 constexpr size_t kTokenBytes = 32;
 constexpr size_t kNameBytes = 16;
-// Connections beyond the workers', that have not said a token yet.
+// Connections beyond the workers' own, for processes that have not sent a token yet.
 constexpr int64_t kStrangers = 8;
 constexpr absl::Duration kBeat = absl::Seconds(1);
 
@@ -348,10 +348,11 @@ absl::StatusOr<std::string> Random(size_t bytes) {
   return random;
 }
 
-// Staging memory that is in the table of regions.
+// Staging memory that is in the table of regions. Its destructor removes it there.
 class SharedStaging final : public kernels::StagingMemory {
  public:
-  // `memory`: of what this owns; null where it is the caller's. The first `bytes` bytes are used.
+  // `memory`: the memory, which this object owns; null if the caller owns it. Only the first `bytes` bytes
+  // are used.
   SharedStaging(RowRegions* regions, uint64_t region, std::unique_ptr<wire::SharedMemory> memory,
                 std::unique_ptr<kernels::StagingMemory> staging, size_t bytes)
       : regions_(regions),
@@ -417,7 +418,8 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(ker
   if (bytes <= 0 || !regions_.AnyHere()) return first->AllocateStaging(bytes);
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> shared = AllocateShared(first, bytes);
   if (shared.ok()) return shared;
-  // What has no room in shared memory mostly has none elsewhere, and then that error is the one to hear.
+  // If shared memory has no room, other memory mostly has none either. The error of the other memory is then
+  // returned.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> own = first->AllocateStaging(bytes);
   if (own.ok()) {
     log::Log(log::LogLevel::kWarning, "staging memory is not shared, its rows travel in messages",
@@ -426,7 +428,8 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(ker
   return own;
 }
 
-// Counted before its pages are taken, so that a limit refuses what has no room.
+// Adopts the memory, which counts its bytes, before it takes the pages. So a limit refuses memory that has no
+// room.
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShared(kernels::Backend* first,
                                                                                    int64_t bytes) {
   LOSSD_TRY(std::unique_ptr<wire::SharedMemory> memory, wire::SharedMemory::Reserve(bytes));
@@ -496,7 +499,8 @@ void SharedRows::Run() {
   }
 }
 
-// It also looks now and then, as a sign of life.
+// The milliseconds to wait in poll: until the next deadline of a session without a token, but at most kBeat,
+// so that the thread gives a sign of life.
 int SharedRows::Patience() const {
   absl::Time next = clocks::SteadyNow() + kBeat;
   for (const Session& session : sessions_) {
@@ -545,7 +549,7 @@ bool SharedRows::Enter(Session* session, const v1::RowsFromWorker& message) {
   return false;
 }
 
-// One packet: there is room for that, as poll has said.
+// Sends one packet. poll has reported that there is room for it.
 bool SharedRows::Write(const Session& session) {
   const std::optional<RowRegions::News> news = regions_.NextNews(session.rank);
   if (!news.has_value()) return true;

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in memory that the leader shares with the workers of its host. SharedRows is the leader's side: it
-// makes the memory and hands it to workers over a Unix socket. MappedRows is a worker's side: it maps the
-// memory. RowRegions is the leader's table of which worker has mapped which memory. Slices then name places
-// in that memory instead of bringing hidden states. Rows that cannot be shared with a worker travel in
-// messages, as to the workers of other hosts.
+// Memory for rows that the leader shares with the workers of its host. A slice then names a place in this
+// memory instead of bringing its hidden states in the message. Rows that cannot be shared with a worker
+// travel in messages, as they do to workers of other hosts.
+//
+// - SharedRows is the leader's side: it makes the memory and hands it to workers over a Unix socket.
+// - MappedRows is a worker's side: it maps the memory.
+// - RowRegions is the leader's table of which worker has mapped which memory.
 //
 // All three are thread-safe. SharedRows and MappedRows have one thread each.
 #ifndef LOSSD_SERVER_RANKS_ROWS_H_
@@ -36,44 +38,49 @@
 
 namespace lossd::ranks {
 
-// The leader's table of regions: memory that rows lie in, and which workers have mapped it. It keeps the news
-// that a worker has not been told yet.
+// The leader's table of regions. A region is memory that rows lie in; the table knows which workers have
+// mapped it. It also queues the news (a region is new, or gone) that a worker has not been told yet.
 //
-// Thread-safe. Bounded: at most kMost regions, and for each worker one piece of news of each.
+// Thread-safe. Bounded: at most kMost regions, and for each worker one piece of news about each region.
 class RowRegions {
  public:
   static constexpr size_t kMost = 1024;
 
-  // `on_news` is called when there may be news for a worker; on any thread, and must not call into this.
+  // `on_news` is called, on any thread, when there may be news for a worker. It must not call into this
+  // object.
   RowRegions(int ranks, std::function<void()> on_news);
 
-  // ---- Of those that have memory ----
-  // The region's id, or 0 if there are too many, or one begins there: then its rows travel in messages.
-  // `descriptor`: of `memory`, from its begin, whole pages. Remove before the memory goes, once no chunk uses
-  // it.
+  // ---- For the owners of memory ----
+  // Adds a region and returns its id. Returns 0 if there are too many regions, or one begins at the same
+  // address; rows in `memory` then travel in messages. `descriptor`: the file of `memory`, which begins at
+  // offset 0 and has whole pages. Call Remove once no chunk uses the memory, before the memory is freed.
   uint64_t Add(absl::Span<uint8_t> memory, wire::OwnedDescriptor descriptor);
   void Remove(uint64_t region);
-  // Waits until each worker that is here has mapped the region or has refused it.
+  // Waits, at most for `limit`, until each connected worker has mapped or refused the region.
   void AwaitAnswers(uint64_t region, absl::Duration limit) const;
 
-  // ---- Of chunks ----
-  // Where `bytes` bytes from `begin` on lie in a region that worker `rank` has mapped.
+  // ---- For chunks ----
+  // The place of the `bytes` bytes from `begin` on, in a region that worker `rank` has mapped. nullopt: there
+  // is no such region.
   std::optional<v1::RowsPlace> Find(int rank, const void* begin, size_t bytes) const;
 
-  // ---- Of the workers' connections ----
-  // False if the worker is here already, or was.
+  // ---- For the workers' connections ----
+  // The worker has connected. False if it has connected before: it may do so once.
   bool Enter(int rank);
-  // Nothing is shared with it any more. It may still have memory mapped.
+  // The worker's connection has ended. No memory is shared with it any more, though it may still have some
+  // mapped.
   void Leave(int rank);
   bool AnyHere() const;
   struct News {
     v1::RowsFromLeader message;
     std::shared_ptr<const wire::OwnedDescriptor> descriptor;  // null: the region is gone
   };
-  // The first that worker `rank` has to hear; nullopt: nothing. Told drops it.
+  // The first piece of news for worker `rank`; nullopt: there is none. Call Told, which drops it, once it is
+  // sent.
   std::optional<News> NextNews(int rank) const;
   void Told(int rank, const News& news);
-  // False if the worker was not told of the region.
+  // The worker has answered that it has mapped the region or has refused it. False if it was not told of the
+  // region.
   bool OnAnswer(int rank, uint64_t region, bool mapped);
 
  private:
@@ -82,7 +89,7 @@ class RowRegions {
     bool here = false;
     bool was_here = false;
     std::deque<v1::RowsFromLeader> news;
-    std::map<uint64_t, State> regions;  // that it was told of, and not yet that they are gone
+    std::map<uint64_t, State> regions;  // regions it was told of and that are not gone
   };
   struct Region {
     uint64_t id = 0;
@@ -104,26 +111,28 @@ class RowRegions {
   std::vector<Worker> workers_ ABSL_GUARDED_BY(mutex_);  // by rank
 };
 
-// A worker's side: the leader's memory, mapped here, as staging memory of the worker's backend. The worker
-// does not count the memory; the leader does.
+// The worker's side. MappedRows maps the memory that the leader shares, as staging memory of the worker's
+// backend. The leader counts the memory; the worker does not.
 //
-// Thread-safe. One thread, which maps what the leader shares and unmaps what is gone.
+// Thread-safe. It has one thread, which maps regions that the leader shares and unmaps regions that are gone.
 class MappedRows {
  public:
-  // How long the leader may take to answer a token.
+  // How long the leader may take to answer the worker's token.
   static constexpr absl::Duration kWelcomeTimeout = absl::Seconds(10);
 
-  // UNAVAILABLE, saying why, if nobody listens there (the leader is on another host, or in another network
-  // namespace), or another user does. The backend outlives the object.
+  // Connects to the leader's socket. UNAVAILABLE, saying why, if no process listens there (the leader is on
+  // another host, or in another network namespace), or if a process of another user does. The backend
+  // outlives the object.
   static absl::StatusOr<std::unique_ptr<MappedRows>> Connect(const std::string& socket,
                                                              const std::string& token,
                                                              kernels::Backend* backend);
-  // Unmaps what no Rows holds.
+  // Unmaps all regions that no Rows object holds.
   ~MappedRows();
   MappedRows(const MappedRows&) = delete;
   MappedRows& operator=(const MappedRows&) = delete;
 
-  // Mapped memory that is read or written; stays mapped until the object goes, which is before the backend.
+  // A place in mapped memory, for reading and writing. The memory stays mapped while the object exists.
+  // Destroy the object before the backend.
   struct Rows {
     std::shared_ptr<const void> region;
     uint8_t* data = nullptr;
@@ -136,7 +145,7 @@ class MappedRows {
 
   MappedRows(wire::OwnedDescriptor socket, kernels::Backend* backend);
   void Run();
-  // Whether the connection goes on.
+  // Reads one message. Returns whether the connection goes on.
   bool Read();
   absl::Status Map(uint64_t region, uint64_t bytes, wire::OwnedDescriptor descriptor);
 
@@ -148,47 +157,51 @@ class MappedRows {
   std::thread thread_;
 };
 
-// The leader's side. Staging memory of the group is a memfd, whose descriptor goes to the workers over a Unix
-// socket.
+// The leader's side. SharedRows allocates the staging memory of the group as memfds, and sends their
+// descriptors to the workers over a Unix socket.
 //
-// The socket is an abstract one with a random name. It serves processes of the leader's user and root
-// (SO_PEERCRED) that know the token of their rank, which goes over the ranks' own connection.
+// The socket is abstract and has a random name. It serves only processes of the leader's user and of root
+// (SO_PEERCRED) that send the token of their rank. Workers get the token over the gRPC connection of the
+// ranks.
 //
-// Thread-safe. One thread.
+// Thread-safe. It has one thread.
 class SharedRows final : public kernels::GroupStaging {
  public:
-  // How long memory waits for the workers to map it. Then they get rows in messages until they have.
+  // How long Allocate waits for the workers to map new memory. A worker that takes longer gets rows in
+  // messages until it has mapped the memory.
   static constexpr absl::Duration kMapTimeout = absl::Seconds(10);
-  // How long a process that has connected may take to say its token.
+  // How long a process that has connected may take to send its token.
   static constexpr absl::Duration kTokenTimeout = absl::Seconds(10);
 
-  // Makes the socket for workers 1 to `ranks` - 1. UNAVAILABLE if there can be none.
+  // Makes the socket for workers 1 to `ranks` - 1. UNAVAILABLE if the system refuses.
   static absl::StatusOr<std::unique_ptr<SharedRows>> Listen(int ranks);
   ~SharedRows() override;
   SharedRows(const SharedRows&) = delete;
   SharedRows& operator=(const SharedRows&) = delete;
 
-  // What a worker connects by: "@..." and 32 random bytes, which admit one connection.
+  // What a worker needs to connect: the socket's name "@...", and its token of 32 random bytes, which admits
+  // one connection.
   const std::string& socket() const { return name_; }
   const std::string& TokenOf(int rank) const { return tokens_[static_cast<size_t>(rank)]; }
 
   RowRegions& regions() { return regions_; }
 
-  // How long ago the thread last looked for something to do.
+  // How long ago the thread last looked for work.
   absl::Duration Silence() const { return beat_.Silence(); }
 
-  // Memory of the result is shared with all workers that are here when this returns. It ends before this.
+  // Allocates memory and shares it with all connected workers before it returns. Destroy the result before
+  // this object.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> Allocate(kernels::Backend* first,
                                                                    int64_t bytes) override;
-  // Memory of the result is shared with the workers soon, if the options have a descriptor. It ends before
-  // this.
+  // Adopts the caller's memory. If the options have a descriptor, the workers get it soon after. Destroy the
+  // result before this object.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> Adopt(
       kernels::Backend* first, absl::Span<uint8_t> memory, const kernels::AdoptOptions& options) override;
 
  private:
   struct Session {
     wire::OwnedDescriptor socket;
-    int rank = 0;  // 0: it has not said its token
+    int rank = 0;  // 0: it has not sent its token
     absl::Time deadline;
   };
 
@@ -196,14 +209,14 @@ class SharedRows final : public kernels::GroupStaging {
              std::vector<access::ListeningSocket> listeners);
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateShared(kernels::Backend* first,
                                                                          int64_t bytes);
-  // ---- Of the thread ----
+  // ---- On the thread ----
   void Run();
   void Accept(int listener);
-  // Whether the session goes on.
+  // These three return whether the session goes on.
   bool Read(Session* session);
   bool Enter(Session* session, const v1::RowsFromWorker& message);
   bool Write(const Session& session);
-  int Patience() const;  // for poll
+  int Patience() const;  // the timeout for poll
 
   const std::string name_;
   const std::vector<std::string> tokens_;  // by rank
@@ -211,7 +224,7 @@ class SharedRows final : public kernels::GroupStaging {
   const wire::OwnedDescriptor wake_;
   const wire::OwnedDescriptor stop_;
   RowRegions regions_;
-  std::list<Session> sessions_;  // of the thread
+  std::list<Session> sessions_;  // used by the thread alone
   clocks::Heartbeat beat_;
   std::thread thread_;
 };

@@ -21,7 +21,7 @@
 namespace lossd::ranks {
 namespace {
 
-// Sizes of memory that differ by less than this part of them are the same.
+// Two sizes of memory count as the same if they differ by at most one part in kMemoryTolerance.
 constexpr int64_t kMemoryTolerance = 100;
 
 const std::string* Find(const v1::Hello& hello, const std::string& name) {
@@ -43,7 +43,8 @@ std::string DevicesOf(const v1::Hello& worker) {
   return devices == nullptr ? "1" : *devices;
 }
 
-// Settings are those of a process, which is several ranks where it has several devices.
+// How an error names the worker: by its process if processes have several devices, because settings are those
+// of a process; otherwise by its rank.
 std::string NameOf(const std::string& devices, const v1::Hello& worker, bool by_process) {
   uint32_t count = 1;
   if (!by_process) return absl::StrCat("rank ", worker.rank());
@@ -51,7 +52,7 @@ std::string NameOf(const std::string& devices, const v1::Hello& worker, bool by_
   return absl::StrCat("process ", worker.rank() / count);
 }
 
-// What the value of rank 0 (or process 0) is, for whom it concerns.
+// The rule of an error: to have the value of rank 0 (or process 0). Only the log gets the value itself.
 std::string Rule(absl::string_view whose, const std::string& value, Listener listener) {
   return absl::StrCat("be what ", whose, " 0 has", listener == Listener::kLog ? ", " : "",
                       listener == Listener::kLog ? value : " (its log says what that is)");
@@ -70,8 +71,8 @@ absl::Status CheckDevice(const kernels::RankTraits& leader, const v1::Hello& wor
 }  // namespace
 
 Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend) {
-  // What comes before the first space is the number of the device or of the threads, of which there may be
-  // one.
+  // The device's text begins with the number of the device or of the threads, which may differ between ranks.
+  // Drop it, and write "threads" for one thread too.
   const size_t space = std::min(backend.device.find(' '), backend.device.size());
   const std::string kind = absl::StrReplaceAll(backend.device.substr(space), {{" thread,", " threads,"}});
   flags.emplace_back("backend", backend.name);
@@ -122,8 +123,8 @@ absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration ti
 
 namespace {
 
-// The variables of a launcher, of each the first that is set. MASTER_PORT is no port of ours: torchrun's own
-// store may listen there.
+// The environment variables of a launcher. Each list has alternatives, of which the first that is set counts.
+// MASTER_PORT is not used, because torchrun's own store may listen there.
 struct Launcher {
   const char* name;
   std::vector<const char*> rank;
@@ -148,7 +149,7 @@ const std::vector<Launcher>& Launchers() {
   return *launchers;
 }
 
-// A value and what it is called, in the words of whoever set it.
+// A value and the name of the flag or variable that set it.
 struct Number {
   int value = 0;
   std::string name;
@@ -176,7 +177,7 @@ absl::StatusOr<MaybeNumber> ReadNumber(const std::vector<const char*>& names, co
   return MaybeNumber(Number{value, name});
 }
 
-// What a flag says, or else a variable; they must agree.
+// The value of a flag, or of a variable if the flag is not given. If both are given they must agree.
 absl::StatusOr<MaybeNumber> Agreed(const char* flag, std::optional<int> given, MaybeNumber variable) {
   if (!given.has_value()) return variable;
   if (variable.has_value() && variable->value != *given) {
@@ -202,7 +203,7 @@ absl::StatusOr<const Launcher*> FindLauncher(const std::string& name, const Envi
   for (const Launcher& launcher : Launchers()) {
     if (name == launcher.name) return &launcher;
     if (name != "auto" || FirstSet(launcher.rank, environment) == nullptr) continue;
-    // Inside a job of Slurm or a pod, torchrun's variables say more.
+    // torchrun may run inside a job of Slurm or a pod. Its variables, which are more specific, then count.
     if (found != nullptr && absl::string_view(found->name) != "torchrun") {
       return errors::FieldError(
           "launcher", absl::StrCat("say which of ", found->name, " and ", launcher.name, " is meant"), name);
@@ -235,7 +236,7 @@ absl::StatusOr<std::string> LeaderOf(const LaunchFlags& flags, const Launcher* l
   if (flags.leader.empty() && host.empty()) {
     return Missing("leader", "where rank 0 is reached, host:port", launcher, names);
   }
-  // A flag may name the same host in another way, so that the two are not compared.
+  // The flag and the variable are not compared: they may name the same host in different ways.
   const std::string leader = flags.leader.empty() ? host : flags.leader;
   return HasPort(leader) ? leader : absl::StrCat(leader, ":", flags.port);
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How several processes start as one server. ReadLaunch says which of the processes this one is and where the
-// leader is; CheckAgreement says whether a worker has what all ranks must have in common. FirstNews passes on
-// the first loss, or the first wish to leave, of any rank.
+// Functions with which several processes start as one server. ReadLaunch reads flags and environment
+// variables: which of the processes this one is, and where the leader is. CheckAgreement checks that a worker
+// has the same settings as the leader. FirstNews passes on the first loss, or the first wish to leave, of any
+// rank.
 //
 // The functions are pure and thread-safe.
 #ifndef LOSSD_SERVER_RANKS_START_H_
@@ -29,60 +30,62 @@ namespace lossd::ranks {
 
 // ---- What the ranks have in common ----
 
-// Names and values of what every rank has to have the same: flags, version and so on.
+// Names and values of the settings that must be the same on every rank: flags, version and so on.
 using Settings = std::vector<std::pair<std::string, std::string>>;
 
-// `flags`, and what the backend adds to the settings of its rank: which it is, and the kind of its device.
+// `flags` with two settings of the backend added: its name, and the kind of its device.
 Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend);
 
-// The name of the setting that says how many devices each process has, which are ranks of their own.
+// The name of the setting that says how many devices each process has. Each device is a rank of its own.
 inline constexpr char kDevices[] = "number of devices";
 
 // INVALID_ARGUMENT unless a worker's rank is in [1, ranks).
 absl::Status CheckRank(const v1::Hello& worker, int ranks);
 
-// A hash of the messages between ranks: two processes with the same value read each other's messages alike.
-// 16 hexadecimal digits.
+// A hash of the definitions of the messages between ranks, as 16 hexadecimal digits. Two processes with the
+// same value have the same definitions.
 std::string ProtocolHash();
 
-// INVALID_ARGUMENT naming rank (or process, where processes have several devices), setting and both values if
-// a worker's settings are not the leader's, or the memory of its GPU is not that of the leader's: a product
-// may be sold with several sizes, and what is planned for one has to fit the other. Memories may differ by a
-// hundredth, which drivers keep for themselves. `listener`: whoever says that it is a worker hears its own
-// value alone.
+// Checks that a worker's settings are the leader's, and that its GPU has as much memory as the leader's GPU:
+// a GPU product may be sold with several sizes, and a plan for one GPU must fit the others. The sizes may
+// differ by a hundredth, because drivers reserve different amounts. INVALID_ARGUMENT naming rank (or process,
+// if processes have several devices), setting and both values. `listener`: a message for the worker has only
+// the worker's value, because any program may say that it is a worker.
 enum class Listener : uint8_t { kLog, kWorker };
 absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
                             const v1::Hello& worker, Listener listener = Listener::kLog);
 
-// DEADLINE_EXCEEDED naming the ranks that are `missing` of `ranks` after `timeout`, and the last refusal
-// unless it is OK.
+// The error DEADLINE_EXCEEDED. It names the `missing` ranks, of `ranks` ranks, the `timeout`, and the last
+// refusal unless that is OK.
 absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout,
                      const absl::Status& refusal = absl::OkStatus());
 
 // ---- Which of how many processes this one is, and where the leader is reached ----
 // Flags say so, or the environment variables that launchers set.
 
-// A server has at most so many processes, and so many ranks.
+// The most processes of a server, and the most ranks.
 inline constexpr int kMostRanks = 1024;
 
-// The processes that together are one server are its ranks, as MPI calls them. Where each has several
-// devices, those are the ranks, and what launchers and flags number are the processes.
+// The place of this process in its server. The processes of a server are its ranks, as in MPI. If each
+// process has several devices, the devices are the ranks, and the numbers here, in flags and in launchers
+// count processes.
 struct Launch {
-  int rank = 0;                   // 0 is the leader, which serves clients
-  int ranks = 1;                  // > 1: there are workers
-  std::optional<int> local_rank;  // among the ranks of this host, if the launcher says so
+  int rank = 0;                   // rank 0 is the leader, which serves clients
+  int ranks = 1;                  // the number of ranks; > 1: there are workers
+  std::optional<int> local_rank;  // the rank within this host, if the launcher tells
   std::string leader;             // "host:port" where workers reach the leader; empty with one rank
 };
 
 struct LaunchFlags {
-  // Whose variables are read: "none", "torchrun", "slurm", "lws" (LeaderWorkerSet), "jobset" (JobSet or an
-  // indexed Job), or "auto": of whichever has set them, of torchrun before the others.
+  // The launcher whose variables are read: "none", "torchrun", "slurm", "lws" (LeaderWorkerSet), "jobset"
+  // (JobSet or an indexed Job), or "auto". "auto" finds the launcher that has set its variables, and prefers
+  // torchrun to the launcher around it.
   std::string launcher = "none";
-  // What they say stands beside the variables, and must not contradict them.
+  // Values of flags. They must not contradict the variables.
   std::optional<int> rank;
   std::optional<int> ranks;
   std::string leader;  // "host:port" or "host"
-  int port = 7072;     // of the leader where neither a flag nor a launcher gives one
+  int port = 7072;     // the leader's port if neither `leader` nor a launcher gives one
 };
 
 using Environment = std::map<std::string, std::string>;
@@ -94,14 +97,14 @@ absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& e
 // The first host of a Slurm node list, "gpu[03-05,9],login" -> "gpu03"; empty if it is not one.
 std::string FirstHost(const std::string& node_list);
 
-// The first news of its kind, for one watcher. A watcher that begins to watch after the news hears it at
+// Passes the first news of a kind to one watcher. A watcher that begins to watch after the news is called at
 // once. Thread-safe; the watcher is called without a lock.
 template <typename T>
 class FirstNews {
  public:
   using Watcher = std::function<void(const T&)>;
 
-  // What comes after the first is left out.
+  // Calls the watcher if this is the first news. Later news is dropped.
   void Tell(const T& news) ABSL_LOCKS_EXCLUDED(mutex_) {
     Watcher watcher;
     {
@@ -121,10 +124,10 @@ class FirstNews {
         return;
       }
     }
-    watcher(*news_);  // which changes no more
+    watcher(*news_);  // needs no lock: it changes no more
   }
 
-  // Nobody watches any more.
+  // Removes the watcher.
   void Unwatch() ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     watcher_ = nullptr;

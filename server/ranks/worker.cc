@@ -37,7 +37,7 @@ bool WorkerFiles::IsFor(const v1::Request& request) {
 void WorkerFiles::Handle(const v1::Request& request) {
   JoinEnded();
   const absl::Status status = Do(request);
-  if (status.ok() && (request.has_save_files() || request.has_load_files())) return;  // when it has ended
+  if (status.ok() && (request.has_save_files() || request.has_load_files())) return;  // the job answers later
   v1::FromWorker message;
   message.mutable_answer()->set_request(request.id());
   *message.mutable_answer()->mutable_status() = ToProto(status);
@@ -103,7 +103,7 @@ std::string RandomToken() {
   return token;
 }
 
-// The folder as the leader calls it instead of where this process has it open.
+// `status` with the leader's name of the folder in place of the path by which this process has it open.
 absl::Status Named(const absl::Status& status, const head::FolderBelow& folder) {
   if (status.ok()) return status;
   return absl::Status(status.code(), absl::StrReplaceAll(status.message(), {{folder.path(), folder.name()}}));
@@ -231,7 +231,7 @@ absl::Status FileJob::Save(v1::Answer& answer) {
   LOSSD_RETURN_IF_ERROR(head::ValidateTemporaryName(save.folder()));
   LOSSD_TRY(const auto folder,
             head::FolderBelow::Open(options_.directory, {save.head_name(), save.folder()}));
-  // While it is locked no server that starts takes it for a leftover.
+  // While the folder is locked, a server that starts does not remove it as a leftover.
   const auto lock = head::FolderLock::Try(folder.path(), head::FolderLock::Kind::kShared);
   if (!lock.ok()) return Named(lock.status(), folder);
   const std::string proof = absl::StrCat(folder.path(), "/", head::ProofFile(options_.rank));
@@ -359,26 +359,26 @@ absl::Status FileJob::WriteRows(kernels::TensorId id, int64_t row_begin, int64_t
 
 namespace {
 
-// Slices begin at multiples of this in their buffer, as staging memory does.
+// Slices begin at multiples of this many bytes in their buffer, as staging memory does.
 constexpr size_t kAlignment = 64;
-// The most bytes of a read, but for a single row that has more.
+// The most bytes of one read of a tensor. A single row may have more.
 constexpr int64_t kMostPayload = int64_t{64} << 20;
 
 size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A chunk while the backend computes it: the messages that its inputs lie in, and those of its results.
+// A chunk while the backend computes it, with the messages that hold its inputs and its results.
 struct WorkerChunk {
   kernels::Chunk chunk;
   std::vector<v1::ChunkSlice> messages;
   std::vector<v1::SliceResults> results;
   std::vector<kernels::Slice> slices;
   RowBytes row_bytes;
-  bool is_part = false;                    // of a head that is split by vocabulary
+  bool is_part = false;                    // a part of a head that is split by vocabulary
   WorkerBuffers::Buffer buffer;            // null: no slice needs it
-  std::vector<MappedRows::Rows> in_place;  // that the slices name
+  std::vector<MappedRows::Rows> in_place;  // the places that the slices name
 };
 
-// Room for `rows` rows in so many slices that are not empty.
+// The bytes of a buffer for `rows` rows in `slices` slices that are not empty.
 int64_t BufferBytes(int64_t rows, size_t row_bytes, int64_t slices) {
   return rows * static_cast<int64_t>(row_bytes) + slices * static_cast<int64_t>(kAlignment);
 }
@@ -389,7 +389,7 @@ size_t RowBytesOf(const kernels::HeadKernels& head, const kernels::Chunk& chunk)
 
 bool IsPart(const kernels::HeadKernels& head) { return head.config().split == kernels::Split::kVocabulary; }
 
-// Memory at a place that a slice names.
+// The memory at a place that a slice names. `chunk` keeps it mapped.
 absl::StatusOr<void*> FindRows(const MappedRows* rows, const v1::RowsPlace& place, size_t bytes,
                                WorkerChunk& chunk) {
   if (rows == nullptr) return absl::InternalError("the leader named memory, and shares none");
@@ -416,7 +416,7 @@ absl::StatusOr<SliceMemory> MemoryOf(const v1::ChunkSlice& message, const Mapped
   return memory;
 }
 
-// The slices have no more rows than a chunk may.
+// Checks that the slices together have at most `most` rows.
 absl::Status CheckRows(const std::vector<v1::ChunkSlice>& slices, int64_t most) {
   for (const v1::ChunkSlice& slice : slices) {
     if (slice.rows() < 0 || slice.rows() > most) return absl::InternalError("a chunk has too many rows");
@@ -607,8 +607,8 @@ absl::Status WorkerHeads::Write(Head& head, const v1::TensorAccess& access, bool
 
 // ---- Chunks ----
 
-// A head holds from the start what its chunks need, so that no chunk fails for want of it: a chunk of a part
-// must not, as the other parts wait for it.
+// Reserves buffers for the chunks of a new head, so that no chunk fails for lack of memory. A chunk of a part
+// of a head must not fail, because the other parts wait for it.
 absl::Status WorkerHeads::ReserveBuffers(const kernels::HeadKernels& head) {
   if (!IsPart(head) && rows_ != nullptr) return absl::OkStatus();
   const int64_t rows = head.chunk_rows();
@@ -663,10 +663,10 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
 
 namespace {
 
-// Between attempts to join.
+// The pause between attempts to join.
 constexpr absl::Duration kRetry = absl::Milliseconds(300);
 
-// Whether a refusal will be the same the next time.
+// Whether another attempt would be refused in the same way.
 bool IsFinal(const grpc::Status& status) {
   switch (status.error_code()) {
     case grpc::StatusCode::UNAUTHENTICATED:
@@ -687,7 +687,7 @@ WorkerFilesOptions FilesOptions(const WorkerOptions& options) {
 
 }  // namespace
 
-// One attempt, with what it needs.
+// One attempt to join: the connection to the leader and the stream on it.
 struct Worker::Attempt {
   using Stream = grpc::ClientReaderWriter<v1::FromWorker, v1::ToWorker>;
 
@@ -737,7 +737,8 @@ v1::FromWorker Worker::Hello() const {
   return message;
 }
 
-// UNAVAILABLE if it may be tried again.
+// Makes one attempt to join, and reads the leader's first message. UNAVAILABLE if another attempt may
+// succeed.
 absl::Status Worker::TryToJoin(v1::ToWorker* first) {
   auto attempt = std::make_unique<Attempt>();
   attempt->channel =
@@ -755,7 +756,7 @@ absl::Status Worker::TryToJoin(v1::ToWorker* first) {
   const grpc::Status status = stream->Finish();
   {
     absl::MutexLock lock(&attempt_mutex_);
-    attempt.swap(attempt_);  // it is over
+    attempt.swap(attempt_);  // this attempt is over
   }
   const std::string message = absl::StrCat("the leader at ", options_.leader, ": ", status.error_message());
   if (IsFinal(status)) return absl::InvalidArgumentError(message);
@@ -814,14 +815,14 @@ void Worker::Write() {
     absl::MutexLock lock(&attempt_mutex_);
     stream = attempt_->stream.get();
   }
-  // After a failed write, reading ends too.
+  // The result of Write is ignored: after a failed write, reading ends too.
   while (const std::optional<v1::FromWorker> message = answers_.Pop()) {
     stream->Write(*message);
     if (message->has_metrics()) metrics_wait_ = false;
   }
 }
 
-// Where writing takes long, metrics do not pile up.
+// Sends no new metrics while older ones wait to be written, so that they do not pile up.
 void Worker::ReportMetrics() {
   while (!stopping_.AwaitFor(options_.metrics_interval)) {
     if (!joined_ || metrics_wait_.exchange(true)) continue;
@@ -901,12 +902,12 @@ absl::Status Worker::OnSlice(v1::ChunkSlice* slice) {
 absl::Status Worker::SubmitIfComplete() {
   if (slices_.size() < chunk_->slices()) return absl::OkStatus();
   const v1::ChunkStart start = *std::exchange(chunk_, std::nullopt);
-  busy_.Begin();  // until it is done
+  busy_.Begin();  // until the chunk is done
   return heads_.Submit(start, std::exchange(slices_, {}));
 }
 
-// The leader has mostly noticed what this rank has waited for in vain, and says so; else it hears it from
-// here.
+// An exchange of this rank has failed. Mostly the leader has noticed the cause too, and ends this rank within
+// kLastWords. Otherwise this rank reports the loss to the leader.
 absl::Status Worker::OnChunkFailure(const absl::Status& failure) {
   if (!stopping_.AwaitFor(kLastWords)) ReportLoss(failure);
   return failure;

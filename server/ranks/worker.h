@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A worker: a rank that is not the leader. It joins the leader, and computes what the leader asks of it until
-// one of the two ends. WorkerHeads carries out requests and chunks, WorkerFiles the requests that concern
-// files of checkpoints.
+// Worker is a rank that is not the leader. It connects to the leader, and carries out the leader's requests
+// and chunks until one of the two ends. WorkerHeads has the worker's heads and computes on them; WorkerFiles
+// handles the requests that concern files of checkpoints.
 //
 // Worker and WorkerFiles are thread-safe.
 #ifndef LOSSD_SERVER_RANKS_WORKER_H_
@@ -44,50 +44,53 @@
 
 namespace lossd::ranks {
 
-// The work of a worker on files of checkpoints: it writes the files of its classes, and reads what its part
-// of a head needs, below its own checkpoint directory. WorkerFiles takes the leader's requests; a FileJob is
-// one of them. RankFiles (remote_backend.h) is the leader's end.
+// Saving and loading of checkpoints by a worker. In a save, the worker writes the files with its classes; in
+// a load, it reads the rows that its part of a head needs. Both happen below its own checkpoint directory.
+// WorkerFiles takes the leader's requests, and a FileJob carries out one request. RankFiles
+// (remote_backend.h) is the leader's end.
 //
-// Names come from the leader and are checked here. The worker makes files only in a temporary folder, under
-// names that it makes itself.
+// The leader sends names of folders and heads, which are checked here. The worker creates files only in a
+// temporary folder, and makes the names of the files itself.
 //
 // Threads. Each request has a thread of its own, which works on the files. The worker's driving thread reads
 // and writes the tensors for it, a slice at a time, between chunks. Both classes are thread-safe.
 
 struct WorkerFilesOptions {
   int rank = 1;
-  std::string directory;                    // of checkpoints; empty: none
-  int64_t slice_bytes = int64_t{8} << 20;   // that the driving thread deals with at once
-  int64_t buffer_bytes = int64_t{1} << 30;  // of one request, at most
-  int64_t reserve_bytes = 0;                // of the host's memory, which stay to others
-  int threads = 4;                          // that read at once in a load
+  std::string directory;                    // the checkpoint directory; empty: there is none
+  int64_t slice_bytes = int64_t{8} << 20;   // bytes that the driving thread copies at once
+  int64_t buffer_bytes = int64_t{1} << 30;  // the most buffer memory of one request
+  int64_t reserve_bytes = 0;                // host memory that buffers leave free, for other programs
+  int threads = 4;                          // threads that read in a load
   head::Disk* disk = head::Disk::Real();
 };
 
 class FileJob;
 
-// Takes the leader's requests that concern files, and has a FileJob for each that is under way. Thread-safe.
+// Takes the leader's requests that concern files, and has a FileJob for each request under way. Thread-safe.
 class WorkerFiles {
  public:
   struct Parts {
-    // Has the driving thread run it, after what it was given before; if that ends, never.
+    // Queues a function for the driving thread, which runs such functions in order. If the driving thread
+    // ends first, the function never runs.
     std::function<void(std::function<void()>)> on_driver;
-    // A head of the worker's, for the driving thread; null: there is none.
+    // Returns a head of the worker; null: there is no such head. Call it only on the driving thread.
     std::function<kernels::HeadKernels*(uint64_t head)> find;
     std::function<void(v1::FromWorker)> send;  // thread-safe
   };
 
-  // At most so many requests at a time.
+  // The most requests under way at a time.
   static constexpr size_t kMostJobs = 16;
 
   WorkerFiles(const WorkerFilesOptions& options, Parts parts);
   ~WorkerFiles();
 
-  // Whether `request` is for this.
+  // Whether `request` concerns files, so that it is for this class.
   static bool IsFor(const v1::Request& request);
-  // On the driving thread; does not block. What has to be answered at once is answered.
+  // Begins, continues or cancels the work of a request. Call it on the driving thread; it does not block. It
+  // answers at once, except that a save or a load that has begun answers when it ends.
   void Handle(const v1::Request& request) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The driving thread has ended: all work ends.
+  // Call when the driving thread has ended. Ends all work.
   void End() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -105,17 +108,17 @@ class WorkerFiles {
 
 // One request that works on files of a checkpoint, with a thread of its own.
 //
-// Thread-safe. Ends when it is destroyed, which waits for its thread.
+// Thread-safe. The destructor cancels the work and waits for the thread.
 class FileJob {
  public:
-  // Begins. All outlive it.
+  // Begins the work. `options` and `parts` outlive the object.
   FileJob(const WorkerFilesOptions& options, const WorkerFiles::Parts& parts, const v1::Request& request);
   ~FileJob();
 
-  // INTERNAL if it does not wait for that.
+  // Lets the work go on that waits in AwaitGoOn. INTERNAL if it does not wait there.
   absl::Status GoOn(const v1::GoOn& go_on) ABSL_LOCKS_EXCLUDED(mutex_);
   void Cancel() ABSL_LOCKS_EXCLUDED(mutex_);
-  // What waits for the driving thread waits no longer.
+  // Call when the driving thread has ended: cancels the work, and ends waits for the driving thread.
   void EndDriver() ABSL_LOCKS_EXCLUDED(mutex_);
   bool ended() const ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -124,8 +127,9 @@ class FileJob {
   absl::Status Save(v1::Answer& answer);
   absl::Status Load();
 
-  // ---- Of a save ----
-  // Reads the leader's file and writes its own: `progress_` has both.
+  // ---- Saving ----
+  // Reads the nonce file that the leader has written to the folder, and writes a proof file with a token of
+  // its own. Puts nonce and token into `progress_`: so the leader knows that both see the same folder.
   absl::Status Prove(const head::FolderBelow& folder);
   absl::StatusOr<std::vector<head::PlannedFile>> FilesOf(const v1::GoOn& go_on,
                                                          const kernels::HeadConfig& config) const;
@@ -133,10 +137,10 @@ class FileJob {
                                                          const kernels::HeadConfig& config,
                                                          const std::vector<head::PlannedFile>& files,
                                                          int threads);
-  // ---- Of a load ----
+  // ---- Loading ----
   absl::Status WriteRows(kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in);
 
-  // Tells the leader that this is ready, and waits. CANCELLED.
+  // Tells the leader that the job is ready, and waits for GoOn. CANCELLED if the job is cancelled.
   absl::StatusOr<v1::GoOn> AwaitGoOn() ABSL_LOCKS_EXCLUDED(mutex_);
   bool cancelled() const ABSL_LOCKS_EXCLUDED(mutex_);
   absl::StatusOr<kernels::HeadConfig> Config();
@@ -149,24 +153,25 @@ class FileJob {
   const WorkerFilesOptions& options_;
   const WorkerFiles::Parts& parts_;
   const v1::Request request_;
-  v1::FilesProgress progress_;  // of the job's thread
+  v1::FilesProgress progress_;  // used by the job's thread alone
 
   mutable absl::Mutex mutex_;
-  bool waits_ ABSL_GUARDED_BY(mutex_) = false;  // for GoOn
+  bool waits_ ABSL_GUARDED_BY(mutex_) = false;  // the job waits for GoOn
   bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
   bool driver_ended_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<v1::GoOn> go_on_ ABSL_GUARDED_BY(mutex_);
-  std::thread thread_;  // last
+  std::thread thread_;  // declared last: it uses the other members
 };
 
-// The heads of a worker's backend. WorkerHeads carries out what the leader asks of them; WorkerBuffers has
-// the memory for the rows of chunks that bring them in messages.
+// The heads of a worker. WorkerHeads carries out the leader's requests and chunks on them. WorkerBuffers has
+// memory for the rows of chunks that come in messages.
 //
-// WorkerHeads is called by one thread, the backend's driving thread. What it sends may come from the
-// backend's own threads.
+// WorkerHeads is called by one thread, the backend's driving thread. It may send from the backend's own
+// threads.
 
-// Staging memory for the chunks of a worker: one buffer for each chunk in flight, used again by later ones.
+// Staging memory for the chunks of a worker: one buffer for each chunk in flight, which later chunks use
+// again.
 //
 // Thread-safe.
 class WorkerBuffers {
@@ -176,7 +181,7 @@ class WorkerBuffers {
   explicit WorkerBuffers(kernels::Backend* backend)
       : backend_(backend), most_(static_cast<size_t>(backend->max_chunks_in_flight())) {}
 
-  // One of at least so many bytes. RESOURCE_EXHAUSTED if there is no memory.
+  // Returns a buffer of at least `bytes` bytes. RESOURCE_EXHAUSTED if there is no memory.
   absl::StatusOr<Buffer> Take(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_) {
     {
       absl::MutexLock lock(&mutex_);
@@ -190,8 +195,8 @@ class WorkerBuffers {
     }
     return backend_->AllocateStaging(bytes);
   }
-  // From now on chunks of so many bytes find their memory, as many as are in flight at a time.
-  // RESOURCE_EXHAUSTED, which changes nothing.
+  // Allocates a buffer of `bytes` bytes for each chunk that can be in flight, so that Take never fails for up
+  // to `bytes`. RESOURCE_EXHAUSTED if there is no memory; then nothing changes.
   absl::Status Reserve(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_) {
     {
       absl::MutexLock lock(&mutex_);
@@ -214,7 +219,7 @@ class WorkerBuffers {
 
  private:
   static int64_t SizeOf(const Buffer& buffer) { return static_cast<int64_t>(buffer->bytes().size()); }
-  // Keeps a buffer for later. If there are more than chunks in flight, the smallest one goes.
+  // Keeps a buffer for later chunks. Frees the smallest free buffer if there are more than `most_`.
   void Keep(Buffer buffer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     free_.push_back(std::move(buffer));
     if (free_.size() <= most_) return;
@@ -223,32 +228,35 @@ class WorkerBuffers {
   }
 
   kernels::Backend* const backend_;
-  const size_t most_;  // chunks in flight
+  const size_t most_;  // the most chunks in flight
   absl::Mutex mutex_;
-  std::vector<Buffer> free_ ABSL_GUARDED_BY(mutex_);  // at most so many
-  int64_t reserved_ ABSL_GUARDED_BY(mutex_) = 0;      // so many buffers, free or in use, have these bytes
+  std::vector<Buffer> free_ ABSL_GUARDED_BY(mutex_);  // at most most_ buffers
+  // At least most_ buffers, free or in use, have this many bytes.
+  int64_t reserved_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// Carries out the leader's requests and chunks on the worker's heads. See the head of this file for threads.
+// Carries out the leader's requests and chunks on the worker's heads. The comment above WorkerBuffers
+// describes its threads.
 class WorkerHeads {
  public:
   using Send = std::function<void(v1::FromWorker)>;  // thread-safe
 
-  // All outlive the object, and chunks in flight do too: they end before it.
+  // The arguments outlive the object. All chunks in flight must end before it is destroyed.
   WorkerHeads(kernels::Backend* backend, kernels::RankLink* link, Send send);
-  // Maps what the leader shares. UNAVAILABLE, saying why, if all slices have to bring their rows. Before the
-  // first chunk.
+  // Maps the memory that the leader shares. UNAVAILABLE, saying why, if the worker cannot map it, so that all
+  // slices must bring their rows in messages. Call before the first chunk.
   absl::Status UseRowsOf(const v1::Prepare& prepare);
 
   v1::Answer Execute(const v1::Request& request);
-  kernels::HeadKernels* Find(uint64_t head) const;  // null: there is none
-  // A chunk with all its slices. INTERNAL if it is not one.
+  kernels::HeadKernels* Find(uint64_t head) const;  // null: no such head
+  // Submits a chunk with all its slices to the backend. INTERNAL if the messages are not a valid chunk.
   absl::Status Submit(const v1::ChunkStart& start, std::vector<v1::ChunkSlice> slices);
 
  private:
   struct Head {
     std::unique_ptr<kernels::HeadKernels> kernels;
-    std::unique_ptr<kernels::Replicas> replicas;  // ends first; null of a head that is split by vocabulary
+    // Destroyed before `kernels`. Null for a head that is split by vocabulary.
+    std::unique_ptr<kernels::Replicas> replicas;
   };
 
   absl::Status Do(const v1::Request& request, v1::Answer& answer);
@@ -264,7 +272,7 @@ class WorkerHeads {
   kernels::RankLink* const link_;
   const Send send_;
   const std::shared_ptr<WorkerBuffers> buffers_;
-  std::unique_ptr<MappedRows> rows_;  // null: all slices bring their rows
+  std::unique_ptr<MappedRows> rows_;  // null: all slices bring their rows in messages
   std::map<uint64_t, Head> heads_;
 };
 
@@ -274,13 +282,14 @@ struct WorkerOptions {
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   std::string secret;
   ChannelLimits limits;
-  Settings settings;                          // but those of the backend
-  WorkerFilesOptions files = {};              // but the rank
-  absl::Duration timeout = absl::Minutes(5);  // for the leader to take this rank
-  // Called once, when joined() becomes true, on the driving thread; must not call into the worker.
+  Settings settings;                          // without the settings of the backend
+  WorkerFilesOptions files = {};              // `rank` is not used here
+  absl::Duration timeout = absl::Minutes(5);  // how long the leader may take to admit it
+  // Called once on the driving thread, when joined() becomes true. It must not call into the worker.
   std::function<void()> on_joined = [] {};
-  // What a scrape of this rank would give, which the leader shows beside its own: asked for every
-  // `metrics_interval` once joined, on a thread of the worker's. At most kMostMetricsBytes (worker_stream.h).
+  // Returns the metrics of this rank, as a scrape would. The leader shows them beside its own. Once the
+  // worker has joined, a thread of it calls this every `metrics_interval`. The result has at most
+  // kMostMetricsBytes (worker_stream.h).
   std::function<v1::Metrics()> metrics = nullptr;
   absl::Duration metrics_interval = absl::Seconds(2);
 };
@@ -288,31 +297,33 @@ struct WorkerOptions {
 class Worker {
  public:
   static std::unique_ptr<Worker> Create(const WorkerOptions& options, kernels::CreatedBackend own);
-  // Leave first, or let Run end. Closes it.
+  // Closes the worker. Run must have returned before; Leave makes it return.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Returns when the worker's part is over:
-  // OK: the leader has ended the ranks, or this one left before it had joined.
-  // INVALID_ARGUMENT: the ranks do not agree. DEADLINE_EXCEEDED: the leader was not reached; and other codes,
-  // where the ranks did not come together. UNAVAILABLE once joined(): the leader or this rank's device is
-  // lost. Then the backend may hang, and the process had better end without taking it down.
+  // Connects, serves the leader, and returns when that is over:
+  // - OK: the leader has ended the ranks, or this rank left before it had joined.
+  // - INVALID_ARGUMENT: the leader has refused this rank, because settings or secret differ.
+  // - DEADLINE_EXCEEDED: the leader was not reached, or did not admit this rank in time.
+  // - UNAVAILABLE: the connection has ended, because the leader or another rank is lost, or this rank's
+  //   device. After joined() the backend may then hang: end the process without destroying the backend.
+  // - Other codes that the leader sends if the ranks could not be connected.
   absl::Status Run();
 
-  // After Run: closes the stream, which the leader may wait for, and ends the worker's threads. Whatever this
-  // rank waits for of others is given up if Run has failed.
+  // Call after Run. Closes the stream, which the leader may wait for, and ends the worker's threads. If Run
+  // has failed, exchanges that wait for other ranks are aborted.
   void Close();
 
-  // Asks the leader to end all ranks. Does not wait.
+  // Asks the leader to end all ranks, or stops trying to join. Does not wait.
   void Leave(const std::string& reason);
-  // Has the leader hear that the device is lost.
+  // Tells the leader that this rank's device is lost.
   void ReportLoss(const absl::Status& status);
 
-  // All ranks are connected.
+  // Whether all ranks are connected.
   bool joined() const { return joined_; }
-  // How long the driving thread has been at what the leader asked for last: the creation of a head, a step, a
-  // sum with other ranks, the submission of a chunk. 0 while it waits to be asked. Takes no lock.
+  // How long the driving thread has been busy with its current task: the creation of a head, a step, a sum
+  // with other ranks, the submission of a chunk. 0 while it has no task. Takes no lock.
   absl::Duration Silence() const {
     const Clock::time_point since = busy_since_;
     return since == kIdle ? absl::ZeroDuration() : absl::FromChrono(Clock::now() - since);
@@ -342,25 +353,26 @@ class Worker {
   const WorkerOptions options_;
   const std::unique_ptr<kernels::Backend> backend_;
   const std::unique_ptr<kernels::RankLink> link_;
-  // What the driving thread does: what the leader asks for, or a part of the work on files.
+  // A task of the driving thread: a message of the leader, or a part of the work on files.
   struct Work {
     v1::ToWorker message = {};
     std::function<void()> task = nullptr;
   };
 
-  ThreadQueue<Work> requests_;           // bounded: the leader waits for answers, and sends so many chunks
-  ThreadQueue<v1::FromWorker> answers_;  // likewise
-  kernels::BusyClock busy_;              // of chunks and requests
+  // Bounded, because the leader waits for answers and limits the chunks in flight.
+  ThreadQueue<Work> requests_;
+  ThreadQueue<v1::FromWorker> answers_;  // bounded for the same reason
+  kernels::BusyClock busy_;              // the time with chunks or requests under way
   WorkerHeads heads_;
   WorkerFiles files_;
-  absl::Status failure_;                 // of Run
-  std::string refusal_;                  // the last time that another process had this rank
-  std::optional<v1::ChunkStart> chunk_;  // of which slices are still to come
+  absl::Status failure_;                 // the error of Run
+  std::string refusal_;                  // the last error because another process had this rank
+  std::optional<v1::ChunkStart> chunk_;  // the chunk of which some slices have not arrived yet
   std::vector<v1::ChunkSlice> slices_;
   std::atomic<bool> joined_{false};
-  std::atomic<Clock::time_point> busy_since_{kIdle};  // of the driving thread
+  std::atomic<Clock::time_point> busy_since_{kIdle};  // when the driving thread began its task
   std::atomic<bool> leaving_{false};
-  std::atomic<bool> metrics_wait_{false};  // to be written
+  std::atomic<bool> metrics_wait_{false};  // metrics wait to be written
   clocks::Event stopping_;
   absl::Mutex attempt_mutex_;
   std::unique_ptr<Attempt> attempt_ ABSL_GUARDED_BY(attempt_mutex_);

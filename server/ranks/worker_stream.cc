@@ -228,7 +228,7 @@ void WorkerStream::Submit(const RemoteHeads& heads, Chunk* chunk, ChunkCallbacks
     }
   }
   if (lost.ok()) {
-    // If it fails, the reading thread fails the chunk once this lock is free.
+    // If sending fails, the reading thread fails the chunk once write_mutex_ is free.
     SendChunk(id, heads, *chunk);
     return;
   }

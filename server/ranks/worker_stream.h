@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader's end of one worker's stream. WorkerStream sends requests and chunks and takes answers and
-// results; PendingRequests has the requests that wait for an answer; RankReport is what the leader knows of a
-// rank. WorkerTransport is the stream itself, of gRPC or of a test.
+// The leader's end of the connection to one worker. WorkerStream sends requests and chunks, and takes answers
+// and results. PendingRequests has the requests that wait for an answer. RankReport is the leader's
+// information about a rank. WorkerTransport is the stream of messages, of gRPC or of a test.
 #ifndef LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 #define LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 
@@ -26,33 +26,34 @@
 
 namespace lossd::ranks {
 
-// The requests of one worker that have no answer yet, and what the worker says of them meanwhile.
+// The requests to one worker that wait for an answer, with the progress that the worker reports meanwhile.
 //
 // Thread-safe.
 class PendingRequests {
  public:
   explicit PendingRequests(int rank) : rank_(rank) {}
 
-  // A new one, to be awaited or forgotten once. Numbers count up from 1.
+  // Adds a request and returns its id; ids count up from 1. Call Await or Forget for it once.
   uint64_t Add();
-  // DEADLINE_EXCEEDED: the answer has not come, and may be awaited again. An error that the answer reports is
-  // returned, or what the requests failed with.
+  // Waits for the answer. If the answer reports an error, returns that error; if all requests have failed,
+  // returns the error of Fail. DEADLINE_EXCEEDED: there is no answer yet, and Await may be called again.
   absl::StatusOr<v1::Answer> Await(uint64_t request, absl::Time deadline);
-  // Nobody will ask for it any more.
+  // The answer to this request is not wanted any more.
   void Forget(uint64_t request);
 
-  // What the worker has said last of a request that works on files.
+  // The last progress that the worker has reported of a request that works on files.
   v1::FilesProgress Progress(uint64_t request) const;
-  // Waits until it has said enough, or has answered, or all have failed. False at the deadline.
+  // Waits until the reported progress is `enough`, the request has its answer, or all requests have failed.
+  // False at the deadline.
   bool AwaitProgress(uint64_t request, absl::FunctionRef<bool(const v1::FilesProgress&)> enough,
                      absl::Time deadline) const;
-  // There is an answer that reports an error, or all have failed.
+  // Whether the answer reports an error, or all requests have failed.
   bool HasFailed(uint64_t request) const;
 
-  // INTERNAL if there is no such request.
+  // Take a message of the worker. INTERNAL if there is no such request.
   absl::Status OnAnswer(v1::Answer& answer);
   absl::Status OnProgress(v1::FilesProgress& progress);
-  // The worker is lost: from now on everything fails so.
+  // The worker is lost. All requests, also later ones, fail with `status`.
   void Fail(const absl::Status& status);
 
  private:
@@ -70,24 +71,24 @@ class PendingRequests {
   std::map<uint64_t, Pending> pending_ ABSL_GUARDED_BY(mutex_);
 };
 
-// What the leader knows of a rank. Plain data.
+// The leader's information about a rank. Plain data.
 struct RankReport {
   kernels::RankState state;
-  v1::Metrics metrics;  // of a worker, as it last said
+  v1::Metrics metrics;  // the last metrics that a worker has sent
 };
 
-// How long the other ranks may take to say what is wrong, after the time of a collective, in which each
-// notices it.
+// When a collective has taken too long, each rank notices it. This is how long the ranks then may take to
+// report the cause.
 inline constexpr absl::Duration kLastWords = absl::Seconds(5);
 
 // The most bytes of one message of metrics.
 inline constexpr size_t kMostMetricsBytes = 64 << 10;
 
-// The stream itself, of gRPC or of a test.
+// The stream of messages itself, of gRPC or of a test.
 class WorkerTransport {
  public:
   virtual ~WorkerTransport() = default;
-  // False once the stream is broken. Write is called by one thread at a time.
+  // Both return false once the stream is broken. Write is called by one thread at a time.
   virtual bool Read(v1::FromWorker* message) = 0;
   virtual bool Write(const v1::ToWorker& message) = 0;
   // Breaks the stream: Read and Write return false soon.
@@ -98,22 +99,23 @@ class WorkerTransport {
 struct RemoteHeadId {
   uint64_t id = 0;
   size_t hidden_size = 0;
-  bool is_part = false;  // of a head that is split by vocabulary: another part delivers the results
+  // A part of a head that is split by vocabulary. Another part delivers the results.
+  bool is_part = false;
 };
 
-// What a chunk is computed with.
+// The heads that a chunk is computed with.
 struct RemoteHeads {
   RemoteHeadId head;
-  RemoteHeadId teacher;  // id 0: there is none
+  RemoteHeadId teacher;  // id 0: there is no teacher
 };
 
-// Requests and their answers, chunks and their results.
+// Sends requests and chunks to one worker, and takes their answers and results.
 //
-// Thread-safe, but for Run, which belongs to the thread that reads the stream. Once the worker is lost, all
-// that is under way and all that comes later fails with UNAVAILABLE naming the rank.
+// Thread-safe, except for Run, which belongs to the thread that reads the stream. Once the worker is lost,
+// all requests and chunks, under way or later, fail with UNAVAILABLE naming the rank.
 class WorkerStream {
  public:
-  // `hello` is what the worker has said first.
+  // `hello` is the first message of the worker.
   WorkerStream(v1::Hello hello, WorkerTransport* transport);
   WorkerStream(const WorkerStream&) = delete;
   WorkerStream& operator=(const WorkerStream&) = delete;
@@ -121,55 +123,57 @@ class WorkerStream {
   int rank() const { return static_cast<int>(hello_.rank()); }
   const v1::Hello& hello() const { return hello_; }
 
-  // Reads until the stream ends, and then fails everything. `on_end` is told why, after that, unless the
-  // leader ended it; `on_leaving` why the worker wants to stop.
+  // Reads until the stream ends, and then fails all requests and chunks. After that it calls `on_end` with
+  // the reason, unless the leader has ended the stream. `on_leaving` is called with the reason if the worker
+  // wants to stop.
   void Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
            absl::AnyInvocable<void(const std::string&)> on_leaving);
 
   // ---- Rendezvous ----
   void Refuse(const absl::Status& reason);
   void Prepare(v1::Prepare prepare);
-  // What the worker has to say of itself; waits for it.
+  // Waits for the worker's answer to Prepare.
   absl::StatusOr<v1::Prepared> AwaitPrepared(absl::Time deadline);
-  // Rows in these regions are named instead of sent. They outlive the stream's chunks. Before the first
-  // chunk.
+  // From now on, messages name places in these regions instead of bringing rows. `regions` outlives the
+  // stream's chunks. Call before the first chunk.
   void ShareRows(const RowRegions* regions);
 
   // ---- Requests ----
-  // Sends a request, whose `id` is set here; Await waits for the answer. An error that the answer reports is
-  // returned. Each is awaited once.
+  // Sends a request and returns its id, which is set here. Call Await for it once.
   uint64_t Start(v1::Request request);
   uint64_t StartConnect(const std::vector<std::string>& addresses);
-  // DEADLINE_EXCEEDED: the answer has not come.
+  // Waits for the answer, as PendingRequests::Await.
   absl::StatusOr<v1::Answer> Await(uint64_t request, absl::Time deadline = absl::InfiniteFuture()) {
     return requests_.Await(request, deadline);
   }
   absl::StatusOr<v1::Answer> Call(v1::Request request) { return Await(Start(std::move(request))); }
   PendingRequests& requests() { return requests_; }
-  // As HeadKernels::Submit. The callbacks run on the reading thread, or on this one if the worker is lost.
+  // As HeadKernels::Submit. The callbacks run on the reading thread, or on the calling thread if the worker
+  // is lost already.
   void Submit(const RemoteHeads& heads, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
 
-  // The memory of the worker's backend, as the worker last said.
+  // The memory of the worker's backend, as the worker has last reported it.
   kernels::MemoryStats memory() const;
   RankReport report() const;
   bool lost() const;
 
-  // Has the worker end, without a loss.
+  // Tells the worker to end. This does not count as a loss.
   void End();
-  // Gives it up: everything fails soon, with `reason`.
+  // Gives the worker up: all requests and chunks fail soon, with `reason`.
   void GiveUp(const absl::Status& reason);
 
  private:
   struct Flight {
     kernels::Chunk* chunk = nullptr;
     kernels::ChunkCallbacks callbacks;
-    size_t row_bytes = 0;  // of hidden states
+    size_t row_bytes = 0;  // bytes of a row of hidden states
     bool is_part = false;
-    std::vector<bool> in_place;  // of each slice: the worker knows where its gradients go
-    bool is_read = false;        // for sending: only then may there be results
-    size_t slices = 0;           // that have results
-    int64_t rows = 0;            // of all slices
-    bool has_results = false;    // of the chunk
+    std::vector<bool> in_place;  // for each slice: the message has named the place of its gradients
+    // All slices have been read for sending. Only then may results arrive.
+    bool is_read = false;
+    size_t slices = 0;         // the slices that have results
+    int64_t rows = 0;          // the rows of all slices
+    bool has_results = false;  // the chunk has its results
   };
 
   bool Send(const v1::ToWorker& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
@@ -178,35 +182,37 @@ class WorkerStream {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mutex_);
   void NoteRead(uint64_t chunk, std::vector<bool> in_place) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // On the reading thread. An error if the worker has said what it must not.
+  // Called on the reading thread. They return an error if the worker has sent a message that is not allowed.
   absl::Status OnMessage(v1::FromWorker& message);
   absl::Status OnAnswer(v1::Answer& answer);
   absl::Status OnSlice(const v1::SliceResults& results);
   absl::Status OnResults(const v1::ChunkResults& results);
   absl::Status OnDone(const v1::ChunkDone& done);
-  // One that the worker may have results of; null: there is none.
+  // The flight of a chunk that the worker may send results of; null: there is none.
   Flight* FindFlight(uint64_t chunk);
   void FailAll(const absl::Status& status);
 
   const v1::Hello hello_;
   PendingRequests requests_;
-  absl::Mutex write_mutex_;  // held while a chunk is read for sending; before mutex_
-  WorkerTransport* transport_ ABSL_GUARDED_BY(write_mutex_);  // null: the stream has ended
+  // Held while a chunk is read for sending. Locked before mutex_.
+  absl::Mutex write_mutex_;
+  WorkerTransport* transport_ ABSL_GUARDED_BY(write_mutex_);  // null once the stream has ended
   const RowRegions* regions_ ABSL_GUARDED_BY(write_mutex_) = nullptr;
   absl::Mutex cancel_mutex_;
-  WorkerTransport* cancelled_by_ ABSL_GUARDED_BY(cancel_mutex_);  // the same, for a write that hangs
+  // The same transport, to cancel while a write hangs with write_mutex_ held.
+  WorkerTransport* cancelled_by_ ABSL_GUARDED_BY(cancel_mutex_);
 
   mutable absl::Mutex mutex_;
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   absl::Status given_up_ ABSL_GUARDED_BY(mutex_);
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // by the leader
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // the leader has ended the stream
   bool prepared_ ABSL_GUARDED_BY(mutex_) = false;
   v1::Prepared preparation_ ABSL_GUARDED_BY(mutex_);
   uint64_t next_chunk_ ABSL_GUARDED_BY(mutex_) = 1;
   std::map<uint64_t, std::unique_ptr<Flight>> flights_ ABSL_GUARDED_BY(mutex_);
   kernels::MemoryStats memory_ ABSL_GUARDED_BY(mutex_);
   v1::Metrics metrics_ ABSL_GUARDED_BY(mutex_);
-  std::atomic<int64_t> chunks_{0}, rows_{0}, sent_bytes_{0}, received_bytes_{0};  // RankState
+  std::atomic<int64_t> chunks_{0}, rows_{0}, sent_bytes_{0}, received_bytes_{0};  // for RankState
 };
 
 }  // namespace lossd::ranks

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keeps a page of the server live: draws the charts of the last 15 minutes out of /history.json, and fetches the page
-// itself again to renew what has changed in it. Nothing that the server sends becomes markup here: texts are set as text,
-// and a fetched page is parsed into a document of its own, in which no script runs.
+// Keeps a page of the server up to date. It draws the charts of the last 15 minutes from /history.json, and fetches the page
+// again to renew the parts that have changed. No text of the server becomes markup here: texts are set as text, and a fetched
+// page is parsed into a document of its own, in which no script runs.
 "use strict";
 
 const PERIOD_MS = 2000;
-const LONGEST_PERIOD_MS = 60000; // of a page whose head is missing
-const WINDOW_SECONDS = 900; // that are kept
-const LEAST_SECONDS = 120; // that a chart shows, of a server that has just started
-const MOST_LINES = 8; // colours
+const LONGEST_PERIOD_MS = 60000; // while the head of the page is missing
+const WINDOW_SECONDS = 900; // of history, which are kept
+const LEAST_SECONDS = 120; // that a chart shows at least, when the server has just started
+const MOST_LINES = 8; // in one chart, because there are 8 colours
 const HEAD = document.body.dataset.head;
 
 // ---- Numbers as people read them ----
@@ -33,8 +33,8 @@ const FORMATS = {
   number: (value) => value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) ? value.toExponential(1) : String(Number(value.toPrecision(4))),
 };
 
-// ---- Charts: what each shows. Lines are [name, series]; `steps`: a line leads from step to step, over samples without one,
-// and ends at the last step. ----
+// ---- Charts and their lines. A line is [name, series]. With `steps`, a line leads from step to step, skips samples without
+// a step, and ends at the last step. ----
 
 function server(...lines) {
   return (samples) => lines.map(([name, series]) => [name, samples.server[series] || []]);
@@ -42,7 +42,7 @@ function server(...lines) {
 function has(values) {
   return values.some((value) => value !== null);
 }
-// Those with most rows in the window first, as many as there are colours, in the order of their names; then the others.
+// The heads in the order of their lines: first the MOST_LINES heads with most rows in the window, by name; then all others.
 function byRows(heads) {
   const rows = ([, of]) => (of.rows_per_second || []).reduce((sum, value) => sum + (value || 0), 0);
   const busiest = Object.entries(heads).sort((a, b) => rows(b) - rows(a));
@@ -84,7 +84,8 @@ function extend(into, known, more, added, keep) {
   }
 }
 
-// False if the answer is another server's than those before, so that it lacks what `after` left out.
+// Adds an answer to the samples. False if it is from another server process than earlier answers: it then lacks the samples
+// up to `after`.
 function join(answer, after) {
   if (answer.incarnation !== samples.incarnation) {
     Object.assign(samples, { incarnation: answer.incarnation, last: 0, times: [], server: {}, heads: {} });
@@ -115,7 +116,7 @@ function element(name, attributes, text) {
   return created;
 }
 
-// Some round numbers from low to high, of bytes in powers of two; whole ones if that is asked for.
+// Some round numbers from low to high: powers of two for bytes (`binary`), and only whole numbers if `whole`.
 function ticks(low, high, binary, whole) {
   const raw = Math.max((high - low) / 6, whole ? 1 : 0);
   const power = binary ? 2 ** Math.floor(Math.log2(raw)) : 10 ** Math.floor(Math.log10(raw));
@@ -125,8 +126,8 @@ function ticks(low, high, binary, whole) {
   return found;
 }
 
-// What lies far above the rest: a head that diverges must not flatten the lines of all others. Such values leave the chart at
-// its top, and the legend names the largest. Infinity where there are none.
+// The limit above which values are outliers: a head that diverges must not flatten the lines of all others. Outliers leave the
+// chart at its top, and the legend names the largest. Infinity if there are no outliers.
 function fenceOf(values) {
   const sorted = values.slice().sort((a, b) => a - b);
   const fence = 20 * Math.abs(sorted[Math.floor(0.75 * (sorted.length - 1))]);
@@ -164,14 +165,14 @@ function pathOf(values, x, y, steps) {
   return path;
 }
 
-// The last value, or that of the sample under the pointer; of steps, that of the last step until then.
+// The last value, or the value of the sample under the pointer. With `steps`, the value of the last step up to there.
 function valueAt(values, at, steps) {
   let i = at === null ? values.length - 1 : at;
   while (steps && i > 0 && values[i] === null) --i;
   return values[i];
 }
 
-// The beginning and the end of a name, since those of a series differ at the end.
+// The beginning and the end of a name, because names in a series differ at the end.
 function shortened(name) {
   return name.length <= 28 ? name : `${name.slice(0, 14)}\u2026${name.slice(-13)}`;
 }
@@ -246,7 +247,7 @@ function draw(figure) {
   drawLegend(figure, lines, chart, at, all.length - lines.length, beyond);
 }
 
-// Where the pointer is in each chart, as a share of the width.
+// The position of the pointer in each chart, as a share of the width.
 const pointers = new Map();
 
 function sampleAt(position, x) {
@@ -293,7 +294,7 @@ async function renewSamples() {
   if (!await ask(samples.last)) await ask(0);
 }
 
-// Replaces the parts of the page that have changed, but not the charts, which are drawn here.
+// Replaces the parts of the page that have changed, except the charts, which this script draws.
 async function renewPage() {
   const renewed = new DOMParser().parseFromString(await fetchText(location.pathname), "text/html");
   const main = renewed.querySelector("main");
@@ -315,7 +316,7 @@ async function renewPage() {
   document.title = renewed.title;
 }
 
-// Keeps how far tables were scrolled sideways.
+// Replaces a part, and keeps the sideways scroll positions of its tables.
 function replace(shown, part) {
   const scrolled = Array.from(shown.querySelectorAll(".wide"), (box) => box.scrollLeft);
   const adopted = document.adoptNode(part);
@@ -323,7 +324,7 @@ function replace(shown, part) {
   adopted.querySelectorAll(".wide").forEach((box, i) => { box.scrollLeft = scrolled[i] || 0; });
 }
 
-// Of a head that is missing, or is gone, the page has no charts.
+// Whether the head of the page does not exist. Its page has no charts.
 function isMissing() {
   const charts = document.getElementById("charts");
   return charts === null || charts.hidden;
