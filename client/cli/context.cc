@@ -135,8 +135,8 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
   }
 }
 
-// "workspace_bytes must be >= 0, got 99999999" of a server that leaves it at that, with the unit that the
-// field's name says.
+// Adds the unit to an error of a server that names none: "workspace_bytes must be >= 0, got 99999999" becomes
+// "... got 99999999 bytes (95.4 MiB)", because the name of the field says that the number is bytes.
 std::string WithUnitOfField(std::string message, const std::optional<v1::ErrorDetail>& detail) {
   if (!detail.has_value() || !absl::EndsWith(detail->field(), "_bytes")) return message;
   if (!absl::EndsWith(message, absl::StrCat("got ", detail->value()))) return message;
