@@ -114,8 +114,8 @@ __global__ void WeightRowsKernel(float* weight, const float* first_elements, int
 // is moved kMoves times within the span of its candidates' weight rows, toward the wanted logit of each
 // candidate. Element 0 of all rows is first_element and does not move.
 //
-//   classes, logits [rows, most]: the candidates and their wanted logits; counts [rows]: how many of them
-//   count shared memory: [hidden + most] floats
+//   classes, logits [rows, most]: the candidates and their wanted logits
+//   counts [rows]: how many candidates the row has; shared memory: [hidden + most] floats
 __global__ void RealRowsKernel(const float* weight, const int32_t* classes, const float* logits,
                                const int32_t* counts, const float* noise, int64_t most, int64_t hidden,
                                float first_element, uint64_t seed, __nv_bfloat16* out) {
