@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Makes the data of the GPU benchmarks and computes their reference results on the GPU (gpu_data.h).
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 

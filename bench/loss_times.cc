@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The measurements of `cuda_bench loss` (loss_times.h), except the microbatch and the bare products, which
+// are in the header.
 #include "bench/loss_times.h"
 
 #include <cuda_runtime_api.h>

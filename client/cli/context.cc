@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How lossctl connects to a server and prints, and its exit codes and error messages (context.h).
 #include "client/cli/context.h"
 
 #include <unistd.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Turns the protocol's messages into text and JSON (describe.h).
 #include "client/cli/describe.h"
 
 #include <google/protobuf/descriptor.h>

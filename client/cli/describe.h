@@ -42,7 +42,7 @@ std::string WhatIsLost(const v1::HeadDescription& head);
 
 // What a server answers at /events.json (docs/watching.md#events).
 struct Events {
-  std::string incarnation;  // of the server
+  std::string incarnation;  // the incarnation of the server
   uint64_t last_id = 0;
   bool missed = false;  // the server has already dropped some events that were asked for
   std::vector<nlohmann::ordered_json> events;  // as the server wrote them, the oldest change first

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Formats numbers, charts, tables and lists of fields (format.h).
 #include "client/cli/format.h"
 
 #include <unistd.h>

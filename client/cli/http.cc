@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// lossctl's HTTP client, and the parser of metrics (http.h).
 #include "client/cli/http.h"
 
 #include <httplib.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The terminal, its signal handlers, and the loop of live views (live.h).
 #include "client/cli/live.h"
 
 #include <fcntl.h>

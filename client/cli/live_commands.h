@@ -32,7 +32,7 @@ struct WatchSample {
   absl::Status status;  // the fields below are valid if OK
   v1::ServerDescription server;
   std::vector<v1::HeadDescription> heads;
-  double round_trip_seconds = 0;                     // of the call that fetched the heads
+  double round_trip_seconds = 0;                     // the time of the call that fetched the heads
   std::optional<std::vector<MetricSample>> metrics;  // if the HTTP side of the server answered
   std::string why_no_metrics;                        // if it did not answer
 };
@@ -122,7 +122,7 @@ uint64_t QueuedSlices(const WatchSample& sample);
 //
 // Thread-compatible.
 
-// By what the lists are sorted; the largest value comes first.
+// The value by which the lists are sorted; the largest comes first.
 enum class TopOrder : uint8_t { kRows, kBytes, kStaging, kWait };
 
 const std::map<std::string, TopOrder>& TopOrders();  // rows, bytes, staging, wait

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The commands loss and bench (loss_commands.h): their options, rows and reports.
 #include "client/cli/loss_commands.h"
 
 #include <CLI/Error.hpp>

@@ -41,11 +41,11 @@ struct BenchTotals {
   uint64_t rows = 0;
   uint64_t sent_bytes = 0;
   uint64_t received_bytes = 0;
-  int streams = 0;  // of the last microbatch
+  int streams = 0;  // the number of streams of the last microbatch
   uint64_t repeats = 0;
   double queue_seconds = 0;      // on the server, summed over slices
   double compute_seconds = 0;    // on the server, summed over slices
-  double sampling_variance = 0;  // of sampled gradients, as in client::LossResult
+  double sampling_variance = 0;  // of sampled gradients: see client::LossResult
   double squared_gradient = 0;
   std::vector<double> latencies;  // seconds, one per microbatch
 };

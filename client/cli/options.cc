@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Options, checks of values and words that several commands use (options.h).
 #include "client/cli/options.h"
 
 #include <unistd.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads and writes tensors in files, and makes the rows of a benchmark (tensors.h).
 #include "client/cli/tensors.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Errors about wrong command lines, and completion of words (usage.h). Also the command completion.
 #include "client/cli/usage.h"
 
 #include <algorithm>

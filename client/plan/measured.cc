@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads measured rates, and predicts times for other cards and other shapes (measured.h).
 #include "client/plan/measured.h"
 
 #include <algorithm>

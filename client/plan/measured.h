@@ -30,8 +30,9 @@ struct Card {
   std::string name;
   int64_t memory_bytes = 0;
   int multiprocessors = 0;
-  int clusters =
-      0;  // that the logit pass runs with (kernels/cuda/device/device_limits.h); 0: it does not run
+  // The number of clusters with which the logit pass runs (kernels/cuda/device/device_limits.h); 0: it does
+  // not run on the card.
+  int clusters = 0;
 };
 
 // The time of one microbatch: loss, dx and dW.
@@ -67,9 +68,9 @@ struct PassRate {
 struct TransportRate {
   std::string transport;  // "cuda_ipc", "shared_memory", "tcp", "unix"
   int connections = 1;
-  double gigabytes_per_second = 0.0;  // of hidden states; gradients come back at the same rate
+  double gigabytes_per_second = 0.0;  // the rate of hidden states; gradients come back at the same rate
   double rows_per_second = 0.0;
-  double kernels_rows_per_second = 0.0;  // of the kernels alone, without a server, on the same card
+  double kernels_rows_per_second = 0.0;  // the rate of the kernels alone, without a server, on the same card
   double server_cores = 0.0;
   size_t source = 0;
 };
@@ -90,10 +91,10 @@ struct PipelineRun {
   int64_t layers = 0;
   int64_t hidden = 0;
   int64_t vocab = 0;
-  int64_t microbatches = 0;  // of a step
-  int64_t rows = 0;          // of a step
+  int64_t microbatches = 0;  // the microbatches of a step
+  int64_t rows = 0;          // the rows of a step
   double step_seconds = 0.0;
-  std::vector<int64_t> peak_bytes;  // of each stage
+  std::vector<int64_t> peak_bytes;  // the peak memory of each stage
   size_t source = 0;
 };
 
@@ -108,17 +109,17 @@ struct CardBounds {
 // One step of a pipeline, as bench/pipeline_bench.py measures it. It counts every GPU, also the server's.
 struct PipelineStep {
   std::string kind;       // "local", "server", "colocated"
-  std::string gradients;  // of a head on a server: "exact", "sampled"
+  std::string gradients;  // only with a head on a server: "exact", "sampled"
   bool mps = false;       // only colocated: trainer and server run at the same time (CUDA MPS)
   int64_t hidden = 0;
   int64_t vocab = 0;
-  int64_t microbatches = 0;  // of a step
+  int64_t microbatches = 0;  // the microbatches of a step
   int64_t microbatch_rows = 0;
-  std::vector<int64_t> layers;  // of each stage
+  std::vector<int64_t> layers;  // the number of layers of each stage
   std::vector<int64_t> shares;  // the share of the head that each stage has; empty: equal shares
-  double layer_seconds = 0.0;   // of one layer alone, forward and backward of a microbatch
+  double layer_seconds = 0.0;   // the time of one layer alone, forward and backward of a microbatch
   double step_seconds = 0.0;
-  std::vector<int64_t> peak_bytes;  // of each stage, without what the server takes there
+  std::vector<int64_t> peak_bytes;  // the peak memory of each stage, without what the server takes there
   size_t source = 0;
 };
 

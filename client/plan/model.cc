@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads a model's configuration, counts its parameters, and computes the memory of training (model.h).
 #include "client/plan/model.h"
 
 #include <algorithm>
@@ -41,12 +42,12 @@ enum class Bias : uint8_t { kNo, kYes, kOption };  // kOption: what the configur
 // The parts of the layers of one model_type.
 struct Family {
   absl::string_view type;
-  bool tied = false;                 // by default
+  bool tied = false;                 // whether the classifier is tied if the configuration does not say it
   bool gated = true;                 // three matrices in the MLP, else two
   Bias projection_bias = Bias::kNo;  // of queries, keys and values; kOption: attention_bias
   Bias output_bias = Bias::kNo;      // of the attention's output; kOption: attention_bias
   Bias mlp_bias = Bias::kNo;         // kOption: mlp_bias
-  int norms = 2;                     // for each layer
+  int norms = 2;                     // the number of norms of a layer
   bool shifted_norms = false;        // norms have a shift in addition to the gain
   bool head_norms = false;           // norms of queries and keys, over the size of an attention head
   bool experts = false;              // a layer has num_local_experts MLPs and a router

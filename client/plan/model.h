@@ -43,7 +43,7 @@ bool TiedByDefault(absl::string_view model_type);
 
 // The shape of one language model.
 struct Model {
-  std::string name;        // for people; may be empty
+  std::string name;        // a name for people; may be empty
   int64_t hidden = 0;      // D
   int64_t vocab = 0;       // V
   int64_t layers = 0;      // 0: not known

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Makes a plan (plan.h): the division of layers and head, steps of a pipeline, memory of a GPU, and speeds.
 #include "client/plan/plan.h"
 
 #include <algorithm>

@@ -79,11 +79,11 @@ std::vector<double> StageSeconds(absl::Span<const double> layer_seconds,
 
 // A pipeline, and the times of its parts.
 struct PipelineShape {
-  std::vector<double> layer_seconds;  // of each layer: forward and backward of a microbatch, alone; > 0
-  double embedding_seconds = 0.0;     // of the first stage's embedding, measured in the same way
-  int stages = 1;                     // from 1 to the number of layers
-  int64_t microbatches = 1;           // of a step of one replica, >= 1
-  int64_t microbatch_rows = 1;        // >= 1
+  std::vector<double> layer_seconds;  // for each layer: forward and backward of a microbatch, alone; > 0
+  double embedding_seconds = 0.0;     // the first stage's embedding, measured in the same way
+  int stages = 1;                     // the number of stages, from 1 to the number of layers
+  int64_t microbatches = 1;           // the microbatches of a step of one replica, >= 1
+  int64_t microbatch_rows = 1;        // the rows of a microbatch, >= 1
   int64_t replicas = 1;  // copies of the pipeline, >= 1; they share the server, if it has GPUs of its own
 };
 
@@ -96,13 +96,13 @@ struct PipelineFactors {
 
 // One division of a pipeline over its GPUs, and its times.
 struct PipelineLayout {
-  std::vector<int64_t> layers;           // of each stage
+  std::vector<int64_t> layers;           // the number of layers of each stage
   std::vector<int64_t> shares;           // colocated: the share of the head on each stage; otherwise empty
-  int64_t gpus = 0;                      // of all replicas, with those of the server
+  int64_t gpus = 0;                      // all GPUs of all replicas, and those of the server
   double slowest_stage_seconds = 0.0;    // the largest T, of a microbatch
-  double step_seconds = 0.0;             // predicted
-  double least_step_seconds = 0.0;       // the same division with factors of 1
-  double rows_per_second_and_gpu = 0.0;  // predicted
+  double step_seconds = 0.0;             // the predicted time of a step
+  double least_step_seconds = 0.0;       // the predicted time of the same division if all factors are 1
+  double rows_per_second_and_gpu = 0.0;  // predicted rate, divided by `gpus`
   bool server_bound = false;             // the server takes longer than the slowest stage
 };
 
@@ -137,9 +137,9 @@ struct Request;
 struct DeviceMemory {
   kernels::Logits logits = kernels::Logits::kStored;
   kernels::Split split = kernels::Split::kAny;  // kAny: the server has one GPU
-  kernels::MemoryBytes memory;                  // by part; of several GPUs, the one with the most
-  int64_t library_bytes = 0;  // scratch memory of the library's matrix products, once for each GPU
-  int64_t device_bytes = 0;   // total on the GPU
+  kernels::MemoryBytes memory;  // by purpose; with several GPUs, on the GPU that needs the most
+  int64_t library_bytes = 0;    // scratch memory of the library's matrix products, once for each GPU
+  int64_t device_bytes = 0;     // the total on the GPU
   int64_t chunk_rows = 0;
   bool fits = false;
   std::vector<kernels::Choice> choices;
@@ -165,11 +165,12 @@ struct Plan;
 struct PipelineRequest {
   int stages = 0;  // 0: no pipeline is planned
   std::vector<double>
-      layer_seconds;  // of each layer, or one value for all; forward and backward; > 0 with stages
-  double embedding_seconds = 0.0;   // of the first stage's embedding
-  double head_seconds = 0.0;        // of a server's exact gradients
-  double sampled_seconds = 0.0;     // of a server's sampled gradients
-  double local_head_seconds = 0.0;  // of the head on the last stage
+      // For each layer, or one value for all layers: forward and backward; > 0 if there are stages.
+      layer_seconds;
+  double embedding_seconds = 0.0;   // the time of the first stage's embedding
+  double head_seconds = 0.0;        // the time of a server's exact gradients
+  double sampled_seconds = 0.0;     // the time of a server's sampled gradients
+  double local_head_seconds = 0.0;  // the time of the head on the last stage
   int64_t layer_bytes = 0;  // what a layer keeps of a microbatch for its backward; 0: LayerActivationBytes()
 };
 
@@ -184,7 +185,8 @@ absl::string_view Name(PipelineKind kind);  // "local", "server", "colocated"
 struct Pipeline {
   PipelineKind kind = PipelineKind::kLocal;
   std::optional<LocalMethod> local;  // kLocal; none: the user gave the time, and its method is not known
-  kernels::Gradients gradients = kernels::Gradients::kExact;  // of the server
+  // The kind of gradients that the server computes.
+  kernels::Gradients gradients = kernels::Gradients::kExact;
   bool mps = false;  // kColocated: trainer and server run at the same time (CUDA MPS); false: in turns
   PipelineLayout layout;
   double over_local = 0.0;              // rows per second and GPU divided by those of kLocal; 0: not known
@@ -231,12 +233,12 @@ struct Request {
   int64_t workspace_bytes = 0;  // 0: the server's default
 
   std::string data = "real";     // the kind of rows whose measured times count
-  int64_t rows = 65536;          // of a step of one trainer
-  int64_t microbatch = 8192;     // rows of a microbatch
-  int64_t trainers = 1;          // the trainers that share the server
-  double trainer_seconds = 0.0;  // of a step of a trainer without the head; 0: not known
-  int gpus = 1;                  // of the server
-  int64_t memory_bytes = 0;      // of a GPU; 0: the card's
+  int64_t rows = 65536;          // rows that one trainer sends in a step
+  int64_t microbatch = 8192;     // rows of one microbatch
+  int64_t trainers = 1;          // the number of trainers that share the server
+  double trainer_seconds = 0.0;  // the time of a trainer's step without the head; 0: not known
+  int gpus = 1;                  // the number of the server's GPUs
+  int64_t memory_bytes = 0;      // the memory of one GPU; 0: that of the card
   int64_t stage_bytes = 0;       // what layers take on the last stage next to a local head
 
   PipelineRequest pipeline;
@@ -250,7 +252,7 @@ struct Request {
 struct ServerSpeed {
   kernels::Logits logits = kernels::Logits::kStored;
   kernels::Gradients gradients = kernels::Gradients::kExact;
-  Estimate microbatch;  // on one GPU
+  Estimate microbatch;  // the time of one microbatch on one GPU
   // The fields below are valid if the estimate is known. Rows per second are those of all GPUs, at least and
   // at most.
   double low_rows_per_second = 0.0, high_rows_per_second = 0.0;
@@ -274,20 +276,21 @@ struct Link {
 struct LastStage {
   LocalMethod method = LocalMethod::kTorch;
   Estimate microbatch;
-  int64_t peak_bytes = 0;  // of a microbatch
+  int64_t peak_bytes = 0;  // the peak for one microbatch
   int64_t state_bytes = 0;
   int64_t largest_microbatch = 0;  // rows that fit in addition to Request::stage_bytes
 };
 
 // The work between two steps.
 struct Update {
-  std::optional<double> seconds;  // of the optimizer and the gradient norm, on one GPU; none: not measured
+  // The time of the optimizer and the gradient norm, on one GPU; none: not measured.
+  std::optional<double> seconds;
   std::vector<size_t> sources;
 };
 
 // The whole plan.
 struct Plan {
-  Request request;  // with memory_bytes set
+  Request request;  // its memory_bytes is never 0
   std::vector<DeviceMemory> server;
   std::vector<ServerSpeed> speeds;
   Update update;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The text, the model and its optimizer (model.h).
 #include "examples/ngram_lm/model.h"
 
 #include <cblas.h>

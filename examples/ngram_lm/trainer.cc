@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The training loop with every call to the server (trainer.h).
 #include "examples/ngram_lm/trainer.h"
 
 #include <algorithm>

@@ -25,9 +25,9 @@ struct TrainerOptions {
   // The safetensors file into which Save writes the trainer's state. Empty: the training cannot be resumed.
   std::string state_file;
   StageOneShape shape;
-  int64_t microbatches = 4;       // of a step
+  int64_t microbatches = 4;       // the microbatches of a step
   int64_t microbatch_rows = 256;  // tokens of a microbatch
-  float learning_rate = 4e-3f;    // of stage one, the largest of the schedule
+  float learning_rate = 4e-3f;    // the largest learning rate of stage one
   double head_learning_rate = 8e-3;
 };
 

@@ -31,7 +31,7 @@ struct Fault {
   int code = 0;  // a gRPC status code; other than 0: ends the call with it, before the message is used
   bool detail =
       true;  // the status has a detail, as the server's own errors have; false: a broken connection's
-  std::string message;       // of the status if it has no detail; empty: the message of a broken connection
+  std::string message;       // the message of a status without a detail; empty: that of a broken connection
   bool restart = false;      // first the server restarts, see Restart()
   bool discard = false;      // first another client zeroes the gradients of every head
   bool new_weights = false;  // first another client writes the weights of every head

@@ -89,9 +89,10 @@ inline v1::ApplyStepRequest AdamStep(uint64_t step, size_t microbatches) {
 
 struct Trained {
   std::vector<std::vector<float>> tensors;  // the weight and its moments
-  std::vector<std::vector<float>> grads;    // of the hidden states, for each microbatch of the last step
-  std::vector<double> losses;               // of all microbatches
-  std::vector<double> norms;                // of the gradient, for each step
+  // For each microbatch of the last step: the gradient of its hidden states.
+  std::vector<std::vector<float>> grads;
+  std::vector<double> losses;  // the losses of all microbatches
+  std::vector<double> norms;   // the norm of the gradient at each step
 };
 
 inline std::vector<std::vector<float>> Tensors(client::Client& client) {
