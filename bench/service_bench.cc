@@ -3,7 +3,7 @@
 // engine, and by a client over TCP loopback. All run in one process on one backend.
 //
 //   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
-//   server_bench service --target=127.0.0.1:7070      the client alone, of a server that runs
+//   server_bench service --target=127.0.0.1:7070      only the client; the server runs already
 //
 // Prints a table, and writes JSON to --json=FILE. Each of the three computes loss, dL/dx and dL/dW of the
 // same random rows.

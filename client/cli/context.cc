@@ -118,7 +118,7 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
       if (detail.has_value() && detail->field() == client::kTargetField) {
         return "start one with `lossd`, or name another with --server HOST:PORT or LOSSD_SERVER";
       }
-      if (detail.has_value() && detail->field() == kHttpField) return "";  // the message says all there is
+      if (detail.has_value() && detail->field() == kHttpField) return "";  // the message is complete
       return "try again later; `lossctl health` says whether the server serves";
     case absl::StatusCode::kNotFound:
       if (detail.has_value() && absl::EndsWith(detail->field(), "head"))

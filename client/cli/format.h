@@ -20,7 +20,7 @@ namespace lossd::cli {
 
 enum class Tone : uint8_t { kPlain, kTitle, kGood, kWarning, kBad, kFaint };
 
-// How text for people looks: how much of it there is, and in which colours.
+// How text for people looks: how much it contains, and whether it is colored.
 struct Style {
   bool wide = false;   // also print columns and fields that not everyone needs
   bool color = false;  // print escape sequences for tones

@@ -63,9 +63,9 @@ class Terminal {
 
   enum class Event {
     kTime,    // `until` has come
-    kQuit,    // a signal, or the terminal has gone
+    kQuit,    // a signal came, or the terminal was closed
     kKey,     // a key was pressed
-    kRedraw,  // the terminal has another size, or the process went on after a stop
+    kRedraw,  // the terminal has another size, or the process continues after a stop
     kWoken,
   };
   // Returns the next event, kTime when `until` has come. kKey sets `key`; if several keys were pressed

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lossctl: lossd from a terminal. `lossctl --help` is its manual.
+// The main function of lossctl, which controls and watches a lossd server from a terminal. `lossctl --help`
+// is its manual.
 #include <fcntl.h>
 #include <unistd.h>
 

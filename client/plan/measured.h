@@ -172,8 +172,8 @@ std::vector<std::string> CardNames();
 
 // What is known of the card `name`. If it is the card that was measured, `measured` stays as it is. Otherwise
 // the result has Measured::bounds, and leaves out what says nothing about another card: the speedup of
-// several GPUs, and transports through memory that is shared with trainers. INVALID_ARGUMENT naming the field
-// "card" if `name` is not one of CardNames(), or if no data sheet of the measured card is known.
+// several GPUs, and the transport through GPU memory that is shared with trainers. INVALID_ARGUMENT naming
+// the field "card" if `name` is not one of CardNames(), or if no data sheet of the measured card is known.
 absl::StatusOr<Measured> OnCard(Measured measured, absl::string_view name);
 
 // How a time is known. EstimateTime uses the first of these rules that applies:

@@ -383,7 +383,7 @@ struct HeadTimes {
   std::optional<double> served_exact, served_sampled;  // on the server's GPUs
 };
 
-// The local head that is fastest by the middle of its estimate, or null.
+// The local head whose estimate has the smallest middle, or null if no estimate is known.
 const LastStage* FastestLocal(const Plan& plan) {
   const LastStage* best = nullptr;
   for (const LastStage& stage : plan.last_stage) {

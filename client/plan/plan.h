@@ -52,7 +52,7 @@ inline constexpr int64_t kWholeShare = 1000;
 // Layers and shares that make all stages about equally fast.
 struct Balanced {
   std::vector<int64_t> layers;  // the number of layers of each stage, in order; >= 1 each
-  std::vector<int64_t> shares;  // of the head's classes, in thousandths (HeadSpec.shares)
+  std::vector<int64_t> shares;  // each stage's share of the classes, in thousandths (HeadSpec.shares)
 };
 
 // Divides layers and head over the stages with the same arithmetic as lossd.torch.balance(), step by step:
@@ -61,9 +61,9 @@ struct Balanced {
 // time that the other stages have left. Requires: one entry of stage_seconds for each stage; 1 <=
 // stage_seconds.size() <= layer_seconds.size(); all seconds finite and >= 0; 0 <= least_share <= kWholeShare
 // / stage_seconds.size().
-//   layer_seconds: of each layer, forward and backward of a microbatch
-//   head_seconds: of the whole head on one GPU
-//   stage_seconds: what each stage does beside its layers
+//   layer_seconds: the time of each layer: forward and backward of a microbatch
+//   head_seconds: the time of the whole head on one GPU
+//   stage_seconds: the time of each stage's other work
 Balanced Balance(absl::Span<const double> layer_seconds, double head_seconds,
                  absl::Span<const double> stage_seconds, int64_t least_share);
 

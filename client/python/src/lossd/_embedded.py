@@ -97,7 +97,7 @@ class Member:
         self._watch: list[threading.Thread] = []
         # With several ranks, calls of other processes may be open.
         drain = _DRAIN_SECONDS if "ranks" in options else 0.0
-        # Only the first call does it.
+        # Only the first call of stop() stops the server.
         self.stop = weakref.finalize(self, _stop, self._library, server, os.getpid(), drain, self._watch)
         self.address = os.fsdecode(self._library.lossd_address(server))
         self.http_address = os.fsdecode(self._library.lossd_http_address(server))
@@ -133,7 +133,7 @@ class EmbeddedClient(Client):
     """A Client whose server is in this process; closing the client, or the end of the process, stops the server.
 
     Thread-safe, as Client is. Other processes of the same user reach the server at `target` while it runs, for
-    example lossctl. A fork has neither the client nor the server.
+    example lossctl. A forked process has neither the client nor the server.
     """
 
     def __init__(self, server: Member, options: Mapping[str, Any], address: str | None = None) -> None:

@@ -294,7 +294,7 @@ class Client(HeadCalls):
         request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id)
         return self._call("ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse, timeout).released
 
-    # ---- Rows of the weight, as of an embedding ----
+    # ---- Embedding rows ----
 
     def embed_async(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
                     streams: int | None = None, timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingRows:

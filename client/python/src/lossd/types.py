@@ -158,8 +158,8 @@ class Objective(_Options):
     """
 
     kind: ObjectiveKind
-    # "ppo" and "cispo": rho is clipped to [1 - clip_low, 1 + clip_high]. clip_low in [0, 1], where 1 leaves rho free below;
-    # clip_high finite and not negative. None: 0.2 and 0.2 ("ppo"), 1 and 4 ("cispo").
+    # "ppo" and "cispo": rho is clipped to [1 - clip_low, 1 + clip_high]. clip_low is in [0, 1]; 1 means no lower bound.
+    # clip_high is finite and not negative. None: 0.2 and 0.2 ("ppo"), 1 and 4 ("cispo").
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float = 0.0  # only "ppo", above 1: if A < 0, the policy part is at most -dual_clip A; 0: no such bound
@@ -254,7 +254,7 @@ class Depth:
     """
 
     rows: int  # not negative; the depths of a microbatch have all of its rows, in order
-    weight: float = 1.0  # of the depth's loss and gradients; finite and not negative
+    weight: float = 1.0  # factor of the depth's loss and gradients; finite and not negative
     # What a mean is divided by. None: the number of the depth's valid targets; with class weights it must be given.
     normalizer: float | None = None
 
@@ -270,7 +270,7 @@ class RetryOptions:
     """How often and when calls are repeated: calls that break, and reads that begin again because what they read has
     changed."""
 
-    max_attempts: int = 3  # of one call (or one stream of a loss computation), the first included; at least 1
+    max_attempts: int = 3  # of one call (or one stream of a loss computation), with the first; at least 1
     initial_backoff: float = 0.25  # seconds; grows fourfold with every attempt, with jitter
     max_backoff: float = 5.0  # seconds
 

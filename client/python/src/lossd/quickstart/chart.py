@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A curve of losses in characters, for a terminal."""
+"""draw(): a curve of losses made of characters, for a terminal."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Notes:
         self.loaded = loaded  # the value that was loaded
         self.moment = moment  # identifies the gradient whose norm it is; differs if something was accumulated since
         self._norm: str | None = None  # the last norm that was taken of it, if that was not the 2-norm
-        self._understates = False  # that norm may be larger than the 2-norm, of the gradient for which this one stands
+        self._understates = False  # for the server's gradient, that norm may be larger than the 2-norm
         self._scaled_by: str | None = None  # the first such norm that was taken before it was multiplied
         self._changed_by: str | None = None  # the first function that changed it other than by a multiplication
         self.touched = False  # its value may differ from `loaded`

@@ -28,7 +28,7 @@ _MOST_PREFETCHED = 4  # the most lookups that were begun by prefetch() and not u
 
 
 class ServedEmbedding(torch.nn.Module):
-    """torch.nn.Embedding whose weight [V, D] is that of a head on a lossd server: (...) ids in, (..., D) rows out.
+    """A torch.nn.Embedding whose weight [V, D] is the weight of a head on a lossd server. It maps ids (...) to rows (..., D).
 
         head = lossd.torch.LossHead(client, "lm")
         embedding = lossd.torch.ServedEmbedding(head)     # a tied model: one matrix at both ends
