@@ -176,14 +176,15 @@ std::vector<std::string> CardNames();
 // the field "card" if `name` is not one of CardNames(), or if no data sheet of the measured card is known.
 absl::StatusOr<Measured> OnCard(Measured measured, absl::string_view name);
 
-// How a time is known. EstimateTime uses the first of these rules that applies:
+// How a time is known. Nothing is known of microbatches with fewer than kLeastRows rows. For others,
+// EstimateTime uses the first of these rules that applies:
 //   - kMeasured: the shape was measured. Its time is in proportion to the rows.
 //   - kLikeShapes: the measured shapes predict each other. When each of them is left out in turn, the others
 //     predict its time per row and element of the weight (D V) within 10 %. Then they predict this shape,
 //     too, and the bounds are the worst of these errors, up and down.
 //   - kBetween: they do not predict each other. The bounds are the fastest and the slowest of them, per row
 //     and element of the weight.
-//   - kNone: nothing is known, for example of small microbatches and of shapes far from all measured shapes.
+//   - kNone: nothing is known, for example of shapes far from all measured shapes.
 enum class Basis : uint8_t {
   kMeasured,
   kLikeShapes,  // predicted from other shapes, which predict each other

@@ -118,8 +118,8 @@ class PoolConformance : public DistillationConformance {
  protected:
   // The same problem with its head in host memory.
   static Problem InHostMemory(Problem problem);
-  // One problem for each teacher, for a student like Distilled's. The teachers' hidden sizes are `hidden_size`
-  // and slightly above. All problems have the same student's tensors.
+  // One problem for each teacher, for a student like Distilled's. The teachers' hidden sizes are
+  // `hidden_size` and slightly above. All problems have the same student's tensors.
   std::vector<Problem> Lessons(int teachers, int64_t hidden_size, int64_t vocab_size);
 };
 
