@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast a head goes to the disk and comes back, beside what the disk does with the same bytes.
+// Measures how fast a head is saved to disk and loaded again, compared with writing and reading the same
+// bytes without lossd.
 //
-// The tensors come from memory and go to memory, at memory speed, so that the disk, its threads and the
-// checksums are what is measured; a device in their place adds the copies to and from it. Before each load
-// the files leave the page cache. Prints one line a round and the medians:
+// The tensors are copied from and to memory, without a device. So the disk, its threads and the checksums are
+// measured; a device would add its own copies. Before each load, the files are dropped from the page cache.
+// Prints one line for each round, and the medians:
 //
 //   server_bench checkpoint --directory=/var/tmp --hidden=4096 --vocab=32768 --rounds=5
 #include <fcntl.h>
@@ -44,12 +45,12 @@ struct Flags : CommandFlags {
 namespace fs = std::filesystem;
 
 struct Round {
-  double read = 0;  // seconds in which the head would be held
+  double read = 0;  // seconds in which the head could not change
   double save = 0;
   double load = 0;
 };
 
-// Bytes that no file system stores as a hole or compresses.
+// Bytes that a file system can neither store as a hole nor compress.
 std::vector<uint8_t> Noise(size_t bytes) {
   std::vector<uint8_t> noise(bytes);
   uint64_t state = 88172645463325252u;
@@ -62,7 +63,7 @@ std::vector<uint8_t> Noise(size_t bytes) {
   return noise;
 }
 
-// Takes what is on the disk out of memory.
+// Drops the folder's files from the page cache. Data that is not on the disk yet stays there.
 void LeavePageCache(const std::string& folder) {
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     if (!entry.is_regular_file()) continue;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Parses the flags of a benchmark and runs the command that is asked for (command.h).
 #include "bench/command.h"
 
 #include <cstdlib>

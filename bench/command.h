@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs of several benchmarks, each with flags of its own: `server_bench checkpoint --rounds=3`.
+// CommandFlags and RunCommand: a program that has several benchmarks as commands, each with its own flags,
+// such as `server_bench checkpoint --rounds=3`.
 //
 //   struct Flags : CommandFlags {
 //     Flag<int> rounds{this, "rounds", 5, "saves and loads"};
@@ -10,8 +11,8 @@
 //     for (int i = 0; i < *flags.rounds; ++i) ...
 //   }
 //
-// Flags are written as Abseil's: --name=value or --name value, of a bool also --name and --noname; elements
-// of a list are separated by commas. Not thread-safe.
+// Flags are written as Abseil's: --name=value or --name value; a bool also as --name or --noname. Elements of
+// a list are separated by commas. Not thread-safe.
 #ifndef LOSSD_BENCH_COMMAND_H_
 #define LOSSD_BENCH_COMMAND_H_
 
@@ -31,9 +32,9 @@ class CommandFlags {
   CommandFlags(const CommandFlags&) = delete;
   CommandFlags& operator=(const CommandFlags&) = delete;
 
-  // Sets the flags that `argv` names, from argv[1] on; argv[0] is the command's name. Ends the program with
-  // status 2 and a message on an unknown flag, a value that does not parse and what is no flag, and with 0
-  // after --help.
+  // Sets the flags that `argv` names, from argv[1] on; argv[0] is the command's name. On an unknown flag, a
+  // value that cannot be parsed, or a word that is not a flag, the program ends with a message and status 2.
+  // After --help it ends with status 0.
   void Parse(int argc, char** argv);
 
  protected:
@@ -55,7 +56,7 @@ class CommandFlags {
     const char* const help_;
   };
 
-  // T: what Abseil's flags can be.
+  // T: any type that Abseil's flags can have.
   template <typename T>
   class Flag final : public AnyFlag {
    public:
@@ -81,17 +82,18 @@ class CommandFlags {
   AnyFlag* Find(absl::string_view name) const;
   std::string Help(absl::string_view command) const;
 
-  std::vector<AnyFlag*> flags_;  // in the order of the struct
+  std::vector<AnyFlag*> flags_;  // in the order in which the struct declares them
 };
 
 struct Command {
   const char* name;
   const char* summary;                // what it measures
-  int (*run)(int argc, char** argv);  // argv[0]: the command's name. Returns the exit status
+  int (*run)(int argc, char** argv);  // argv[0] is the command's name. Returns the exit status.
 };
 
-// The main function of a program of these commands: runs the one that argv[1] names, with the arguments after
-// it. Without a command, or with an unknown one, it prints all of them and returns 2; after --help 0.
+// The main function of a program with these commands. Runs the command that argv[1] names, with the arguments
+// after it. Without a command, or with an unknown one, it prints the list of commands and returns 2; after
+// --help it returns 0.
 int RunCommand(int argc, char** argv, absl::Span<const Command> commands);
 
 }  // namespace lossd::bench

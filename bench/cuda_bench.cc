@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Benchmarks of the CUDA backend: `cuda_bench loss --shapes=gemma2-2b`. They need a GPU.
+// The main program of the benchmarks of the CUDA backend, such as `cuda_bench loss --shapes=gemma2-2b`. They
+// need a GPU.
 #include "bench/cuda_bench.h"
 
 #include "bench/command.h"

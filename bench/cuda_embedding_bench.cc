@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the rows of an embedding on one GPU, beside copies of the same bytes in the same run.
+// Times the embedding rows of a head on one GPU, and copies of the same bytes in the same run.
 //
 //   cuda_bench embedding --out=results.json --commit=abc123 [--shapes=8192x2304x256000,8192x4096x128256]
 //
-// "gather" and "add" are kernels alone: rows of a bf16 weight to memory of the GPU, and gradients of rows,
-// which are checked, guarded and added to the fp32 gradient by class. Their bytes are what they have to move,
-// counted once: of the gather 2 N D elements; of the sum N D elements, and 8 D of each class that has rows.
-// "rows" and "gradients" are whole chunks of a head whose rows lie in memory of the GPU, from Submit until
-// results are there, and until the chunk is done.
+// "gather" and "add" time single kernels. "gather" copies rows of a bf16 weight to other memory of the GPU;
+// it must move 2 N D elements. "add" checks and guards gradients of rows and adds them to the fp32 gradient
+// by class; it must move N D elements, and 8 D bytes for each class that has rows. "rows" and "gradients"
+// time whole chunks of a head whose rows lie in memory of the GPU, from Submit until the results are there,
+// and until the chunk is done.
 //
-// Ids are "text", where the class of rank r has a share of about 1 / (r + 2.7) as words of a language have,
-// and "uniform".
+// The token ids are either "text", where the class of rank r has a share of about 1 / (r + 2.7), as words of
+// a language have, or "uniform".
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -68,7 +68,7 @@ Shape ParseShape(const std::string& text) {
 }
 
 std::vector<int32_t> MakeIds(const Shape& shape, bool text, std::mt19937_64& rng) {
-  std::vector<double> below;  // cumulated shares
+  std::vector<double> below;  // cumulative shares
   double sum = 0.0;
   for (int64_t rank = 0; rank < shape.vocab; ++rank) {
     below.push_back(sum += text ? 1.0 / (static_cast<double>(rank) + 2.7) : 1.0);
@@ -85,7 +85,7 @@ std::vector<int32_t> MakeIds(const Shape& shape, bool text, std::mt19937_64& rng
   return ids;
 }
 
-// Memory of a shape's kernels: a weight and gradients of rows in bf16 that are neither zero nor all the same.
+// The device memory for one shape: a weight and gradients of rows in bf16, neither all zero nor all equal.
 class Buffers {
  public:
   explicit Buffers(const Shape& shape) : shape_(shape) {
@@ -114,7 +114,7 @@ class Buffers {
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
 
-  // Lays out a chunk of these ids as a head does, and copies it to `inputs`.
+  // Lays out a chunk with these ids as a head does, and copies the layout to `inputs`.
   cuda::ClassRuns LayOut(const std::vector<int32_t>& ids) {
     std::vector<uint8_t> host(static_cast<size_t>(cuda::InputBlockBytes(shape_.rows)));
     cuda::Carver on_host(host.data()), on_device(inputs);
@@ -192,7 +192,7 @@ Times TimeAdd(const Shape& shape, const Buffers& b, const cuda::ClassRuns& runs,
   });
 }
 
-// A copy that reads and writes `bytes` together.
+// Times a copy that moves `bytes` in total, reads and writes together.
 Times TimeCopy(const Buffers& b, int64_t bytes, Timer& timer) {
   return timer.Measure(*flags.iterations, [&](int) {
     Check(cudaMemcpyAsync(b.gradient, b.weight, static_cast<size_t>(bytes / 2), cudaMemcpyDeviceToDevice,
@@ -201,7 +201,7 @@ Times TimeCopy(const Buffers& b, int64_t bytes, Timer& timer) {
   });
 }
 
-// Whole chunks of `head`; milliseconds until their results are there and until they are done.
+// Times whole chunks of `head`: milliseconds until the results are there, and until the chunk is done.
 Json TimeChunks(kernels::HeadKernels& head, kernels::Embedding embedding, const Shape& shape,
                 const std::vector<int32_t>& ids, uint16_t* rows) {
   std::vector<double> results, done;

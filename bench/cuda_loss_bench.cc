@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the CUDA backend's loss with gradients on one GPU, all kinds of gradients on heads that store their
-// logits or recompute them, beside the bare GEMM floor of the same run.
+// Times a loss with gradients of the CUDA backend on one GPU: every kind of gradients, on heads that store
+// their logits and heads that recompute them, compared with the floor (the bare matrix products) of the same
+// run.
 //
 //   cuda_bench loss --out=results.json --commit=abc123 [--shapes=gemma2-2b,...] [--data=real,peaked,flat]
 //                   [--logits=stored,recomputed] [--gradients=exact,filtered,sampled,auto]
 //                   [--thresholds=10,12] [--deferred] [--top_k=64] [--losses=row_values,ppo,forward_kl]
 //
-// "loss+grad" is the time from one finished microbatch to the next with microbatches submitted one after
-// the other (host copies both ways included, overlapped by the backend); the floor is the three bare
-// cuBLASLt products with 16-bit output. loss_times.h says what the errors are. --deferred also times the two
-// calls of a deferred microbatch: the one that returns losses and entropies and retains the hidden states,
-// and the backward with upstream gradients of each row's loss, log-sum-exp and entropy, which computes the
-// logits once more. --top_k also times microbatches that want so many top classes of each row, --losses those
-// with other losses beside the cross-entropy: distillation has a teacher of the same shape, weight and hidden
-// states, whose logits have another scale.
+// "loss+grad" is the time from the end of one microbatch to the end of the next. Microbatches are submitted
+// one after the other; host copies in both directions are included, and the backend overlaps them. The floor
+// is the time of the three bare cuBLASLt products with 16-bit output. loss_times.h explains the errors. More
+// flags:
+// - --deferred also times the two calls of a deferred microbatch. The first returns losses and entropies and
+//   retains the hidden states. The second, the backward, brings the upstream gradients of each row's loss,
+//   log-sum-exp and entropy, and computes the logits once more.
+// - --top_k also times microbatches that return this number of top classes for each row.
+// - --losses also times other losses than the cross-entropy. Distillation has a teacher with the same shape,
+//   weight and hidden states, whose logits are scaled differently.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -104,7 +107,7 @@ int64_t FreeBytes() {
   return static_cast<int64_t>(free_bytes);
 }
 
-// How a chunk is computed.
+// One way to compute a chunk.
 struct Way {
   kernels::Logits logits = kernels::Logits::kStored;
   kernels::Gradients gradients = kernels::Gradients::kExact;
@@ -116,7 +119,7 @@ struct Way {
   }
 };
 
-// The value with this name; ends the program if there is none.
+// The enumerator with this name. Ends the program if there is none.
 template <typename Enum>
 Enum FromName(std::initializer_list<Enum> values, absl::string_view flag, const std::string& name) {
   for (const Enum value : values) {
@@ -135,7 +138,8 @@ std::vector<int> ThresholdsOf(const Way& way) {
   return thresholds;
 }
 
-// Each of --logits with each of --gradients, and that with each of --thresholds if it has one.
+// All combinations of --logits and --gradients. Kinds of gradients that have a threshold are combined with
+// each of --thresholds, too.
 std::vector<Way> Ways() {
   using kernels::Gradients;
   using kernels::Logits;
@@ -154,8 +158,9 @@ std::vector<Way> Ways() {
   return ways;
 }
 
-// The times of each of --losses: of `forward` row values, of `full` the others. "plain": the cross-entropy's
-// right before, as the clock of a card changes with what it does.
+// The times of each loss in --losses. "row_values" is timed with `forward`, other losses with `full`. "plain"
+// is the time of the cross-entropy immediately before, because the clock of a card depends on its recent
+// work.
 Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, const DataShape& shape,
                 const LossData& data, Microbatch& full, Microbatch& forward) {
   const auto time = [&](Microbatch& batch) {
@@ -188,12 +193,13 @@ Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, c
           .divergence = FromName({Divergence::kForwardKl, Divergence::kReverseKl, Divergence::kJensenShannon,
                                   Divergence::kTotalVariation},
                                  "losses", loss),
-          .teacher_logit_scale = 0.8f};  // a little flatter than the student
+          .teacher_logit_scale = 0.8f};  // a little flatter than the student's
       if (teacher == nullptr) {
         kernels::HeadConfig config = student;
         config.trainable = false;
         config.logits = kernels::Logits::kStored;
-        config.workspace_bytes = int64_t{2220} << 20;  // a student that recomputes logits has them there
+        // Also holds the logits of a student that recomputes them.
+        config.workspace_bytes = int64_t{2220} << 20;
         config.optimizer_state = kernels::OptimizerState::kNone;
         teacher = Take(backend.CreateHead(config), "CreateHead");
         WriteWeight(*teacher, shape, data);
@@ -236,7 +242,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
   Microbatch full(*backend, *head, shape, data, ComputeType(), options, Call::kLossAndGradients);
-  if (kernels::MaySample(way.gradients)) {  // the first chunks know no hot classes
+  if (kernels::MaySample(way.gradients)) {  // the first chunks do not know the hot classes yet
     full.Run(4, 1);
     Check(head->ZeroGradients(), "ZeroGradients");
   }
@@ -296,10 +302,11 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
 
 BareOptions BareOptionsOfFlags() { return {.iterations = *flags.iterations, .autotune = *flags.autotune}; }
 
-// Of the three products, whether they are computed or not; of the first one for the loss alone.
+// TFLOP/s. A loss with gradients counts as three products, whether they are all computed or not; the loss
+// alone as one.
 Json Teraflops(const DataShape& shape, const Floor& floor, const Json& result) {
   const double product = 2e-9 * static_cast<double>(shape.rows) * static_cast<double>(shape.hidden) *
-                         static_cast<double>(shape.vocab);  // over ms
+                         static_cast<double>(shape.vocab);  // divided by ms
   return {{"floor", 3.0 * product / floor.total()},
           {"loss_and_gradients", 3.0 * product / result["loss_and_gradients"]["median_ms"].get<double>()},
           {"loss_only", product / result["loss_only"]["median_ms"].get<double>()}};
@@ -358,7 +365,7 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
   std::cout << result.dump() << std::endl;
 }
 
-// Prints how well the data have the profile that they were made after.
+// Prints how closely the data match the measured profile after which they were made.
 Json ReachedProfile(const DataShape& shape, const LossData& data) {
   const data::ProfileCheck check = CheckProfile(shape, data);
   std::cout << check.Text() << std::flush;
@@ -370,7 +377,7 @@ Json ReachedProfile(const DataShape& shape, const LossData& data) {
   return reached;
 }
 
-// One result for each way, all with the same data and floor.
+// Returns one result for each way. All have the same data and the same floor.
 std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Timer& timer) {
   const DataShape& shape = named.shape;
   LossData data = MakeData(ParseDataKind(kind), shape, std::random_device{}());
@@ -381,7 +388,7 @@ std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Tim
   results.reserve(ways.size());
   for (const Way& way : ways) {
     results.push_back(RunBackend(shape, data, way));
-    Check(cudaSetDevice(0), "cudaSetDevice");  // where the data are
+    Check(cudaSetDevice(0), "cudaSetDevice");  // the device that has the data
   }
   if (ComputeType() == DType::kBFloat16) {
     const Floor floor = MeasureFloor(shape, data, BareOptionsOfFlags(), timer);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times what the CUDA backend does to a head's parameters between steps: the optimizer's pass, the gradient
-// norm and the addition of a gradient from outside, beside the copy bandwidth of the same run.
+// Times the passes of the CUDA backend over a head's parameters between steps: the optimizer, the gradient
+// norm, and adding a contribution to the gradient. The copy bandwidth is measured in the same run, for
+// comparison.
 //
 //   cuda_bench optimizer --out=results.json --commit=abc123 [--parameters=525336576]
 //
-// Bytes are what each pass has to move, counted once: AdamW with a 16-bit copy of the weights reads gradient,
-// two moments and value (16 bytes a parameter) and writes them and the copy (18). Lazy steps are timed with a
-// gradient in every row, in one row of 32 and in none; of an idle row the gradient is read (4).
+// Each pass's bytes are the bytes that it must move, counted once. AdamW with a 16-bit copy of the weights
+// reads gradient, two moments and value (16 bytes a parameter) and writes all four and the copy (18 bytes).
+// Lazy steps are timed with a gradient in every row, in one row of 32, and in no row; of a row without a
+// gradient only the gradient is read (4 bytes).
 #include <functional>
 #include <iostream>
 #include <string>
@@ -37,7 +39,7 @@ namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
 using kernels::OptimizerOptions;
 
-// A head's parameters, filled with numbers that no pass turns into special cases.
+// The parameters of a head, filled with numbers that are no special case for any pass.
 class Parameters {
  public:
   explicit Parameters(int64_t count) : count_(count) {
@@ -53,15 +55,15 @@ class Parameters {
     cudaFree(partials_);
   }
 
-  // Every pass of an optimizer zeroes the gradients, so they are written anew before the next one.
+  // Writes the gradients again before the next pass, because every optimizer pass sets them to zero.
   void Fill(cudaStream_t stream) {
     for (float* tensor : tensors_)
       Check(cuda::LaunchFillPattern(tensor, DType::kFloat32, count_, stream), "LaunchFillPattern");
-    // A second moment is positive.
+    // The second moment must be positive.
     Check(cuda::LaunchFill(tensors_[3], count_, 0.5f, stream), "LaunchFill");
     Check(cuda::LaunchFillPattern(slice_, DType::kBFloat16, count_, stream), "LaunchFillPattern");
   }
-  // Leaves a gradient in one row of `interval`; 0: in none.
+  // Zeroes the gradient except in one row of every `interval`; 0: in all rows.
   void MakeIdle(int64_t interval, cudaStream_t stream) {
     for (int64_t row = 0; row < count_ / kCols; ++row) {
       if (interval > 0 && row % interval == 0) continue;
@@ -95,7 +97,7 @@ class Parameters {
 
  private:
   const int64_t count_;
-  float* tensors_[4];  // value, gradient, moments
+  float* tensors_[4];  // value, gradient, first and second moment
   uint16_t* copy_;
   uint16_t* slice_;
   double* partials_;

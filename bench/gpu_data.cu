@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Makes the data of the GPU benchmarks and computes their reference results on the GPU (gpu_data.h).
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -89,7 +90,7 @@ __device__ float BlockTotal(float value) {
   return shared[0];
 }
 
-// Normal noise of this length in elements `begin` to the end of a row, by one block.
+// Fills row[begin ... hidden) with normal noise and scales it to `length`. One block calls it for its row.
 __device__ void FillNoise(float* row, int64_t begin, int64_t hidden, float length, uint64_t seed,
                           uint64_t index) {
   float squares = 0.0f;
@@ -102,15 +103,20 @@ __device__ void FillNoise(float* row, int64_t begin, int64_t hidden, float lengt
   for (int64_t c = begin + threadIdx.x; c < hidden; c += kThreads) row[c] *= scale;
 }
 
-// One block a row of the weight: noise of length 1, after the given first element if there is one.
+// weight [vocab, hidden] = noise of length 1; one block for each row. If first_elements [vocab] is given, it
+// is copied into element 0 of the rows, and the noise begins at element 1.
 __global__ void WeightRowsKernel(float* weight, const float* first_elements, int64_t hidden, uint64_t seed) {
   float* row = weight + blockIdx.x * hidden;
   if (first_elements != nullptr && threadIdx.x == 0) row[0] = first_elements[blockIdx.x];
   FillNoise(row, first_elements != nullptr ? 1 : 0, hidden, 1.0f, seed, blockIdx.x);
 }
 
-// One block a row of the hidden states: noise, moved within the span of the candidates' weight rows until
-// each of them has the logit wanted. Element 0 is given. Shared memory: [hidden] and [most] floats.
+// out [rows, hidden]: hidden states with given logits; one block for each row. A row begins as noise. Then it
+// is moved kMoves times within the span of its candidates' weight rows, toward the wanted logit of each
+// candidate. Element 0 of all rows is first_element and does not move.
+//
+//   classes, logits [rows, most]: the candidates and their wanted logits
+//   counts [rows]: how many candidates the row has; shared memory: [hidden + most] floats
 __global__ void RealRowsKernel(const float* weight, const int32_t* classes, const float* logits,
                                const int32_t* counts, const float* noise, int64_t most, int64_t hidden,
                                float first_element, uint64_t seed, __nv_bfloat16* out) {
@@ -145,7 +151,7 @@ __global__ void RealRowsKernel(const float* weight, const int32_t* classes, cons
     out[index * hidden + c] = __float2bfloat16_rn(row[c]);
 }
 
-// One block a row: the sum of its candidates' weight rows times their logits.
+// out[r, :] = sum over i of logits[i] * weight[candidates[r, i], :]; one block for each row.
 __global__ void MixKernel(const float* weight, const int32_t* candidates, const float* logits, int64_t hidden,
                           __nv_bfloat16* out) {
   const int32_t* own = candidates + static_cast<int64_t>(blockIdx.x) * kCandidates;
@@ -163,7 +169,8 @@ __global__ void RoundKernel(const float* from, __nv_bfloat16* to, int64_t count)
   }
 }
 
-// Candidates of all rows, [rows, kCandidates]: the i-th is to get the (i + 1)-th largest logit.
+// Draws the candidates of all rows, [rows, kCandidates]. Candidate i (from 0) is to get the (i + 1)-th
+// largest logit.
 std::vector<int32_t> DrawCandidates(const DataShape& shape, std::mt19937_64& rng) {
   std::vector<int32_t> popularity(static_cast<size_t>(shape.vocab));
   std::iota(popularity.begin(), popularity.end(), 0);
@@ -275,11 +282,12 @@ data::RealArrays DrawReal(const DataShape& shape, uint64_t seed) {
 
 // ---- References ----
 
-constexpr int kRowTile = 8;  // sampled rows a thread of the reference works on at once
+constexpr int kRowTile = 8;  // rows that a thread of the reference computes at the same time
 constexpr int kVocabSplits = 128;
-constexpr int64_t kRowsAtOnce = 1024;  // of the reference's log-sum-exp
+constexpr int64_t kRowsAtOnce = 1024;  // rows whose logits are in memory at the same time
 
-// z[i, j] = x[rows[i]] . w[classes[j]] in double; a warp per class and kRowTile rows, null lists mean all.
+// z[i, j] = x[rows[i]] . w[classes[j]] in double. A warp computes kRowTile rows of one class at a time. A
+// null list means all rows or classes.
 __global__ void LogitsKernel(const __nv_bfloat16* x, const __nv_bfloat16* w, const int32_t* rows,
                              int64_t row_count, const int32_t* classes, int64_t class_count, int64_t hidden,
                              double* z) {
@@ -309,7 +317,7 @@ __global__ void LogitsKernel(const __nv_bfloat16* x, const __nv_bfloat16* w, con
   }
 }
 
-// lse[i] of z[i, 0 ... count), and the entropy of its softmax; a block per row.
+// lse[i] of z[i, 0 ... count), and the entropy of its softmax; one block for each row.
 __global__ void LseKernel(const double* z, int64_t count, double* lse, double* entropy) {
   __shared__ double shared[kThreads];
   const double* row = z + blockIdx.x * count;
@@ -338,7 +346,8 @@ __global__ void LseKernel(const double* z, int64_t count, double* lse, double* e
   entropy[blockIdx.x] = log(sum) - spread / sum;
 }
 
-// out[i, c] += sum over a split of j of g[i, j] * m[index[j], c]; g is transposed if g_stride_i == 1.
+// out[i, c] += sum over j of g[i, j] * m[j, c], where each blockIdx.y adds one part of the j. g is transposed
+// if g_stride_i == 1. A thread computes column c of kRowTile rows.
 __global__ void WeightedSumKernel(const double* g, int64_t g_stride_i, int64_t g_stride_j, int64_t count_i,
                                   int64_t count_j, const __nv_bfloat16* m, int64_t hidden, double* out) {
   const int64_t c = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
@@ -381,12 +390,12 @@ double* Logits(const DataShape& shape, const LossData& data, const int32_t* rows
   return z;
 }
 
-// Of rows.
+// The values of some rows.
 struct RowSums {
   std::vector<double> lse, entropy;
 };
 
-// Of all rows.
+// The values of all rows, computed kRowsAtOnce rows at a time.
 RowSums AllSums(const DataShape& shape, const LossData& data) {
   RowSums all;
   for (int64_t begin = 0; begin < shape.rows; begin += kRowsAtOnce) {
@@ -409,7 +418,7 @@ RowSums AllSums(const DataShape& shape, const LossData& data) {
   return all;
 }
 
-// dL/dz of a class of a row (docs/math.md).
+// dL/dz of one class of one row (docs/math.md).
 double LogitGradient(const ReferenceQuery& query, size_t row, bool is_target, double log_p, double entropy) {
   const double p = std::exp(log_p), hard = is_target ? std::expm1(log_p) : p;
   if (query.gradients == nullptr) return query.scale * hard;

@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Data and references for the GPU benchmarks, made on the GPU.
+// Makes input data for the GPU benchmarks on the GPU, and computes reference results in double precision
+// there.
 //
-// Real data has the softmax measured of a trained model (kernels/data/real_rows.h). Peaked data has that of a
-// model on easy text, as far as one power law goes: for each row, k candidates whose popularity ranks are
-// spread logarithmically over the vocabulary get the logits z1 - s ln i (i = 1 ... k, in random order), the
-// hidden state is the sum of z_i times the candidates' unit-length weight rows, and the target is the i-th
-// candidate with probability proportional to i^-s. Flat data is normal noise, loss near ln V.
-// All pointers are device memory unless said otherwise; functions synchronise. Not thread-safe.
+// There are three kinds of data:
+// - Real data have the softmax that was measured of a trained model (kernels/data/real_rows.h).
+// - Peaked data have a softmax like a model's on easy text, described by one power law. Each row has k
+//   candidate classes, whose popularity ranks are spread logarithmically over the vocabulary. The i-th
+//   candidate (i = 1 ... k, in random order) gets the logit z_i = z1 - s ln i. The hidden state is the sum of
+//   z_i times the candidates' weight rows, which have unit length. The i-th candidate is the target with a
+//   probability proportional to i^-s.
+// - Flat data are normal noise, with a loss near ln V.
+//
+// All pointers point to device memory unless said otherwise. The functions synchronize with the device. Not
+// thread-safe.
 #ifndef LOSSD_BENCH_GPU_DATA_H_
 #define LOSSD_BENCH_GPU_DATA_H_
 
@@ -24,7 +30,7 @@ struct DataShape {
   int64_t vocab = 0;
 };
 
-// The shapes that results are given for.
+// The shapes for which results are published.
 struct NamedShape {
   std::string name;
   DataShape shape;
@@ -35,7 +41,8 @@ inline const NamedShape kShapes[] = {{"gemma2-2b", {8192, 2304, 256000}},
                                      {"mistral-nemo", {8192, 5120, 131072}},
                                      {"n4096", {4096, 4096, 128256}}};
 
-// Hidden states [rows, hidden] and weight [vocab, hidden] in bf16 on the device, targets on the host.
+// The inputs of a loss: hidden states [rows, hidden] and weight [vocab, hidden] in bf16 on the device;
+// targets on the host.
 struct LossData {
   void* hidden = nullptr;
   void* weight = nullptr;
@@ -44,35 +51,35 @@ struct LossData {
 
 enum class DataKind { kReal, kPeaked, kFlat };
 
-// Of "real", "peaked" or "flat"; ends the program with status 2 on another name.
+// Parses "real", "peaked" or "flat". Ends the program with status 2 on another name.
 DataKind ParseDataKind(const std::string& name);
 
-// Allocates and fills; Free() releases. Aborts on a CUDA error.
+// Allocates and fills the data; the caller calls Free(). Aborts on a CUDA error.
 LossData MakeData(DataKind kind, const DataShape& shape, uint64_t seed);
 void Free(LossData& data);
 
-// How the first 256 rows compare with the measured profile, in double precision from the 16-bit values.
+// Compares the first 256 rows with the measured profile, in double precision from the 16-bit values.
 data::ProfileCheck CheckProfile(const DataShape& shape, const LossData& data);
 
-// Logits [rows, vocab] of some rows, in double, on the host.
+// The logits [rows, vocab] of some rows, in double precision, on the host.
 std::vector<double> ComputeLogits(const DataShape& shape, const LossData& data,
                                   const std::vector<int32_t>& rows);
 
-// Upstream gradients of a deferred backward, [rows] each, on the host: of the row's loss, over the scale that
-// all rows share, of its log-sum-exp and of its entropy.
+// The upstream gradients of a deferred backward, on the host, [rows] each: with respect to the row's loss
+// (divided by the scale that all rows share), its log-sum-exp and its entropy.
 struct RowGradients {
   std::vector<float> loss, lse, entropy;
 };
-// Uniform in [-1, 1], and those of log-sum-exps and entropies over the number of rows.
+// Uniform random values in [-1, 1]. Those of log-sum-exp and entropy are divided by the number of rows.
 RowGradients MakeRowGradients(const DataShape& shape, uint64_t seed);
 
-// What loss, hidden and weight gradients of a mean loss (scale per row) have to be, in double, for some rows
-// and classes.
+// Asks for the exact loss, hidden gradient and weight gradient of a mean loss, in double precision, for some
+// rows and classes. `scale` is the factor of each row's loss.
 struct ReferenceQuery {
   std::vector<int32_t> rows;
   std::vector<int32_t> classes;
   double scale = 1.0;
-  const RowGradients* gradients = nullptr;  // null: 1 of the loss, 0 of the others
+  const RowGradients* gradients = nullptr;  // null: 1 for the loss, 0 for log-sum-exp and entropy
 };
 struct ReferenceAnswer {
   std::vector<double> lse;              // [query.rows]

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Starts the JSON results of the GPU benchmarks, converts times to JSON, and writes the file (gpu_timer.h).
 #include "bench/gpu_timer.h"
 
 #include <cuda_runtime_api.h>

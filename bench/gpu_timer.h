@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device times for the GPU benchmarks, and the JSON object that they write, which begins with the card, the
-// date and the commit. Not thread-safe; aborts with a message on a CUDA error.
+// Measures times on the device for the GPU benchmarks (Timer), and writes their JSON results, which begin
+// with the card, the date and the commit. Not thread-safe; aborts with a message on a CUDA error.
 #ifndef LOSSD_BENCH_GPU_TIMER_H_
 #define LOSSD_BENCH_GPU_TIMER_H_
 
@@ -25,7 +25,8 @@
 namespace lossd::bench {
 
 inline constexpr int kWarmUps = 3;
-// Large products run into the card's power limit within a fraction of a second; then clocks are steady.
+// Large matrix products reach the card's power limit within a fraction of a second. After this time the
+// clocks are steady.
 inline constexpr double kWarmUpSeconds = 0.4;
 
 using Clock = std::chrono::steady_clock;
@@ -61,7 +62,7 @@ inline Times Summarise(std::vector<double> times) {
   return {times[times.size() / 2], times.front(), times.back()};
 }
 
-// Device time of `work` on a stream of its own, by events.
+// Measures the device time of `work` between two events, on a stream of its own.
 class Timer {
  public:
   Timer() {
@@ -95,7 +96,7 @@ class Timer {
     return Summarise(std::move(times));
   }
 
-  // As Measure, for `launches` short pieces of work at once; the times are those of one.
+  // Like Measure, for work so short that `launches` runs are timed together. The times are those of one run.
   Times MeasureEach(int iterations, int launches, const std::function<void(int)>& work) {
     Times t = Measure(iterations, [&](int round) {
       for (int i = 0; i < launches; ++i) work(round * launches + i);
@@ -110,7 +111,7 @@ class Timer {
   cudaEvent_t end_ = nullptr;
 };
 
-// cudaFree releases it.
+// Allocates device memory for `count` elements. The caller releases it with cudaFree.
 template <typename T>
 T* DeviceAlloc(int64_t count) {
   void* data = nullptr;
@@ -118,7 +119,7 @@ T* DeviceAlloc(int64_t count) {
   return static_cast<T*>(data);
 }
 
-// Of a device-to-device copy, counting what is read and what is written, GB/s.
+// The bandwidth of a device-to-device copy in GB/s; bytes read and bytes written both count.
 inline double CopyBandwidth(Timer& timer) {
   constexpr int64_t kCopyBytes = int64_t{1} << 30;
   auto* from = DeviceAlloc<uint8_t>(kCopyBytes);
@@ -132,9 +133,10 @@ inline double CopyBandwidth(Timer& timer) {
   return 2.0 * static_cast<double>(kCopyBytes) / t.median / 1e6;  // GB/s
 }
 
-using Json = nlohmann::json;  // what results are collected in
+using Json = nlohmann::json;  // the type in which results are collected
 
-// {"card", "date" (UTC), "commit", "copy_gbps" (measured now)}; prints the card and its bandwidth.
+// Starts the results: {"card", "date" (UTC), "commit", "copy_gbps" (measured now)}. Prints the card and its
+// bandwidth.
 nlohmann::json StartResults(const std::string& commit, Timer& timer);
 
 // {"median_ms", "min_ms", "max_ms"}
@@ -142,7 +144,8 @@ nlohmann::json ToJson(const Times& t);
 // A list of {"what", "choice", "reason", "workspace_bytes"}.
 nlohmann::json ToJson(const std::vector<kernels::Choice>& choices);
 
-// Ends the program with an error where the file cannot be written. An empty path: nothing.
+// Writes the results to a file; if `path` is empty, does nothing. Ends the program if the file cannot be
+// written.
 void WriteResults(const nlohmann::json& results, const std::string& path);
 
 }  // namespace lossd::bench

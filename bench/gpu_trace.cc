@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records what the GPUs do for one program: a library that the CUDA driver loads into any program that names
-// it in CUDA_INJECTION64_PATH, without a change to the program. So the kernels of a server and of the trainer
-// beside it on the same GPU are recorded alike (gpu_timeline.py draws them).
+// Records what the GPUs do for one program. This is a library that the CUDA driver loads into a program if
+// CUDA_INJECTION64_PATH names it; the program itself is not changed. So the kernels of a server and of a
+// trainer on the same GPU can be recorded in the same way (gpu_timeline.py draws them).
 //
-// LOSSD_GPU_TRACE: the folder, where the program writes <name of the program>.<process id>.csv, a line for
-// each kernel and copy when it has ended:
+// LOSSD_GPU_TRACE names a folder. The library writes <name of the program>.<process id>.csv there, with a
+// line for each kernel and copy that has ended:
 //
 //     clock,<CUPTI's time>,<time since 1970>            // at the beginning and about once a second
 //     kernel,<device>,<stream>,<begin>,<end>,<name>     // times of CUPTI
 //     copy,<device>,<stream>,<begin>,<end>,<bytes>
 //     end,<kernels that were lost>,<bytes left out>     // the file is full, or the program ends
 //
-// All times are nanoseconds. A file has at most LOSSD_GPU_TRACE_BYTES (256 MiB). Recording costs a few
-// microseconds a kernel on a thread of CUPTI's.
+// All times are in nanoseconds. A file has at most LOSSD_GPU_TRACE_BYTES bytes (default: 256 MiB). Recording
+// costs a few microseconds a kernel, on a thread of CUPTI.
 #include <cupti.h>
 #include <cxxabi.h>
 #include <errno.h>
@@ -42,10 +42,11 @@ struct Trace {
   int64_t bytes = 0, most = kDefaultBytes;
   int64_t left_out = 0;
   uint64_t lost = 0;
-  std::unordered_map<const char*, std::string> names;  // CUPTI keeps a name where it is
+  // The key is CUPTI's pointer, which stays the same for a name.
+  std::unordered_map<const char*, std::string> names;
 };
 Trace& TheTrace() {
-  static auto* const trace = new Trace();  // threads of CUPTI outlive the program's statics
+  static auto* const trace = new Trace();  // never destroyed, because CUPTI's threads outlive static objects
   return *trace;
 }
 
@@ -55,7 +56,8 @@ uint64_t Now() {
   return static_cast<uint64_t>(now.tv_sec) * 1000000000 + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// Without templates' and functions' parameters, which can take hundreds of characters.
+// The name of a kernel without the parameters of templates and functions, which can have hundreds of
+// characters.
 std::string ShortName(const char* mangled) {
   int status = 0;
   char* const whole = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
@@ -66,7 +68,7 @@ std::string ShortName(const char* mangled) {
   int depth = 0;
   for (size_t i = 0; i < name.size(); ++i) {
     if (name.compare(i, 21, "(anonymous namespace)") == 0) {
-      i += 22;  // and the colons behind it
+      i += 22;  // skips the two colons after it, too
       continue;
     }
     if (name[i] == '(' && depth == 0) break;
@@ -93,7 +95,8 @@ std::string Line(const char* kind, uint32_t device, uint32_t stream, uint64_t be
   return text;
 }
 
-// Which time of CUPTI's is which time of day: of several tries the one in which the least time went by.
+// Writes a line that relates CUPTI's clock to the time of day. Of several tries it takes the one during which
+// the least time passed.
 void WriteClock(Trace& trace) {
   uint64_t best = 0, at = 0, shortest = UINT64_MAX;
   for (int i = 0; i < 5; ++i) {
@@ -181,7 +184,7 @@ bool Succeeded(CUptiResult result, const char* call) {
 
 }  // namespace
 
-// What the driver calls when the program initialises CUDA. 1: it may go on.
+// The CUDA driver calls this when the program initializes CUDA. Returns 1, so that the program continues.
 extern "C" __attribute__((visibility("default"))) int InitializeInjection() {
   Trace& trace = TheTrace();
   const std::lock_guard<std::mutex> lock(trace.mutex);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the Hopper kernels one by one beside cuBLASLt's products of the same shapes, alternating in one
-// process.
+// Times each Hopper kernel against cuBLASLt's product of the same shape. Both run alternately in one process.
 //
 //   cuda_bench hopper [--shapes=gemma2-2b,...] [--data=real,peaked,flat] [--rows=0] [--rounds=3]
 //   [--groups=4,8,...]
@@ -66,9 +65,9 @@ struct Candidate {
   std::function<void()> run;
 };
 
-// What the candidates of one shape work on.
+// What all candidates of one shape share.
 struct Bench {
-  std::string name;  // of shape and data
+  std::string name;  // names the shape and the data
   DataShape shape;
   LossData data;
   cuda::Gemms& gemms;
@@ -79,14 +78,15 @@ struct Bench {
   uint8_t* scratch;        // [kGemmWorkspaceBytes]
 };
 
-// Prints the times of all candidates, and their ratios to the first one's. The power limit acts on the mean
-// of some tenths of a second, so a candidate runs that long by itself before it is timed.
+// Prints the times of all candidates, and their ratios to the first candidate's time. The card's power limit
+// depends on the mean power over some tenths of a second. So each candidate runs alone for that long before
+// it is timed.
 void Compare(const Bench& b, const std::vector<Candidate>& candidates) {
   constexpr double kSettleMs = 400.0, kTimedMs = 200.0;
   std::vector<std::vector<double>> times(candidates.size());
   for (int round = 0; round < *flags.rounds; ++round) {
     for (size_t i = 0; i < candidates.size(); ++i) {
-      // The mean of as many runs as take about `duration`.
+      // The mean time of a run, over as many runs as take about `duration`.
       const auto run = [&](double duration, double once) {
         const int count = std::max(static_cast<int>(duration / once), 1);
         return b.timer.MeasureOnce([&] {
@@ -165,7 +165,8 @@ void CompareLogits(const Bench& b) {
               {"logits: exponentials", run(storing)}});
 }
 
-// Ours as planned, without segments, and with other groups.
+// Adds the candidates for one product with our kernel: as planned, without segments, and with each of
+// --groups.
 void AddProducts(const Bench& b, const std::string& name, hopper::GradientGemmParams p,
                  std::vector<Candidate>& candidates) {
   p.order = &b.order;
@@ -268,7 +269,7 @@ int Main() {
                  hopper::FindClusterOrder(),
                  exponentials.get(),
                  scratch.get()};
-      CompareLogits(b);  // leaves exponentials for the others
+      CompareLogits(b);  // leaves the exponentials for the next two
       CompareHiddenGradients(b);
       CompareWeightGradients(b);
       Free(b.data);

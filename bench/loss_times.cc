@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The measurements of `cuda_bench loss` (loss_times.h), except the microbatch and the bare products, which
+// are in the header.
 #include "bench/loss_times.h"
 
 #include <cuda_runtime_api.h>
@@ -143,7 +145,7 @@ ReferenceQuery MakeQuery(const DataShape& shape, const LossData& data) {
   return query;
 }
 
-// Gradients of the rows and classes of a query.
+// The computed gradients of a query's rows and classes, summed over microbatches.
 struct Gradients {
   std::vector<double> hidden;  // [rows, hidden]
   std::vector<double> weight;  // [classes, hidden]
@@ -170,7 +172,7 @@ struct Gradients {
   }
 };
 
-// Of the mean of `count` gradients.
+// The errors of the mean of `count` gradients.
 Json GradientErrors(const Gradients& sums, int count, const DataShape& shape, const LossData& data,
                     const ReferenceQuery& query, const ReferenceAnswer& want) {
   const std::unordered_set<int32_t> targets(data.targets.begin(), data.targets.end());
@@ -188,7 +190,7 @@ Json GradientErrors(const Gradients& sums, int count, const DataShape& shape, co
           {"never_target_projection", never.Projection()}};
 }
 
-// The mean over seeds 1, 2, ...
+// The errors of the mean over the sample seeds 1, 2, ...
 Json MeanErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& shape, const LossData& data,
                 const ReferenceQuery& query, const ReferenceAnswer& want, int seeds) {
   Gradients sums;
@@ -253,7 +255,7 @@ Floor MeasureFloor(const DataShape& shape, const LossData& data, const BareOptio
   Floor floor;
   BareProducts bare = MakeBare(shape, data, rows, options, timer);
   floor.logits = Scaled(bare.Logits(), factor);
-  bare.RowLoss(true);  // the other two multiply real gradients
+  bare.RowLoss(true);  // so that the other two products multiply real gradients
   floor.hidden_gradient = Scaled(bare.HiddenGradient(), factor);
   floor.weight_gradient = Scaled(bare.WeightGradient(kernels::DType::kBFloat16, 0.0f), factor);
   floor.rows = rows;
@@ -271,7 +273,7 @@ nlohmann::json MeasureParts(const DataShape& shape, const LossData& data, int64_
   parts["weight_gradient_first"] = ToJson(bare.WeightGradient(kernels::DType::kFloat32, 0.0f));
   parts["weight_gradient_add"] = ToJson(bare.WeightGradient(kernels::DType::kFloat32, 1.0f));
   const double bytes =
-      6.0 * static_cast<double>(rows) * static_cast<double>(shape.vocab);  // fp32 in, 16 bits out
+      6.0 * static_cast<double>(rows) * static_cast<double>(shape.vocab);  // reads fp32, writes 16 bits
   parts["row_loss_gbps"] = bytes / parts["row_loss"]["median_ms"].get<double>() / 1e6;
   return parts;
 }
@@ -283,8 +285,8 @@ namespace {
 namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
 
-constexpr int kLaunches = 16;          // timed together: one takes little longer than an event
-constexpr size_t kDistinct = 1000003;  // elements; then they repeat
+constexpr int kLaunches = 16;          // timed together, because one launch takes little longer than an event
+constexpr size_t kDistinct = 1000003;  // random elements; the data repeat them
 
 struct NormBuffers {
   void *x, *y, *dx;
@@ -294,14 +296,14 @@ struct NormBuffers {
 
 NormTimes TimeNorm(int64_t cols, bool centred, Timer& timer) {
   const int64_t elements = kNormRows * cols;
-  // Enough sets that none is still in L2 when its turn comes again.
+  // There are enough sets of buffers that a set has left L2 when it is used again.
   const int sets = static_cast<int>(std::clamp<int64_t>((int64_t{512} << 20) / (elements * 6), 2, 16));
   std::vector<NormBuffers> buffers;
   std::vector<uint16_t> noise(static_cast<size_t>(elements));
   std::mt19937 rng(std::random_device{}());
   for (size_t i = 0; i < noise.size(); ++i) {
     noise[i] = i < kDistinct
-                   ? static_cast<uint16_t>(0x3000u + (rng() & 0x8bffu))  // fp16, magnitude 1/8 ... 1
+                   ? static_cast<uint16_t>(0x3000u + (rng() & 0x8bffu))  // fp16 with a magnitude of 1/8 to 1
                    : noise[i - kDistinct];
   }
   for (int i = 0; i < sets; ++i) {
@@ -361,7 +363,7 @@ NormTimes TimeNorm(int64_t cols, bool centred, Timer& timer) {
 nlohmann::json TimeSteps(const kernels::Backend& backend, kernels::HeadKernels& head, int count,
                          const std::function<void()>& accumulate) {
   constexpr int kUntimed = 2;
-  const kernels::OptimizerOptions options = {.learning_rate = 1e-6};  // so that the rows stay what they are
+  const kernels::OptimizerOptions options = {.learning_rate = 1e-6};  // small, so that the rows hardly change
   nlohmann::json exchanges;
   std::vector<double> times;
   for (int step = 1; step <= kUntimed + count; ++step) {

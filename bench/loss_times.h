@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What cuda_bench loss measures of a loss on GPUs: its backend, a microbatch that it computes again and
-// again, the deferred form, the errors, the bare products that it is compared with, the norm kernels, and the
-// end of a step. Not thread-safe; aborts on a CUDA error.
+// What `cuda_bench loss` measures of a loss on GPUs: a microbatch that is computed again and again
+// (Microbatch), its deferred form, its errors, the bare products to which it is compared (the floor), the
+// norm kernels, and the end of a step. Not thread-safe; aborts on a CUDA error.
 #ifndef LOSSD_BENCH_LOSS_TIMES_H_
 #define LOSSD_BENCH_LOSS_TIMES_H_
 
@@ -37,16 +37,18 @@ namespace lossd::bench {
 
 // ---- The backend, on one GPU or several ----
 
-// GPUs [0, devices), which share every head; `options` are those of each.
+// A backend on GPUs [0, devices), which share every head. `options` apply to each GPU.
 absl::StatusOr<std::unique_ptr<kernels::Backend>> CreateGpus(int devices,
                                                              const kernels::CudaBackendOptions& options);
 
-// What the GPUs of such a backend spent in exchanges with each other, the wait for the slower one included.
+// The time that the GPUs of such a backend spend in exchanges with each other, including the wait for the
+// slower GPU.
 class ExchangeWatch {
  public:
-  // Counts from now on. `backend` outlives the object.
+  // Counts from the construction on. `backend` must outlive the object.
   explicit ExchangeWatch(const kernels::Backend& backend);
-  // By operation {"least", "most"}: milliseconds, over the GPUs, divided by `count`. Null of one GPU.
+  // For each operation {"least", "most"}: the milliseconds of the GPU with the least and the most time,
+  // divided by `count`. Null if there is only one GPU.
   nlohmann::json PerOne(int count) const;
 
  private:
@@ -58,18 +60,19 @@ class ExchangeWatch {
 
 // ---- A microbatch in pinned memory, computed again and again, in chunks of about the same size ----
 
-// What is asked of a microbatch. A deferred one is retained first, which also returns entropies; its backward
-// brings upstream gradients of each row and takes the hidden states from where they were retained.
+// What is computed for a microbatch. The two calls of a deferred microbatch are kRetain, which also returns
+// entropies, and kBackward, which brings upstream gradients for each row and reads the retained hidden
+// states.
 enum class Call { kLoss, kLossAndGradients, kRetain, kBackward };
 
-// What the two calls of a deferred microbatch share.
+// What kRetain and kBackward of one deferred microbatch share.
 struct Deferral {
   RowGradients gradients;
   std::unique_ptr<kernels::RetainedMemory> memory;
 };
 
-// Hidden states of `dtype`: fp32 or bf16. `head`, `data` and `deferral` (of a deferred microbatch) outlive
-// it.
+// Its hidden states have the type `dtype`, fp32 or bf16. `head`, `data` and `deferral` (only of a deferred
+// microbatch) must outlive it.
 class Microbatch {
  public:
   Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
@@ -92,7 +95,8 @@ class Microbatch {
     uint8_t* hidden = hidden_->bytes().data();
     Check(cudaMemcpy(hidden, data.hidden, static_cast<size_t>(elements * 2), cudaMemcpyDefault),
           "cudaMemcpy");
-    for (int64_t i = elements - 1; element_ == 4 && i >= 0; --i) {  // widen in place, from the end
+    // Widens bf16 to fp32 in place, from the end.
+    for (int64_t i = elements - 1; element_ == 4 && i >= 0; --i) {
       const uint16_t low = 0;
       const uint16_t high = reinterpret_cast<const uint16_t*>(hidden)[i];
       std::memcpy(hidden + 4 * i, &low, 2);
@@ -109,17 +113,17 @@ class Microbatch {
   const uint8_t* gradient() const { return gradient_->bytes().data(); }
   // How the last microbatch was computed.
   const std::vector<kernels::Choice>& choices() const { return choices_; }
-  // Of the last microbatch, per row.
+  // The mean dropped mass of a row in the last microbatch.
   double dropped_mass() const { return sums_.dropped_mass / static_cast<double>(shape_.rows); }
-  // The predicted relative error of the last microbatch; 0 unless it was sampled.
+  // The predicted relative error of the last microbatch; 0 if it was not sampled.
   double predicted_error() const { return sums_.gradient_error(); }
   float sample_threshold() const { return sample_threshold_; }
-  // Of the microbatches from now on.
+  // Sets the seed of the following microbatches.
   void set_sample_seed(uint64_t seed) { sample_seed_ = seed; }
-  // Each row's log-probability of its target and its entropy are wanted too.
+  // Whether the log-probability of each row's target and each row's entropy are computed, too.
   void set_row_values(bool wanted) { row_values_ = wanted; }
-  // The loss is another one. Each row has an advantage around 0, and log-probabilities, old and of the
-  // reference, near those of the rows' last loss, which has to be the cross-entropy.
+  // Replaces the loss by `objective`. Each row gets a random advantage around 0, and log-probabilities of the
+  // old and the reference policy near those of the row's last loss, which must have been the cross-entropy.
   void set_objective(const kernels::Objective& objective) {
     options_.objective = objective;
     if (!objective.active()) return;
@@ -132,13 +136,13 @@ class Microbatch {
       ref_logprobs_[row] = std::min(0.0f, 0.2f * normal(rng) - loss_[row]);
     }
   }
-  // The loss is another one: `teacher` has the same classes and hidden size, and its hidden states are those
-  // of the rows. Null: no teacher.
+  // Replaces the loss by distillation from `teacher`, a head with the same classes and hidden size. The
+  // teacher's hidden states are those of the rows. Null: no teacher.
   void set_teacher(kernels::HeadKernels* teacher, const kernels::Distillation& distillation) {
     teacher_ = teacher;
     options_.distillation = distillation;
   }
-  // The most probable classes of each row are wanted too, so many of them.
+  // Also computes the `top_k` most probable classes of each row.
   void set_top_k(int32_t top_k) {
     top_k_ = top_k;
     top_logprobs_.resize(static_cast<size_t>(shape_.rows * top_k));
@@ -150,7 +154,8 @@ class Microbatch {
     while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
   }
 
-  // Runs `count` microbatches back to back; the times between their ends, the first left out.
+  // Runs `count` microbatches without a pause. Returns the times between their ends; the first microbatch
+  // gives none.
   std::vector<double> Run(int count, int in_flight) {
     std::vector<Clock::time_point> ends;
     for (int i = 0; i < count; ++i) {
@@ -178,7 +183,7 @@ class Microbatch {
     kernels::Chunk chunk;
   };
 
-  // Waits until no more than `chunks` of them are unfinished.
+  // Waits until at most `chunks` chunks are unfinished.
   void AwaitUnfinished(int chunks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const auto few = [this, chunks]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unfinished_ <= chunks; };
     mutex_.Await(absl::Condition(&few));
@@ -188,7 +193,7 @@ class Microbatch {
     auto work = std::make_shared<Work>();
     const bool gradients = call_ == Call::kLossAndGradients || call_ == Call::kBackward;
     const int64_t end = std::min(begin + chunk_rows_, shape_.rows);
-    // As many slices as there are devices that divide a chunk's rows.
+    // One slice for each device among which the rows of a chunk are divided.
     const int64_t parts = head_.chunk_rows() / head_.slice_rows();
     const int64_t most = std::min(head_.slice_rows(), kernels::cuda::CeilDiv(end - begin, parts));
     for (int64_t first = begin; first < end; first += most) {
@@ -238,7 +243,7 @@ class Microbatch {
     head_.Submit(&work->chunk, std::move(callbacks));
   }
 
-  // What a deferred microbatch has more than others.
+  // Adds to a slice and its chunk what a deferred microbatch needs in addition.
   void Defer(int64_t begin, kernels::Slice& slice, kernels::Chunk& chunk) {
     chunk.retained = deferral_->memory.get();
     slice.retained_offset = begin * shape_.hidden * element_;
@@ -269,7 +274,8 @@ class Microbatch {
   int64_t chunk_rows_ = 0;
   absl::Mutex mutex_;
   int unfinished_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Of the last microbatch; written by the backend's thread, read when no chunk is under way.
+  // The values of the last microbatch. The backend's thread writes them; they are read when no chunk is in
+  // flight.
   kernels::LossSums sums_;
   float sample_threshold_ = 0.0f;
   std::vector<kernels::Choice> choices_;
@@ -302,7 +308,8 @@ inline kernels::cuda::GemmShape WeightGemm(const DataShape& s, int64_t rows, ker
           .output = output};
 }
 
-// Buffers for the products of `rows` rows at once, and what times them. `data` and `timer` outlive it.
+// The buffers for the products of `rows` rows, and the functions that time each product. `data` and `timer`
+// must outlive it.
 class BareProducts {
  public:
   BareProducts(const DataShape& shape, const LossData& data, int64_t rows, int iterations, bool autotune,
@@ -354,7 +361,8 @@ class BareProducts {
     return Product(WeightGemm(shape_, rows_, output),
                    {.a = data_.hidden, .b = logits_, .c = dw_, .beta = beta});
   }
-  // From fp32 logits. They are made anew before each run, because the kernel works in place.
+  // The row loss from fp32 logits. The logits are computed again before each run, because the kernel
+  // overwrites them.
   Times RowLoss(bool gradient) {
     const kernels::cuda::RowLossParams p = RowParams(gradient);
     kernels::cuda::GemmShape logits = LogitsGemm(shape_, rows_);
@@ -399,73 +407,77 @@ class BareProducts {
   std::unique_ptr<kernels::cuda::Gemms> gemms_;
   kernels::cuda::DeviceLimits limits_;
   uint8_t* scratch_ = nullptr;
-  float* logits_ = nullptr;  // of which the products of 16 bits use half
+  float* logits_ = nullptr;  // products with 16-bit output use half of it
   uint16_t* dx_ = nullptr;
   float* dw_ = nullptr;
   int32_t* targets_ = nullptr;
   float* floats_ = nullptr;
 };
 
-// Times the two calls of a deferred microbatch: the one that returns the losses and entropies of its rows and
-// retains their hidden states, and the backward with upstream gradients of each row's loss, log-sum-exp and
-// entropy, which computes the logits once more.
+// Times the two calls of a deferred microbatch. The first returns the losses and entropies of its rows and
+// retains their hidden states. The second is the backward with upstream gradients of each row's loss,
+// log-sum-exp and entropy, which computes the logits once more.
 //
-// {"retain", "backward", "choices", "errors" if asked for}: the last two of the backward. Each call is run
-// time after time, as many chunks in flight as the backend takes. Leaves gradients in the head.
+// Returns {"retain", "backward", "choices"} and, with `errors`, {"errors"}; choices and errors are those of
+// the backward. Each call is repeated with as many chunks in flight as the backend takes. The head's
+// gradients are not zeroed at the end.
 nlohmann::json TimeDeferred(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
                             const LossData& data, kernels::DType dtype, const kernels::LossOptions& options,
                             int iterations, bool errors);
 
-// A line for people of that with "backward_ratio", to the time of a loss with gradients.
+// One line for people from the result of TimeDeferred, to which the caller has added "backward_ratio": the
+// time of the backward divided by that of a loss with gradients.
 std::string DeferredText(const nlohmann::json& deferred);
 
-// How far the loss and the gradients of a microbatch are from double precision, over some rows and classes.
+// Measures how far the loss and the gradients of a microbatch are from double precision, over some rows and
+// classes.
 //
-// Errors ||a - ref|| / ||ref|| of the microbatch computed last, whose gradients are all that the head has,
-// and the projection of its dW on the true one over the classes that are no row's target. With seeds > 0 also
-// those of the mean over so many sample seeds. Computes microbatches; leaves gradients. row_gradients: of a
-// backward; null: a loss with gradients.
+// The errors are ||a - ref|| / ||ref|| of the microbatch that was computed last; the head's gradients must be
+// those of this microbatch alone. Also measures the projection of its dW on the exact dW, over the classes
+// that are not the target of any row. With seeds > 0 it also gives the errors of the mean over this number of
+// sample seeds, for which it computes more microbatches; their gradients stay in the head. row_gradients: the
+// upstream gradients of a backward; null: a loss with gradients.
 nlohmann::json MeasureErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& shape,
                              const LossData& data, const RowGradients* row_gradients, int seeds);
 
-// How MeasureFloor and MeasureParts measure what a loss with gradients is compared with.
+// How MeasureFloor and MeasureParts measure the parts of a loss with gradients.
 struct BareOptions {
   int iterations = 10;
-  bool autotune = false;  // choose the algorithms of the products by timing
+  bool autotune = false;  // choose the products' algorithms by timing them
 };
 
 // The times of the three bare products of a loss with gradients.
 struct Floor {
   Times logits, hidden_gradient, weight_gradient;
-  int64_t rows = 0;  // that were measured
+  int64_t rows = 0;  // the rows that were measured
   double total() const { return logits.median + hidden_gradient.median + weight_gradient.median; }
 };
 
-// Of all rows. Where their logits are too large, that of some, times as many as there are.
+// The floor of all rows. If their logits are too large for memory, fewer rows are measured and the times are
+// scaled up.
 Floor MeasureFloor(const DataShape& shape, const LossData& data, const BareOptions& options, Timer& timer);
 
-// The parts of a loss with gradients one by one:
-// {"logits", "row_loss_forward", "row_loss", ..., "row_loss_gbps"}. `rows`: of a chunk, at most those of the
-// shape.
+// Times the parts of a loss with gradients one by one and returns {"logits", "row_loss_forward", "row_loss",
+// ..., "row_loss_gbps"}. `rows`: the rows of a chunk, at most the rows of the shape.
 nlohmann::json MeasureParts(const DataShape& shape, const LossData& data, int64_t rows,
                             const BareOptions& options, Timer& timer);
 
 inline constexpr int64_t kNormRows = 4096;
 
-// Times of the norm kernels, fp16, with nothing left in L2 from one launch to the next.
+// The times of the norm kernels in fp16. The data of a launch are never in L2 when it begins.
 struct NormTimes {
-  Times forward, backward;                         // of one launch
-  double forward_gbps = 0.0, backward_gbps = 0.0;  // rows read and written
+  Times forward, backward;                         // of one launch each
+  double forward_gbps = 0.0, backward_gbps = 0.0;  // counting the rows read and written
 };
 
-// `centred`: LayerNorm, else RMSNorm.
+// `centred`: LayerNorm; false: RMSNorm.
 NormTimes TimeNorm(int64_t cols, bool centred, Timer& timer);
 
 // Times the end of a step: the norm of the gradient, then AdamW's update of all parameters.
 //
-// {"norm_and_update": of the host's clock, of `count` steps after two that are not timed, "exchanges": of
-// ExchangeWatch, of the last step}. `accumulate` has a microbatch accumulate gradients and waits for it,
-// which is no part of the time. `head` has the state of AdamW.
+// Returns {"norm_and_update", "exchanges"}. "norm_and_update" is the host time of `count` steps, after two
+// steps that are not timed; "exchanges" is ExchangeWatch of the last step. `accumulate` computes a microbatch
+// that accumulates gradients, and waits for it; that time does not count. `head` must have AdamW's state.
 nlohmann::json TimeSteps(const kernels::Backend& backend, kernels::HeadKernels& head, int count,
                          const std::function<void()>& accumulate);
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One well-behaved trainer beside each kind of bad neighbour: the time of its microbatches, from the opening
-// message to the summary, while somebody else on the same server is idle, greedy, or takes no answers.
+// Measures how one well-behaved trainer fares while another client of the same server is idle, greedy, or
+// takes no answers. The measured time is that of a microbatch, from its opening message to the summary.
 //
 //   neighbours_bench [--server=bin/lossd] [--seconds=8] [--server_flag=--peer_share=1 ...]
 //
-// Prints a JSON line for each neighbour: microbatches, failed ones, p50 and p99 in milliseconds, and by how
-// much the server's resident memory grew. Each neighbour has a server of its own, with the CPU backend.
+// Prints a line of JSON for each kind of neighbor: microbatches, failed microbatches, p50 and p99 in
+// milliseconds, and the growth of the server's resident memory. Each kind has a server of its own, with the
+// CPU backend.
 #include <unistd.h>
 
 #include <algorithm>
@@ -46,8 +47,8 @@ using test::RawHttp2;
 
 constexpr int64_t kHidden = 64;
 constexpr int64_t kVocab = 512;
-constexpr int64_t kRows = 128;            // of the trainer's microbatches
-constexpr int64_t kSliceBytes = 1 << 16;  // as server_process.h has it
+constexpr int64_t kRows = 128;            // the rows of the trainer's microbatches
+constexpr int64_t kSliceBytes = 1 << 16;  // the same as in server_process.h
 constexpr int64_t kSliceRows = kSliceBytes / kHidden / 4;
 constexpr const char* kLossMethod = "/lossd.v1.LossService/ComputeLoss";
 
@@ -76,7 +77,7 @@ v1::CreateHeadRequest Head(const std::string& name, int64_t vocab) {
   return request;
 }
 
-// What attacks from a thread of its own until it is destroyed.
+// A client that attacks the server from a thread of its own until the object is destroyed.
 class Neighbour {
  public:
   explicit Neighbour(std::function<void(const std::atomic<bool>&)> run)
@@ -97,12 +98,13 @@ void PumpUntil(RawHttp2& connection, const std::atomic<bool>& stop) {
   while (!stop) connection.Pump(absl::Milliseconds(20));
 }
 
-// A slice of zeros behind what the call has sent.
+// Sends a slice of zeros after the messages that the call has sent already.
 void SendSlice(RawHttp2& connection, uint32_t call, int64_t begin, int64_t rows) {
   v1::ComputeLossRequest request;
   request.mutable_slice()->mutable_rows()->set_begin(static_cast<uint64_t>(begin));
   request.mutable_slice()->mutable_rows()->set_end(static_cast<uint64_t>(begin + rows));
-  // The payload's tag and length come by themselves for one byte; its value is what follows.
+  // Protobuf writes the message without its payload. The payload's tag and length are appended here, and its
+  // bytes are sent after them.
   std::string text = request.SerializeAsString();
   const auto varint = [&text](uint64_t value) {
     for (; value >= 128; value >>= 7) text.push_back(static_cast<char>(value | 128));
@@ -114,7 +116,7 @@ void SendSlice(RawHttp2& connection, uint32_t call, int64_t begin, int64_t rows)
   connection.Message(call, static_cast<uint32_t>(static_cast<int64_t>(text.size()) + bytes), text, bytes);
 }
 
-// Twelve calls that send rows and take no gradients.
+// Twelve calls that send rows and do not read the gradients.
 void StoppedReader(const std::string& target, const std::atomic<bool>& stop) {
   RawHttp2 connection(target);
   for (uint64_t id = 0; id < 12; ++id) {
@@ -158,7 +160,7 @@ void ManyConnections(const std::string& target, const std::atomic<bool>& stop) {
   }
 }
 
-// Opens microbatches of 100,000 rows and goes.
+// Opens microbatches of 100,000 rows and abandons them.
 void Abandons(const std::string& target, const std::atomic<bool>& stop) {
   const auto client = TestClient::Connect(target);
   for (uint64_t id = 1'000'000; !stop; ++id) {
@@ -170,7 +172,7 @@ void Abandons(const std::string& target, const std::atomic<bool>& stop) {
   }
 }
 
-// Computes as much as it can, in eight calls at a time.
+// Computes as much as it can, with eight calls at a time.
 void Greedy(const std::string& target, const std::atomic<bool>& stop) {
   std::vector<std::thread> calls;
   const auto client = TestClient::Connect(target);
@@ -189,7 +191,7 @@ void Greedy(const std::string& target, const std::atomic<bool>& stop) {
   for (std::thread& call : calls) call.join();
 }
 
-// Nine clients create one large head, all the time.
+// Nine clients that repeatedly create the same large head.
 void Creations(const std::string& target, const std::atomic<bool>& stop) {
   std::vector<std::thread> calls;
   for (int i = 0; i < 9; ++i) {
@@ -237,7 +239,7 @@ int64_t Resident(pid_t pid) {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-// Seconds of one microbatch, and a DescribeHead as trainers do it beside; negative if it failed.
+// The seconds of one microbatch, with a DescribeHead beside it, as trainers do. Negative if it failed.
 double Microbatch(TestClient& client, uint64_t id, const std::string& payload) {
   const absl::Time start = clocks::SteadyNow();
   const auto stream = client.OpenLoss(absl::Seconds(5));
@@ -267,7 +269,7 @@ nlohmann::json Measure(const Case& one) {
   client->CreateHead(Head("head", kVocab)).status().IgnoreError();
   const std::string payload(kRows * kHidden * 4, '\0');
   uint64_t id = 0;
-  for (; id < 20; ++id) Microbatch(*client, id, payload);  // warm
+  for (; id < 20; ++id) Microbatch(*client, id, payload);  // warms up
   const int64_t before = Resident(server.pid());
   int64_t most = before;
   std::vector<double> times;
@@ -284,7 +286,7 @@ nlohmann::json Measure(const Case& one) {
     }
     most = std::max(most, Resident(server.pid()));
     if (!server.Running()) failed = -1;
-    server.Kill();  // so that no neighbour waits for an answer
+    server.Kill();  // so that no neighbor keeps waiting for an answer
   }
   std::sort(times.begin(), times.end());
   return {{"neighbour", one.name},

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parts of a server on the CPU: what computes a chunk, and what makes it count exactly once.
+// Benchmarks parts of a server on the CPU: computing a chunk, and counting its rows exactly once (the
+// ledger).
 //
 //   server_bench parts [--benchmark_filter=BM_Chunk] [more flags of Google Benchmark]
 #include <algorithm>
@@ -18,9 +19,9 @@
 #include "kernels/cpu/row_loss.h"
 #include "server/engine/ledger.h"
 
-// Rows per second and GFLOP/s of one chunk on the CPU backend: loss, dx and dW (three products), and loss
-// alone (one). Arguments: rows, hidden size, vocabulary, whether gradients are wanted. BM_RowPass is the part
-// of BM_Chunk that loops over logits, on its own.
+// BM_Chunk: rows per second and GFLOP/s of one chunk on the CPU backend, with loss, dx and dW (three
+// products), or with the loss alone (one product). Arguments: rows, hidden size, vocabulary, whether
+// gradients are wanted. BM_RowPass times one part of BM_Chunk, the loops over the logits.
 namespace lossd::kernels {
 namespace {
 
@@ -89,7 +90,7 @@ BENCHMARK(BM_Chunk)
     ->MeasureProcessCPUTime()
     ->UseRealTime();
 
-// The row pass alone, on as many threads; arguments: rows, vocabulary, whether gradients are wanted.
+// The row pass alone, with as many threads. Arguments: rows, vocabulary, whether gradients are wanted.
 void BM_RowPass(benchmark::State& state) {
   const int64_t n = state.range(0);
   const int64_t v = state.range(1);
@@ -127,10 +128,10 @@ BENCHMARK(BM_RowPass)
 }  // namespace
 }  // namespace lossd::kernels
 
-// What exactly-once costs: the ledger's work for one microbatch, as the engine does it.
+// The cost of exactly-once: the ledger's work for one microbatch, as the engine does it.
 //
-// Per microbatch: one Declare for each stream (targets kept and compared), then Reserve and Commit for each
-// slice. Arguments: rows of the microbatch, rows of a slice, streams.
+// A microbatch takes one Declare for each stream (its targets are stored and compared), then Reserve and
+// Commit for each slice. Arguments: rows of the microbatch, rows of a slice, streams.
 namespace lossd::engine {
 namespace {
 
@@ -161,7 +162,7 @@ void RunMicrobatch(Ledger& ledger, uint64_t id, const std::vector<int32_t>& targ
   }
 }
 
-// A step of 16 new microbatches; the time is one microbatch's.
+// A step of 16 new microbatches. The time is that of one microbatch.
 void BM_NewMicrobatch(benchmark::State& state) {
   const std::vector<int32_t> targets = RandomTargets(state.range(0));
   Ledger ledger(int64_t{1} << 26, int64_t{1} << 18);
@@ -176,7 +177,7 @@ void BM_NewMicrobatch(benchmark::State& state) {
   state.SetItemsProcessed(state.iterations() * state.range(0));
 }
 
-// The same microbatch sent again.
+// A microbatch that is sent again.
 void BM_RepeatedMicrobatch(benchmark::State& state) {
   const std::vector<int32_t> targets = RandomTargets(state.range(0));
   Ledger ledger(int64_t{1} << 26, int64_t{1} << 18);

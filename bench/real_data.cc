@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes rows like a real model's (kernels/data). Prints which part of the measured profile they reach, or
-// writes what they are made of for another program (peers.py): the arrays of kernels/data/real_rows.h as
-// .npy files.
+// Makes rows like those of a real model (kernels/data). It either prints how closely they match the measured
+// profile, or writes the arrays from which another program (peers.py) makes them, those of
+// kernels/data/real_rows.h, as .npy files.
 //
 //   real_data [--rows=256] [--hidden=2304] [--vocab=49152] [--seed=1] [--out=FOLDER]
 #include <algorithm>
@@ -32,7 +32,7 @@ ABSL_FLAG(std::string, out, "",
 namespace lossd {
 namespace {
 
-constexpr int64_t kBlock = 32;  // rows whose logits are held at once
+constexpr int64_t kBlock = 32;  // the number of rows whose logits are in memory at the same time
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

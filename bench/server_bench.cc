@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Benchmarks of a server and of its parts: `server_bench service --rows=1024`.
+// The main program of the benchmarks of a server and of its parts, such as `server_bench service
+// --rows=1024`.
 #include "bench/server_bench.h"
 
 #include "bench/command.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands of the program server_bench (Command::run of command.h); the file of each says what it
-// measures.
+// The commands of the program server_bench (see Command::run in command.h). The source file of each command
+// says what it measures.
 #ifndef LOSSD_BENCH_SERVER_BENCH_H_
 #define LOSSD_BENCH_SERVER_BENCH_H_
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the service costs: rows per second of the same loss computation three ways, in one process on one
-// backend: the kernels alone, the engine around them, and a client over TCP loopback.
+// Measures the cost of the service: rows per second of the same loss computation by the kernels alone, by the
+// engine, and by a client over TCP loopback. All run in one process on one backend.
 //
 //   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
-//   server_bench service --target=127.0.0.1:7070      the client alone, of a server that runs
+//   server_bench service --target=127.0.0.1:7070      only the client; the server runs already
 //
-// Prints a table, and JSON to --json=FILE. Every way computes loss, dL/dx and dL/dW of the same random rows.
+// Prints a table, and writes JSON to --json=FILE. Each of the three computes loss, dL/dx and dL/dW of the
+// same random rows.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -59,7 +60,7 @@ struct Flags : CommandFlags {
 constexpr char kHead[] = "bench";
 constexpr double kWarmUpSeconds = 1.0;
 
-// Ends the program on an error: a benchmark that goes on after one measures nothing.
+// Ends the program on an error, because a benchmark measures nothing after an error.
 template <typename T>
 T Must(absl::StatusOr<T> value) {
   if (!value.ok()) {
@@ -78,7 +79,7 @@ struct Shape {
   int64_t rows, hidden_size, vocab_size;
 };
 
-// Random bf16 hidden states and targets, in memory that the device copies fast.
+// Random bf16 hidden states and targets, in memory from which the device copies fast.
 class Rows {
  public:
   Rows(const Shape& shape, kernels::Backend& backend)
@@ -105,10 +106,10 @@ class Rows {
 struct Line {
   std::string name;
   double rows_per_second = 0.0;
-  double microbatch_seconds = 0.0;  // from submission to result, mean
+  double microbatch_seconds = 0.0;  // the mean, from submission to result
 };
 
-// Calls `once` until `seconds` have passed after the warm-up; each call computes `rows` rows.
+// Calls `once` again and again until `seconds` have passed after the warm-up. Each call computes `rows` rows.
 template <typename Fn>
 Line Measure(std::string name, int64_t rows, double seconds, Fn once) {
   const auto run = [&](double limit) {
@@ -142,14 +143,15 @@ kernels::HeadConfig ConfigFor(const Shape& shape, const kernels::Backend& backen
   return config;
 }
 
-// A chunk on its way through the kernels.
+// A chunk that the kernels compute.
 struct Flight {
   std::vector<kernels::Slice> slices;
   kernels::Chunk chunk;
   absl::Notification done;
 };
 
-// The kernels alone: chunks as large as the head allows, as many under way as the backend takes.
+// Measures the kernels alone, with chunks as large as the head allows and as many in flight as the backend
+// takes.
 Line MeasureKernels(const Shape& shape, double seconds) {
   const auto backend = MakeBackend();
   auto head = Must(backend->CreateHead(ConfigFor(shape, *backend)));
@@ -159,7 +161,7 @@ Line MeasureKernels(const Shape& shape, double seconds) {
   const auto submit = [&](int64_t begin) {
     auto flight = std::make_unique<Flight>();
     const int64_t end = std::min(shape.rows, begin + head->chunk_rows());
-    const int64_t devices = head->chunk_rows() / head->slice_rows();  // a slice each
+    const int64_t devices = head->chunk_rows() / head->slice_rows();  // one slice for each device
     const int64_t slice_rows = (end - begin + devices - 1) / devices;
     for (int64_t first = begin; first < end; first += slice_rows) {
       kernels::Slice slice;
@@ -206,7 +208,7 @@ class Waiter : public engine::StreamObserver {
   absl::Notification done_;
 };
 
-// The engine with slices copied into staging buffers, as the rpc layer does.
+// Measures the engine. Slices are copied into staging buffers, as the rpc layer does.
 Line MeasureEngine(const Shape& shape, double seconds) {
   const auto backend = MakeBackend();
   const Rows rows(shape, *backend);
@@ -268,10 +270,10 @@ std::unique_ptr<app::Server> StartServer() {
                                   .split = *flags.split}));
 }
 
-// A client over TCP, of a server in this process on the loopback or of the one that --target names.
+// Measures a client over TCP. Its server is in this process, or is the one that --target names.
 Line MeasureService(const Shape& shape, int channels, double seconds) {
   const auto cpu = Must(kernels::CreateBackend({.backend = "cpu"})).backend;
-  const Rows rows(shape, *cpu);  // a trainer's memory, as it comes
+  const Rows rows(shape, *cpu);  // plain memory, as a trainer has it
   const std::string given = *flags.target;
   const auto server = given.empty() ? StartServer() : nullptr;
   const std::string target = given.empty() ? server->grpc_address() : given;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How lossctl connects to a server and prints, and its exit codes and error messages (context.h).
 #include "client/cli/context.h"
 
 #include <unistd.h>
@@ -117,7 +118,7 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
       if (detail.has_value() && detail->field() == client::kTargetField) {
         return "start one with `lossd`, or name another with --server HOST:PORT or LOSSD_SERVER";
       }
-      if (detail.has_value() && detail->field() == kHttpField) return "";  // the message says all there is
+      if (detail.has_value() && detail->field() == kHttpField) return "";  // the message is complete
       return "try again later; `lossctl health` says whether the server serves";
     case absl::StatusCode::kNotFound:
       if (detail.has_value() && absl::EndsWith(detail->field(), "head"))
@@ -135,8 +136,8 @@ std::string Advice(const absl::Status& status, const std::optional<v1::ErrorDeta
   }
 }
 
-// "workspace_bytes must be >= 0, got 99999999" of a server that leaves it at that, with the unit that the
-// field's name says.
+// Adds the unit to an error of a server that names none: "workspace_bytes must be >= 0, got 99999999" becomes
+// "... got 99999999 bytes (95.4 MiB)", because the name of the field says that the number is bytes.
 std::string WithUnitOfField(std::string message, const std::optional<v1::ErrorDetail>& detail) {
   if (!detail.has_value() || !absl::EndsWith(detail->field(), "_bytes")) return message;
   if (!absl::EndsWith(message, absl::StrCat("got ", detail->value()))) return message;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every command gets (Context): the global options, a way to the server, and where to print; and what
-// lossctl says and ends with when a command fails.
+// Context: what every command of lossctl gets, namely the global options, a connection to the server, and a
+// place to print. This header also defines lossctl's exit codes and error messages.
 //
-// Context is thread-compatible: commands run on the main thread. Functions are stateless and thread-safe.
+// Context is thread-compatible: commands run on the main thread. The functions are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_CONTEXT_H_
 #define LOSSD_CLIENT_CLI_CONTEXT_H_
 
@@ -24,10 +24,10 @@ namespace lossd::cli {
 
 enum class Output : uint8_t { kTable, kWide, kJson };
 
-// What the command line says of the server; empty: nothing.
+// What the command line says about the server. An empty text means: not given.
 struct ServerFlags {
   std::string server;
-  std::string context;  // the name of one in the file of contexts
+  std::string context;  // the name of a server in the file of contexts (docs/lossctl.md)
   std::string ca, cert, key;
 };
 
@@ -39,33 +39,36 @@ struct Context {
   ColorMode color = ColorMode::kAuto;
   double timeout_seconds = 0;  // 0: each call's default
   int attempts = client::RetryOptions().max_attempts;
-  uint64_t incarnation = 0;  // that the server must have; 0: any
+  uint64_t incarnation = 0;  // the one that the server must have; 0: any
 
-  // Set by Settle.
+  // Settle() sets the following four.
   std::string server;
   client::CredentialOptions credentials;
-  std::string named_http;  // the HTTP address of the context in use, or empty
-  std::string in_use;      // its name; empty: the server comes from elsewhere
+  std::string named_http;  // the HTTP address of the context in use; may be empty
+  std::string in_use;      // the name of the context in use; empty: the server comes from elsewhere
 
-  // The command chosen, set while the command line is parsed. Its status becomes the exit code.
+  // The chosen command, set while the command line is parsed. The status that it returns becomes the exit
+  // code.
   std::function<absl::Status()> action;
-  // Set by an action that did its work but has bad news (an unhealthy server).
+  // An action sets bad_news if it did its work but what it found is bad, such as an unhealthy server.
   bool bad_news = false;
 
-  // Decides which server it is and how to prove who asks, once: client::ChooseServer, with the current
-  // context; --server goes before --context.
+  // Decides once which server is used and with which credentials: see client::ChooseServer, here with the
+  // current context. --server takes precedence over --context.
   absl::Status Settle();
 
-  // All but one of these Settle first.
+  // The following functions call Settle first, except the second HttpAddress, which expects that it was
+  // called.
   absl::StatusOr<std::unique_ptr<client::Client>> Connect();  // with one connection
-  // `options` say how rows travel; who the server is and how long to wait for it is filled in.
+  // `options` say how rows travel. The function fills in the server, its credentials, timeouts and retries.
   absl::StatusOr<std::unique_ptr<client::Client>> Connect(client::ClientOptions options);
-  // "http://host:port" of the server's HTTP side, or "https://...": `given` (--http) if not empty, else that
-  // of the context, else where the server says it is, for which a connection is made.
+  // The address of the server's HTTP side, "http://host:port" or "https://host:port": `given` (--http) if it
+  // is not empty, else the address in the context, else what the server says, for which the function connects
+  // to it.
   absl::StatusOr<std::string> HttpAddress(const std::string& given);
-  // The same of a server that has said it already; the context is settled.
+  // The same, where the server's description `said` is at hand already.
   absl::StatusOr<std::string> HttpAddress(const std::string& given, const v1::ServerDescription& said) const;
-  // The same for a probe, which does not ask over gRPC: else port 7071 of the server's host.
+  // The same for a probe, which makes no gRPC call: in place of asking the server, port 7071 of its host.
   absl::StatusOr<std::string> ProbeAddress(const std::string& given);
 
   absl::Duration timeout() const { return absl::Seconds(timeout_seconds); }
@@ -73,12 +76,12 @@ struct Context {
   bool ColorsOn(int descriptor) const { return HasColor(color, descriptor); }
 
   void Print(absl::string_view text) const;  // to stdout
-  // INTERNAL once something could not be printed: the disk is full, stdout is closed.
+  // INTERNAL if something could not be printed, because the disk is full or stdout is closed.
   absl::Status Printed() const;
-  // To stdout, indented. The document of a command is an object; a list is a field of it
+  // Prints to stdout, indented. A command prints one JSON object; a list is a field of it
   // (docs/lossctl.md#documents-for-scripts).
   void PrintJson(const nlohmann::ordered_json& document) const;
-  // One of several documents of a command that goes on: on one line.
+  // The same on one line, for a command that prints several documents, one after the other.
   void PrintJsonOfMany(const nlohmann::ordered_json& document) const;
 
  private:
@@ -86,10 +89,11 @@ struct Context {
   mutable int write_error_ = 0;  // errno
 };
 
-// True if stderr is a terminal: then long work may show its progress there.
+// True if stderr is a terminal, so that a long operation may show its progress there.
 bool ShowsProgress();
 
-// Exit codes and error messages: what went wrong and what to do next. Pure functions, thread-safe.
+// The rest of this header: exit codes, and error messages that say what went wrong and what to do next. Pure
+// functions, thread-safe.
 
 enum ExitCode : int {
   kExitOk = 0,
@@ -102,19 +106,20 @@ enum ExitCode : int {
 
 ExitCode ExitCodeOf(const absl::Status& status);
 
-// INVALID_ARGUMENT of a command line, with kExitUsage. `help` is the command that describes what is right.
+// INVALID_ARGUMENT for a wrong command line, with exit code kExitUsage. `help` is the lossctl command that
+// prints the right usage.
 absl::Status UsageError(absl::string_view message, absl::string_view help);
 
-// For stderr: "lossctl: ..." with details and advice, ending in a newline. Large numbers of bytes stand there
-// in larger units, too. With `json` one JSON object on one line.
+// The text for stderr: "lossctl: ..." with details and advice, ending in a newline. Large numbers of bytes
+// are followed by the same size in a larger unit. With `json` the text is one JSON object on one line.
 std::string ErrorText(const absl::Status& status, bool json, const Style& style = {});
 
-// "needs 1610612736 bytes; 5 of 8589934592 bytes" as "needs 1610612736 bytes (1.50 GiB); 5 of 8589934592
-// bytes (8.00 GiB)".
+// Adds larger units: "needs 1610612736 bytes; 5 of 8589934592 bytes" becomes "needs 1610612736 bytes (1.50
+// GiB); 5 of 8589934592 bytes (8.00 GiB)".
 std::string WithUnits(absl::string_view message);
 
-// With the command line's names for what the client library calls "options.target" and
-// "options.credentials.ca", at the beginning of a message.
+// Replaces the client library's names at the beginning of a message, such as "options.target" and
+// "options.credentials.ca", by the names of lossctl's options.
 std::string InTermsOfOptions(absl::string_view message);
 
 }  // namespace lossd::cli

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Turns the protocol's messages into text and JSON (describe.h).
 #include "client/cli/describe.h"
 
 #include <google/protobuf/descriptor.h>
@@ -143,7 +144,7 @@ std::string UsedMemoryText(const v1::MemoryUsage& memory) {
   return parts.empty() ? total : absl::StrCat(total, " (", parts, ")");
 }
 
-// What is absent stands for the protocol's default.
+// Sets each absent field to the default that the protocol gives it.
 v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
   if (spec.norm() == v1::NORM_UNSPECIFIED) spec.set_norm(v1::NORM_NONE);
   if (!spec.has_norm_epsilon()) spec.set_norm_epsilon(1e-5f);
@@ -155,14 +156,14 @@ v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
   return spec;
 }
 
-// 1e-5 rather than 9.999999747378752e-06.
+// The float as a person writes it: 1e-5 rather than 9.999999747378752e-06.
 double AsWritten(float value) {
   double result = value;
   if (!absl::SimpleAtod(absl::StrCat(value), &result)) return value;
   return result;
 }
 
-// Empty if there are none.
+// Empty if there are no choices.
 std::string ChoicesTable(const std::string& title,
                          const google::protobuf::RepeatedPtrField<v1::Choice>& choices, const Style& style) {
   if (choices.empty()) return "";
@@ -189,7 +190,7 @@ namespace {
 
 using google::protobuf::FieldDescriptor;
 
-// Of a field, or of entry `i` of a list.
+// The JSON of a field, or of entry `i` of a list.
 Json ValueJson(const google::protobuf::Message& message, const FieldDescriptor& field, int i) {
   const google::protobuf::Reflection& reflection = *message.GetReflection();
   const bool list = field.is_repeated();
@@ -275,7 +276,8 @@ std::string Shape(const v1::HeadSpec& spec) {
   return text;
 }
 
-// The columns of all heads that `wide` adds: what they are made of.
+// The cells of the columns that --output wide adds to a list of heads: optimizer state, logits, gradients and
+// so on.
 std::vector<std::string> WideCells(const v1::HeadDescription& head) {
   const v1::HeadSpec spec = WithDefaults(head.spec());
   return {NameOf(spec.optimizer_state()),

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Formats numbers, charts, tables and lists of fields (format.h).
 #include "client/cli/format.h"
 
 #include <unistd.h>
@@ -18,8 +19,8 @@ namespace lossd::cli {
 
 namespace {
 
-// The codes are of the sixteen colours that every terminal has, so the colours that a user has chosen for
-// them hold.
+// The codes select among the sixteen colors that every terminal has, so that the terminal's own settings for
+// these colors apply.
 absl::string_view EscapeCodeOf(Tone tone) {
   switch (tone) {
     case Tone::kPlain:
@@ -57,13 +58,13 @@ bool HasColor(ColorMode mode, int descriptor) {
 
 namespace {
 
-// Three significant digits below 1000.
+// Three significant digits for values below 1000.
 std::string ThreeDigits(double value) {
   const double size = std::fabs(value);
   return absl::StrFormat("%.*f", size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2, value);
 }
 
-// For a value in [0, 1].
+// The block character for a value in [0, 1].
 const char* Block(double value) {
   constexpr std::array<const char*, 8> kBlocks = {"▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
   return kBlocks[static_cast<size_t>(std::clamp(std::lround(value * 7), 0L, 7L))];

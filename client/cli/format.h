@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Text for people, and JSON for scripts: numbers, small charts, tables and lists of fields, their colours,
-// and the environment variables that say how text looks. Functions are thread-safe as long as nothing changes
-// the environment; the classes are thread-compatible.
+// Formats text for people and JSON for scripts: numbers, small charts, tables and lists of fields, their
+// colors, and the environment variables that say how text looks. The functions are thread-safe as long as
+// nothing changes the environment; the classes are thread-compatible.
 #ifndef LOSSD_CLIENT_CLI_FORMAT_H_
 #define LOSSD_CLIENT_CLI_FORMAT_H_
 
@@ -20,18 +20,18 @@ namespace lossd::cli {
 
 enum class Tone : uint8_t { kPlain, kTitle, kGood, kWarning, kBad, kFaint };
 
-// How text for people looks: how much of it there is, and in which colours.
+// How text for people looks: how much it contains, and whether it is colored.
 struct Style {
-  bool wide = false;   // columns and fields that not everyone needs, too
-  bool color = false;  // escape sequences for tones
+  bool wide = false;   // also print columns and fields that not everyone needs
+  bool color = false;  // print escape sequences for tones
 
   std::string Paint(Tone tone, absl::string_view text) const;
 };
 
 enum class ColorMode : uint8_t { kAuto, kAlways, kNever };
 
-// Whether what is written to the descriptor has colours. kAuto: if it is a terminal, TERM is neither empty
-// nor "dumb", and NO_COLOR (no-color.org) is not set or empty.
+// Whether text that is written to the file descriptor is colored. With kAuto it is if the descriptor is a
+// terminal, TERM is neither empty nor "dumb", and NO_COLOR (no-color.org) is unset or empty.
 bool HasColor(ColorMode mode, int descriptor);
 
 std::string HumanBytes(double bytes);                // "17 B", "1.50 GiB"
@@ -42,29 +42,30 @@ std::string HumanIncarnation(uint64_t incarnation);  // sixteen hexadecimal digi
 
 // A line of block characters, one per value, between 0 and the largest value.
 std::string Sparkline(absl::Span<const double> values);
-// The same between the smallest and the largest value, for what is never near 0. "x" for a value that is not
-// finite.
+// The same, scaled between the smallest and the largest value, for values that are never near 0. A value that
+// is not finite is drawn as "x".
 std::string Trendline(absl::Span<const double> values);
-// The last values, at most `count`.
+// The last `count` values, or all if there are fewer.
 absl::Span<const double> Last(absl::Span<const double> values, size_t count);
 
-// Columns on a terminal: code points, counting escape sequences as nothing.
+// The number of terminal columns that the text takes. Each code point counts as one, escape sequences as
+// none.
 size_t DisplayWidth(absl::string_view text);
-// The beginning of a line, at most `width` columns; its last one is "…" if something is missing.
+// The beginning of a line, at most `width` columns wide. If something was cut off, the last column is "…".
 std::string Truncated(absl::string_view line, size_t width);
-// A name, at most `width` columns: where it is longer, its beginning and its end with "…" between them, since
-// names of a series differ at the end.
+// A name of at most `width` columns. A longer name keeps its beginning and its end with "…" between them,
+// because the names of a series differ at the end.
 std::string TruncatedName(absl::string_view name, size_t width);
-// Text that a server sent, for a terminal: without control characters, so it cannot move the cursor.
+// Makes text from a server safe for a terminal: without control characters, it cannot move the cursor.
 std::string Printable(absl::string_view text);
-std::string PrintableLines(absl::string_view text);  // the same, but for the ends of lines
+std::string PrintableLines(absl::string_view text);  // the same, but keeps the ends of lines
 
 enum class Align { kLeft, kRight };
 
 struct Column {
   std::string title;
   Align align = Align::kLeft;
-  int rank = 0;  // where there is no room for all columns, those of the highest ranks go; 0: never
+  int rank = 0;  // If the table is too wide, the columns with the highest rank are dropped first; 0: never.
 };
 
 // Aligned columns under titles, two spaces apart.
@@ -74,13 +75,13 @@ class Table {
 
   // One cell per column.
   void AddRow(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
-  // At most `width` columns of the terminal wide. `style` paints the titles.
+  // `width` is the largest width, in terminal columns. `style` paints the titles.
   std::string ToString(const Style& style = {}, size_t width = std::numeric_limits<size_t>::max()) const;
-  // The columns of the terminal that it takes where there are `width`.
+  // The terminal columns that the table takes if `width` are available.
   size_t Width(size_t width = std::numeric_limits<size_t>::max()) const;
 
  private:
-  // By column, 0 for those that go.
+  // The width of each column; 0 for a column that is dropped.
   std::vector<size_t> Widths(size_t width) const;
 
   const std::vector<Column> columns_;
@@ -97,8 +98,8 @@ class FieldList {
   std::vector<std::pair<std::string, std::string>> fields_;
 };
 
-// The JSON that lossctl reads and prints, whose objects keep the order of their members. A source that uses
-// more than the name includes <nlohmann/json.hpp>.
+// The JSON that lossctl reads and prints. Its objects keep the order of their members. A source that uses
+// more than the name Json includes <nlohmann/json.hpp>.
 
 using Json = nlohmann::ordered_json;
 

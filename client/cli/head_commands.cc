@@ -38,7 +38,8 @@ double ClassesOf(absl::Span<const DeviceLoad> devices) {
   return classes;
 }
 
-// The seconds that one class takes on the device; for a device that has none, on all devices together.
+// The seconds that one class takes on the device. For a device without classes it is the mean over all
+// devices.
 double CostOf(const DeviceLoad& device, absl::Span<const DeviceLoad> all) {
   if (device.classes > 0 && device.head_seconds > 0) {
     return device.head_seconds / static_cast<double>(device.classes);
@@ -56,11 +57,12 @@ std::vector<uint32_t> BalancedShares(absl::Span<const DeviceLoad> devices) {
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return devices[a].stage_seconds < devices[b].stage_seconds; });
   const double classes = ClassesOf(devices);
-  // Beside the least stage, the seconds of a small head would be rounded away.
+  // Only what exceeds the least stage_seconds is computed with. Otherwise the short time of a small head
+  // would be lost in rounding.
   const double least = devices[order.front()].stage_seconds;
   const auto above = [&](const DeviceLoad& device) { return device.stage_seconds - least; };
-  // Devices take part in the order of their stage's seconds, until those that take part end no later than the
-  // stage of the next device.
+  // Devices take part in ascending order of stage_seconds. The loop ends when the devices that take part
+  // finish no later than the other work of the next device.
   double level = 0, rates = 0, done = 0;
   for (size_t n = 0; n < order.size(); ++n) {
     const DeviceLoad& device = devices[order[n]];
@@ -149,7 +151,7 @@ struct CreateFlags {
   std::vector<uint32_t> shares;
   uint32_t replicas = 0;
   v1::Residency residency = v1::RESIDENCY_UNSPECIFIED;
-  std::string class_list;  // a file; empty: none
+  std::string class_list;  // the path of a file; empty: none
   uint64_t full_vocab_size = 0;
 
   bool dry_run = false;
@@ -384,8 +386,8 @@ absl::Status NotDivided(const SharesFlags& flags) {
       absl::StrCat("head ", flags.head, " is not split by vocabulary over several devices"));
 }
 
-// What each device did between two descriptions of the head, in seconds for flags.rows rows; 0: for all rows
-// that it computed meanwhile.
+// What each device did between two descriptions of the head, in seconds for flags.rows rows. If flags.rows is
+// 0: for all rows that the device computed between them.
 absl::StatusOr<std::vector<DeviceLoad>> LoadsBetween(const v1::HeadDescription& before,
                                                      const v1::HeadDescription& after,
                                                      const SharesFlags& flags) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands heads, describe, create, delete, reset and shares, which options.h declares. What tests call
-// by itself is the balance of shares: which shares of a head's classes let the devices of a server, each with
-// work of its own beside the head, end together. lossd.torch.balance() has the same formula (docs/scaling.md
-// says how to use both).
+// The commands heads, describe, create, delete, reset and shares, which options.h declares. This header has
+// the functions that tests call directly: they balance the shares of a head that is split by vocabulary, so
+// that all devices of a server finish together although each has other work beside the head.
+// lossd.torch.balance() has the same formula (docs/scaling.md says how to use both).
 //
 // It is shorter than 60 lines because main.cc calls the commands alone. Pure functions; thread-safe.
 #ifndef LOSSD_CLIENT_CLI_HEAD_COMMANDS_H_
@@ -15,19 +15,20 @@
 
 namespace lossd::cli {
 
-// What a device was measured to do for the rows of one microbatch.
+// What was measured on one device for the rows of one microbatch.
 struct DeviceLoad {
   int64_t classes = 0;
-  double head_seconds = 0;   // for its classes, without what it waits for other devices
-  double stage_seconds = 0;  // beside the head
+  double head_seconds = 0;   // for its classes, without the time that it waits for other devices
+  double stage_seconds = 0;  // for its other work
 };
 
-// In thousandths. A device with load L whose classes take k seconds each gets (T - L) / k classes, or none if
-// L is above T; T is where these are all classes. k of a device without classes is that of all devices
-// together. `devices`: some of them have classes, and took time for them.
+// The share of each device, in thousandths. A device whose other work takes L seconds and each of whose
+// classes takes k seconds gets (T - L) / k classes, or none if L > T. T is chosen so that these are all
+// classes. For a device without classes, k is the mean over all devices. At least one of `devices` has
+// classes, and took time for them.
 std::vector<uint32_t> BalancedShares(absl::Span<const DeviceLoad> devices);
 
-// Of a device with that load that would have `share` of `whole`: seconds for the same rows.
+// The seconds that `device` takes for the same rows if it has `share` of `whole` shares of the classes.
 double SecondsWith(const DeviceLoad& device, absl::Span<const DeviceLoad> all, uint32_t share,
                    uint32_t whole);
 

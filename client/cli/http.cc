@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// lossctl's HTTP client, and the parser of metrics (http.h).
 #include "client/cli/http.h"
 
 #include <httplib.h>
@@ -23,10 +24,10 @@ namespace lossd::cli {
 
 namespace {
 
-constexpr int kDefaultPort = 7071;  // of lossd's --http
+constexpr int kDefaultPort = 7071;  // lossd's default for --http
 
-// The host of gRPC's address as a URL has it; this machine for a Unix socket and other targets without a
-// host.
+// The host in a gRPC address, as a URL writes it. For a Unix socket and other targets without a host: this
+// machine.
 std::string HostOf(const std::string& target, bool ipv6) {
   const std::string host = client::internal::HostAndPortOf(target).host;
   if (host.empty()) return ipv6 ? "[::1]" : "127.0.0.1";
@@ -81,7 +82,7 @@ absl::StatusOr<std::string> HttpAddressOf(const v1::ServerDescription& server, c
 
 namespace {
 
-// What the server says about another status than 200, if it is a line of text.
+// What the server says in an answer with another status than 200, if the text is a single line.
 std::string Reason(const HttpAnswer& answer) {
   constexpr size_t kMost = 300;
   std::string text(absl::StripAsciiWhitespace(answer.body));
@@ -110,7 +111,7 @@ absl::Status NoAddress(const std::string& address) {
                                {std::string(kHttpField), "must be HOST:PORT", address});
 }
 
-// Why there is no answer; httplib's own words are those of its enumeration.
+// Why there is no answer, in words. httplib's own texts are the names of its enumeration.
 std::string Cause(httplib::Error error, bool tls) {
   switch (error) {
     case httplib::Error::Connection:
@@ -132,7 +133,7 @@ std::string Cause(httplib::Error error, bool tls) {
 
 enum class Method { kGet, kPost };
 
-// `client` is at `address`.
+// Sends the request. `client` is connected to `address`, which errors name.
 absl::StatusOr<HttpAnswer> Ask(httplib::Client* client, Method method, const std::string& address,
                                const std::string& path, absl::Duration timeout) {
   client->set_connection_timeout(absl::ToChronoMilliseconds(timeout));
@@ -195,7 +196,8 @@ absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::stri
 
 namespace {
 
-// The label value that starts behind its opening quote at text[*at]; leaves *at behind the closing one.
+// Reads the label value that starts after its opening quote, at text[*at]. Leaves *at after the closing
+// quote.
 std::string ReadQuoted(absl::string_view text, size_t* at) {
   std::string value;
   while (*at < text.size() && text[*at] != '"') {
@@ -210,9 +212,9 @@ std::string ReadQuoted(absl::string_view text, size_t* at) {
   return value;
 }
 
-// Reads {a="b",...} at text[*at]; leaves *at behind it.
+// Reads {a="b",...} at text[*at]. Leaves *at after it.
 bool ReadLabels(absl::string_view text, size_t* at, std::map<std::string, std::string>* labels) {
-  ++*at;  // the brace
+  ++*at;  // skips the brace
   while (*at < text.size() && text[*at] != '}') {
     const size_t equals = text.find("=\"", *at);
     if (equals == absl::string_view::npos) return false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lossctl's HTTP client: at which address a server answers HTTP, how a page is fetched from there, and how
-// the metrics on such a page are read. Functions are stateless and thread-safe.
+// lossctl's HTTP client: finds the address at which a server answers HTTP, fetches pages from there, and
+// parses the metrics on them. Functions are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_HTTP_H_
 #define LOSSD_CLIENT_CLI_HTTP_H_
 
@@ -17,42 +17,42 @@
 
 namespace lossd::cli {
 
-// Whether `text` is "HOST:PORT", "http://HOST:PORT" or "https://HOST:PORT". Behind a scheme the port may be
+// Whether `text` is "HOST:PORT", "http://HOST:PORT" or "https://HOST:PORT". With a scheme the port may be
 // left out.
 bool IsHttpAddress(absl::string_view text);
 
-// Where a server that is reached at `target` answers HTTP unless its --http says otherwise: port 7071 of the
-// host, without TLS.
+// The default HTTP address of a server whose gRPC address is `target`: port 7071 of the same host, without
+// TLS. A server has another address if it was started with --http.
 std::string DefaultHttpAddress(const std::string& target);
 
-// "http://host:port" or "https://host:port" for a client that reaches gRPC of the server at `target`. A
-// server that listens on every address is asked at the host of `target`, and so is one with TLS, whose
-// certificate is for that host. FAILED_PRECONDITION, naming --http, if it has no HTTP, or none that another
-// host reaches. Of a server that is too old to say, DefaultHttpAddress is taken.
+// The HTTP address of a server, "http://host:port" or "https://host:port", for a client whose gRPC address of
+// the server is `target`. The host is that of `target` if the server listens on every address or uses TLS,
+// because its certificate is for that host. FAILED_PRECONDITION, naming --http, if the server has no HTTP
+// address, or none that another host reaches. A server that is too old to say its address has
+// DefaultHttpAddress.
 absl::StatusOr<std::string> HttpAddressOf(const v1::ServerDescription& server, const std::string& target);
 
-// The field (kernels/errors/field_error.h) of HttpFetch's errors about the address.
+// The field (kernels/errors/field_error.h) that HttpFetch's errors about the address name.
 inline constexpr absl::string_view kHttpField = "--http";
 
-// The body of http://`address``path`; `address` is "host:port". UNAVAILABLE if there is no answer within
-// `timeout`, PERMISSION_DENIED (403), FAILED_PRECONDITION (409) or INTERNAL for another answer than 200.
-// `address` may also be "https://host:port"; then the server's certificate must be of
-// credentials.ca. A token is sent over TLS or to a loopback address only.
+// The body of the page http://`address``path`, where `address` is "host:port". UNAVAILABLE if there is no
+// answer within `timeout`; PERMISSION_DENIED (403), FAILED_PRECONDITION (409) or INTERNAL for other statuses
+// than 200. `address` may also be "https://host:port"; then an authority in credentials.ca must have signed
+// the server's certificate. A token is sent over TLS or to a loopback address only.
 absl::StatusOr<std::string> HttpFetch(const std::string& address, const std::string& path,
                                       const client::CredentialOptions& credentials, absl::Duration timeout);
-// The same with POST, for what a server does when it is asked.
+// The same with POST, for a request that makes the server do something.
 absl::StatusOr<std::string> HttpPost(const std::string& address, const std::string& path,
                                      const client::CredentialOptions& credentials, absl::Duration timeout);
 
 struct HttpAnswer {
   int status = 0;
-  std::string content_type;  // of the body; "" if it is not said
+  std::string content_type;  // of the body; "" if the server does not say it
   std::string body;
 };
 
-// Whatever is answered at `path`, to a probe: without a token, and without a look at the server's
-// certificate, as the probes of Kubernetes. The errors are the same as of HttpFetch, except that any status
-// is an answer.
+// Fetches `path` as the probes of Kubernetes do: without a token, and without checking the server's
+// certificate. An answer of any status is returned; the errors are the same as of HttpFetch.
 absl::StatusOr<HttpAnswer> HttpProbe(const std::string& address, const std::string& path,
                                      absl::Duration timeout);
 
@@ -63,19 +63,20 @@ struct MetricSample {
   double value = 0;
 };
 
-// Reads Prometheus' text format, as far as servers print it. Comments and lines that are no samples are left
-// out.
+// Parses Prometheus' text format, as much of it as the server prints. Comments and lines that are not samples
+// are skipped.
 std::vector<MetricSample> ParseMetrics(absl::string_view text);
 
-// Cumulative counts by upper bound, as in `<name>_bucket` samples; several label sets are summed.
+// A histogram: cumulative counts by upper bound, from the samples `<name>_bucket`. Samples with different
+// labels are summed.
 using Buckets = std::map<double, double>;
 Buckets BucketsOf(const std::vector<MetricSample>& samples, absl::string_view name);
 
-// What was counted between two scrapes.
+// The counts between two scrapes.
 Buckets Difference(const Buckets& later, const Buckets& earlier);
 
-// Linear within a bucket, as Prometheus' histogram_quantile; in the last bucket its lower bound. nullopt if
-// nothing was counted.
+// The quantile q, interpolated linearly within a bucket, as Prometheus' histogram_quantile does; in the last
+// bucket its lower bound. Nullopt if nothing was counted.
 std::optional<double> Quantile(const Buckets& buckets, double q);
 
 }  // namespace lossd::cli

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The terminal, its signal handlers, and the loop of live views (live.h).
 #include "client/cli/live.h"
 
 #include <fcntl.h>
@@ -69,12 +70,12 @@ constexpr absl::string_view kLeave = "\033[0m\033[?25h\033[?1049l";
 constexpr int kEndings[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
 constexpr int kCrashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
 
-// What the signal handlers know. They only call what POSIX allows there.
+// The state that the signal handlers use. The handlers only call what POSIX allows in a handler.
 struct Global {
   std::atomic<bool> entered{false};
   std::atomic<bool> quit{false};
   std::atomic<bool> redraw{false};
-  bool has_keys = false;  // stdin is the terminal, and `usual` was its state
+  bool has_keys = false;  // stdin is the terminal, and `usual` is the state that it had
   termios usual = {};
   int wakes[2] = {-1, -1};  // a pipe
 };
@@ -126,7 +127,8 @@ void Handle(int signal, void (*handler)(int), int flags = 0) {
   sigaction(signal, &action, nullptr);
 }
 
-// The signal does what it does by default, once the handler that calls this has returned or unblocks it.
+// Ends the process by the signal's default action. It takes effect when the calling handler has returned or
+// unblocks the signal.
 void DieOf(int signal) {
   Leave();
   Handle(signal, SIG_DFL);
@@ -147,7 +149,7 @@ void OnStop(int signal) {
   sigemptyset(&only);
   sigaddset(&only, signal);
   raise(signal);
-  sigprocmask(SIG_UNBLOCK, &only, &before);  // stops here until SIGCONT
+  sigprocmask(SIG_UNBLOCK, &only, &before);  // the process stops here until SIGCONT
   sigprocmask(SIG_SETMASK, &before, nullptr);
   Handle(signal, OnStop);
   Enter();
@@ -167,8 +169,8 @@ void Drain(int descriptor) {
   }
 }
 
-// The keys in what a terminal has sent. Arrows and the like are ESC [ numbers letter, ESC O letter; Alt with
-// a key is ESC and the key.
+// The keys among the bytes that a terminal has sent. Arrows and similar keys are ESC [ numbers letter, or ESC
+// O letter; Alt with a key is ESC and the key.
 std::string KeysOf(absl::string_view sent) {
   std::string keys;
   for (size_t i = 0; i < sent.size(); ++i) {
@@ -195,11 +197,11 @@ bool Terminal::Available() {
 
 std::unique_ptr<Terminal> Terminal::Open() {
   if (!Available()) return nullptr;
-  // Stays open: a look may wake a terminal that has gone.
+  // The pipe stays open after the Terminal is gone, because a Look that still runs may call Wake.
   if (g.wakes[0] < 0 && pipe2(g.wakes, O_CLOEXEC | O_NONBLOCK) != 0) return nullptr;
   g.quit = false;
   g.redraw = false;
-  // In the background, reading or changing the terminal would stop the process.
+  // A process in the background must not read or change the terminal, which would stop the process.
   g.has_keys = isatty(STDIN_FILENO) != 0 && tcgetpgrp(STDIN_FILENO) == getpgrp() &&
                tcgetattr(STDIN_FILENO, &g.usual) == 0;
   for (int signal : kEndings) Handle(signal, OnEnding);
@@ -231,8 +233,8 @@ void Terminal::Show(const std::string& picture) const {
   size_t left = size().lines;
   for (const absl::string_view line : absl::StrSplit(picture, '\n')) {
     if (left-- == 0) break;
-    absl::StrAppend(&out, "\033[K", line,
-                    left > 0 ? "\r\n" : "");  // cleared first: EL behind a full line takes its end
+    // Clears the line before it writes: clearing after a full line (EL) would erase its last column.
+    absl::StrAppend(&out, "\033[K", line, left > 0 ? "\r\n" : "");
   }
   Put(absl::StrCat(out, "\033[J"));
 }
@@ -290,7 +292,7 @@ class Screen {
   Screen(const Context& context, const LiveFlags& flags, LiveView* view, std::unique_ptr<Terminal> terminal)
       : context_(context), flags_(flags), view_(view), terminal_(std::move(terminal)) {}
 
-  // The first look is over.
+  // The caller has waited for the first Look.
   absl::Status Run() {
     Draw();
     uint64_t shown = view_->ready() ? 1 : 0;
@@ -346,7 +348,7 @@ class Screen {
   bool looking_ = false;
   std::atomic<bool> found_{false};
   absl::Time next_ = clocks::SteadyNow() + absl::Seconds(flags_.interval_seconds);
-  std::future<void> look_;  // waited for when the terminal is as it was
+  std::future<void> look_;  // waits for the thread when it is destroyed, after terminal_ has been restored
   const std::unique_ptr<Terminal> terminal_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Views that look at the server again and again (LiveView, RunLive), the terminal that they are drawn on
-// (Terminal), and the flag that Ctrl-C sets for other long commands (Interrupt). A view is drawn over itself
-// on a terminal, and printed again and again elsewhere.
+// Views that ask the server again and again and show its answers (LiveView, RunLive), the terminal on which
+// they are drawn (Terminal), and a flag that Ctrl-C sets for other long commands (Interrupt). On a terminal
+// each picture replaces the one before; elsewhere lines are printed one after the other.
 //
 // Thread-compatible except where a class says more.
 #ifndef LOSSD_CLIENT_CLI_LIVE_H_
@@ -34,19 +34,19 @@ class Interrupt {
   void Sleep(absl::Duration duration) const;
 };
 
-// The terminal while a live view is on it: its second screen without a cursor, keys that come one by one, and
-// the way back on every exit.
+// The terminal while a live view is on it: it shows its alternate screen without a cursor and delivers keys
+// one by one. Every exit restores it.
 //
-// At most one at a time. While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT end Wait with kQuit; a second
-// one ends the process as usual. Whatever ends the process, but SIGKILL, gives the terminal back first;
-// stopping it (Ctrl-Z) does, too, and the screen comes back with it.
+// There is at most one Terminal at a time. While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT make Wait
+// return kQuit; a second signal ends the process as usual. Before the process ends for any reason except
+// SIGKILL, the terminal is restored. It is also restored while the process is stopped (Ctrl-Z).
 //
 // Thread-compatible; Wake is thread-safe.
 class Terminal {
  public:
   // Whether stdout is a terminal that understands escape sequences (TERM is neither empty nor "dumb").
   static bool Available();
-  // Null if there is none, or the system has no descriptors left.
+  // Null if stdout is no such terminal, or if the system has no file descriptors left.
   static std::unique_ptr<Terminal> Open();
   ~Terminal();
   Terminal(const Terminal&) = delete;
@@ -58,61 +58,62 @@ class Terminal {
   };
   Size size() const;
 
-  // Draws the first lines of a picture over what is there, as many as fit, so that nothing flickers.
+  // Draws as many lines of the picture as fit, from the first, over what is there, so that nothing flickers.
   void Show(const std::string& picture) const;
 
   enum class Event {
     kTime,    // `until` has come
-    kQuit,    // a signal, or the terminal has gone
+    kQuit,    // a signal came, or the terminal was closed
     kKey,     // a key was pressed
-    kRedraw,  // the terminal has another size, or the process went on after a stop
+    kRedraw,  // the terminal has another size, or the process continues after a stop
     kWoken,
   };
-  // The next event, `until` at the latest. `key` is set for kKey, for each key of several that were pressed
-  // meanwhile; keys that send several bytes, such as arrows, are left out.
+  // Returns the next event, kTime when `until` has come. kKey sets `key`; if several keys were pressed
+  // meanwhile, each is an event. Keys that send several bytes, such as arrows, are left out.
   Event Wait(absl::Time until, char* key);
   static void Wake();
 
  private:
   Terminal() = default;
 
-  std::string keys_;  // pressed, and not told yet
+  std::string keys_;  // keys that were pressed and that Wait has not returned yet
 };
 
-// Where a picture goes.
+// Where a picture is drawn: its size and style.
 struct Frame {
   size_t columns = 80;
   size_t lines = 24;
   Style style;
 };
 
-// What a live command shows: `watch`, `top`. Two classes implement it. RunLive calls it.
+// What a live command (`watch` or `top`) shows. RunLive calls it; each command has a class that implements
+// it.
 class LiveView {
  public:
   virtual ~LiveView() = default;
-  // Asks the server. On a thread of its own, so that keys work while the server does not answer; the other
-  // members are called meanwhile, but for Take.
+  // Asks the server. On a terminal, RunLive calls Look on a thread of its own, so that keys work while the
+  // server does not answer. Meanwhile RunLive may call the other members, except Take.
   virtual void Look() = 0;
-  // Makes what the last Look has found what the view shows. An error ends the view.
+  // Makes the view show what the last Look has found. An error ends the view.
   virtual absl::Status Take() = 0;
-  // Whether there is something to show; views that show rates need two looks.
+  // Whether there is something to show. A view that shows rates needs two calls of Look.
   virtual bool ready() const { return true; }
-  // For a terminal: lines ending in "\n", as wide as the frame or less. More lines than the frame has are
-  // cut.
+  // The picture for a terminal: lines ending in "\n", not wider than the frame. Lines that the frame has no
+  // room for are cut off.
   virtual std::string Picture(const Frame& frame) const = 0;
-  // For a pipe or a file: after each look, the lines or the document that it adds.
+  // The output for a pipe or a file: after each Look, prints the lines or the JSON document of what it found.
   virtual void Print() const = 0;
-  // A key was pressed; true if the picture is another one now. "q" does not come here.
+  // A key was pressed. Returns true if the picture has changed. RunLive handles "q" itself.
   virtual bool OnKey(char /*key*/) { return false; }
 };
 
 struct LiveFlags {
   double interval_seconds = 1;
-  uint64_t count = 0;  // looks that show something; 0: until somebody ends it
+  uint64_t count = 0;  // how often something is shown; 0: until the user ends it
 };
 
-// Until `q`, a signal, or as many looks as were asked for. Documents (Context::json) are printed on a
-// terminal, too.
+// Runs the view until `q`, a signal, or flags.count pictures. With --output json (Context::json) it prints
+// JSON documents on a terminal, too.
 absl::Status RunLive(const Context& context, const LiveFlags& flags, LiveView* view);
 
 }  // namespace lossd::cli

@@ -42,11 +42,11 @@ std::vector<double> Copy(const std::deque<double>& values) { return {values.begi
 
 }  // namespace
 
-// A line above the heads.
+// One line of the picture above the list of heads.
 struct WatchHistory::Field {
   std::string name;
   std::string value;
-  int rank = 0;  // where there is no room for all lines, those of the highest ranks go
+  int rank = 0;  // if the picture is too high, the lines with the highest rank are dropped first; 0: never
   std::vector<double> series;
 };
 
@@ -135,12 +135,12 @@ std::vector<const v1::HeadDescription*> WatchHistory::Busiest(size_t count) cons
   };
   std::stable_sort(heads.begin(), heads.end(), [&](const auto* a, const auto* b) { return key(a) > key(b); });
   heads.resize(count);
-  // As they stand in good_->heads.
+  // Restores the order of good_->heads, in which the pointers are ascending.
   std::sort(heads.begin(), heads.end(), std::less<>());
   return heads;
 }
 
-// With a line of `trend` columns for the losses of each head.
+// `trend`: the width, in columns, of the chart of each head's losses.
 Table WatchHistory::HeadsTable(const Frame& frame, const std::vector<const v1::HeadDescription*>& heads,
                                size_t trend) const {
   const bool has_losses =
@@ -164,7 +164,8 @@ Table WatchHistory::HeadsTable(const Frame& frame, const std::vector<const v1::H
   const auto loss_of = [](const HeadHistory& history) {
     return history.losses.empty() ? "" : absl::StrFormat("%.4g", history.losses.back());
   };
-  size_t loss_width = 6;  // the lines of all heads begin in one column, and seldom move
+  // The least width is 6, so that the charts of all heads begin in one column that seldom moves.
+  size_t loss_width = 6;
   for (const v1::HeadDescription* head : heads) {
     loss_width = std::max(loss_width, loss_of(history_of(*head)).size());
   }
@@ -199,7 +200,7 @@ std::string WatchHistory::HeadsPicture(const Frame& frame, size_t lines) const {
   if (good_->heads.empty()) return absl::StrCat(Truncated("no heads", frame.columns), "\n");
   size_t shown = good_->heads.size();
   if (shown + 1 > lines)
-    shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for what is left out
+    shown = lines > 2 ? lines - 2 : 1;  // one line for the titles, one for the number of heads left out
   const std::vector<const v1::HeadDescription*> heads = Busiest(shown);
   const size_t used = HeadsTable(frame, heads, kLeastTrend).Width(frame.columns);
   const size_t trend = std::min(kMostTrend, kLeastTrend + frame.columns - std::min(frame.columns, used));
@@ -404,12 +405,12 @@ nlohmann::ordered_json WatchHistory::Json() const {
 
 namespace {
 
-constexpr double kIdleSeconds = 60;     // of a client that is left out
-constexpr double kLongWaitSeconds = 5;  // of a client that should send or take something
+constexpr double kIdleSeconds = 60;     // a client that was idle for longer is left out
+constexpr double kLongWaitSeconds = 5;  // a client that should send or take something is late after this time
 
 std::string ByteRate(double per_second) { return absl::StrCat(HumanBytes(per_second), "/s"); }
 
-// Since a number that begins again is less than before.
+// The growth of a counter. A counter that has begun again is less than before; then 0.
 double Growth(uint64_t now, uint64_t before) { return now < before ? 0 : static_cast<double>(now - before); }
 
 std::string NameOfWait(v1::StreamWait wait) {
@@ -422,7 +423,7 @@ std::string Line(absl::string_view text, const Frame& frame) {
   return absl::StrCat(Truncated(text, frame.columns), "\n");
 }
 
-// A client that works is never idle for long; how long, down to microseconds, would only flicker.
+// Empty below a second: a client that works is never idle for long, and short times would only flicker.
 std::string IdleText(double seconds) {
   if (seconds < 1) return "";
   return seconds < 60 ? absl::StrFormat("%.0f s", std::floor(seconds)) : HumanSeconds(seconds);
@@ -460,7 +461,8 @@ double TopHistory::Seconds() const {
 
 TopHistory::PeerRates TopHistory::RatesOf(const v1::PeerDescription& peer) const {
   if (Seconds() <= 0) return {};
-  // One that has come since then began with nothing.
+  // For a client that has come since the previous answer, `before` stays empty, because its counters began at
+  // 0.
   v1::PeerDescription before;
   for (const v1::PeerDescription& each : previous_->peers()) {
     if (each.peer() == peer.peer()) before = each;
@@ -604,7 +606,8 @@ std::string TopHistory::Render(const std::string& server, const Frame& frame) co
   if (!now_.has_value()) return text;
   absl::StrAppend(&text, "\n");
   if (now_->peers().empty()) return absl::StrCat(text, Line("no client has sent rows", frame));
-  // Each table has a line of titles, and may have one of what is left out; that of clients one of idle ones.
+  // Each table needs a line for its titles, and may need one for what is left out. The table of clients may
+  // need one more for idle clients.
   const size_t room = frame.lines > used + 6 ? frame.lines - used - 6 : 2;
   const size_t peers = Peers(all_).size();
   const auto streams = static_cast<size_t>(now_->streams_size());
@@ -641,7 +644,7 @@ nlohmann::ordered_json TopHistory::Json() const {
 
 namespace {
 
-constexpr absl::Duration kPause = absl::Seconds(1);  // between looks
+constexpr absl::Duration kPause = absl::Seconds(1);  // between two requests for events
 
 struct EventsFlags {
   std::string http;
@@ -663,7 +666,7 @@ void Print(const Context& context, const Events& events) {
   }
 }
 
-// A look of several, of which one without an event prints nothing.
+// Prints one of several answers. As JSON, an answer without events is not printed.
 void PrintLook(const Context& context, const Events& events) {
   if (!context.json) {
     Print(context, events);
@@ -672,7 +675,8 @@ void PrintLook(const Context& context, const Events& events) {
   }
 }
 
-// A server that is being restarted is waited for; a fault of the request is not.
+// Whether to ask again after this error: a server that restarts is waited for, but a wrong request is not
+// repeated.
 bool MayComeBack(const absl::Status& status) {
   return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
 }
@@ -697,7 +701,7 @@ absl::Status RunEvents(Context* context, const EventsFlags& flags) {
     interrupt.Sleep(kPause);
     if (interrupt.received() || !context->Printed().ok()) return absl::OkStatus();
     events = Fetch(*context, address, seen);
-    // Another server counts from 1 again.
+    // The server was restarted, and a new server process numbers its events from 1.
     if (events.ok() && events->incarnation != incarnation) {
       incarnation = events->incarnation;
       events = Fetch(*context, address, 0);
@@ -743,7 +747,7 @@ class Top final : public LiveView {
       return absl::UnimplementedError(
           absl::StrCat("the server at ", context_.server, " is too old to say who uses it"));
     }
-    // It will not answer later, either.
+    // The server would refuse the next requests, too.
     if (absl::IsPermissionDenied(found_.status()) || absl::IsUnauthenticated(found_.status()))
       return found_.status();
     history_.Add(std::move(found_));
@@ -784,7 +788,7 @@ class Top final : public LiveView {
   const Context& context_;
   client::Client& client_;
   absl::StatusOr<v1::ListStreamsResponse> found_ =
-      absl::UnavailableError("no look yet");  // by Look, for Take
+      absl::UnavailableError("no look yet");  // set by Look, read by Take
   TopHistory history_;
 };
 
@@ -900,7 +904,7 @@ class Watch final : public LiveView {
   const Context& context_;
   const std::string http_;  // empty: not given
   client::Client& client_;
-  WatchSample found_;  // by Look, for Take
+  WatchSample found_;  // set by Look, read by Take
   WatchHistory history_;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands events, top, trace and watch, which options.h declares, and what they show, apart from
-// terminals and servers: WatchHistory is the picture of `lossctl watch`, with the numbers that it takes out
-// of the server's metrics, and TopHistory that of `lossctl top`.
+// The commands events, top, trace and watch, which options.h declares, and two classes that make their
+// pictures without a terminal or a server, so that tests can call them. WatchHistory makes the picture of
+// `lossctl watch` from samples of the server's metrics. TopHistory makes the picture of `lossctl top`.
 //
 // Both classes are thread-compatible; functions are pure and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_LIVE_COMMANDS_H_
@@ -26,32 +26,34 @@
 
 namespace lossd::cli {
 
-// One look at the server.
+// What one LiveView::Look of `lossctl watch` has found.
 struct WatchSample {
   absl::Time time;
-  absl::Status status;  // the rest holds if OK
+  absl::Status status;  // the fields below are valid if OK
   v1::ServerDescription server;
   std::vector<v1::HeadDescription> heads;
-  double round_trip_seconds = 0;                     // of the call that fetched the heads
-  std::optional<std::vector<MetricSample>> metrics;  // if the server's HTTP side answered
-  std::string why_no_metrics;                        // else
+  double round_trip_seconds = 0;                     // the time of the call that fetched the heads
+  std::optional<std::vector<MetricSample>> metrics;  // if the HTTP side of the server answered
+  std::string why_no_metrics;                        // if it did not answer
 };
 
-// The samples of one `lossctl watch`, and what has changed between them.
+// The samples of one `lossctl watch`, and the rates and losses that follow from them.
 class WatchHistory {
  public:
-  // Keeps rates of the last `length` intervals, and losses of as many steps.
+  // Keeps the rates of the last `length` intervals between samples, and the losses of the last `length`
+  // steps.
   explicit WatchHistory(size_t length = 200) : length_(length) {}
 
   void Add(WatchSample sample);
 
-  // `server` is its address. Whatever the server has sent is shown without control characters.
+  // The picture. `server` is the server's address. Texts from the server are shown without control
+  // characters.
   std::string Render(const std::string& server, const Frame& frame) const;
   // One line for logs and pipes.
   std::string Line() const;
   nlohmann::ordered_json Json() const;
 
-  // Rows per second over the last interval: of all heads, of one head.
+  // Rows per second over the last interval, of all heads or of one head.
   double RowsPerSecond() const { return rows_per_second_.empty() ? 0 : rows_per_second_.back(); }
   double RowsPerSecond(const std::string& head) const;
   // Share of the last interval in which the device had work; nullopt without metrics.
@@ -61,24 +63,24 @@ class WatchHistory {
   struct HeadHistory {
     double rows_per_second = 0;
     std::optional<double> device_share;
-    std::optional<double> step;  // that the last of the losses is of
+    std::optional<double> step;  // the step of the last entry of `losses`
     std::deque<double> losses;
-    absl::Time active = absl::InfinitePast();  // when it last was seen to compute rows
+    absl::Time active = absl::InfinitePast();  // the last time that it was seen to compute rows
   };
   struct Field;
 
-  // What has changed between the last two good samples.
+  // Computes what has changed between the last two good samples.
   void AddRates();
   void AddLosses();
-  // Of the metric's sum over the last interval; nullopt if it is not known. `label`: only samples with this
-  // value.
+  // How much the sum of a metric's samples grew over the last interval; nullopt if it is not known. If
+  // `label` is given, only samples with this value of it count.
   std::optional<double> Growth(const std::string& metric, const std::string& label = "",
                                const std::string& value = "") const;
   double Seconds() const;  // between the last two good samples
   std::vector<Field> Fields(const Frame& frame) const;
   std::string HeadsPicture(const Frame& frame, size_t lines) const;
-  // `count` of them, in the server's order: those that computed rows most recently, then those with most
-  // rows.
+  // The `count` busiest heads, in the server's order: those that computed rows most recently, then those with
+  // the most rows.
   std::vector<const v1::HeadDescription*> Busiest(size_t count) const;
   Table HeadsTable(const Frame& frame, const std::vector<const v1::HeadDescription*>& heads,
                    size_t trend) const;
@@ -87,9 +89,9 @@ class WatchHistory {
   std::string ChunksText() const;  // by their gradients, over the last interval
 
   const size_t length_;
-  std::optional<WatchSample> last_;      // the last one, whatever its status
-  std::optional<WatchSample> good_;      // the last one with status OK
-  std::optional<WatchSample> previous_;  // the one with status OK before that, of the same incarnation
+  std::optional<WatchSample> last_;      // the last sample, of any status
+  std::optional<WatchSample> good_;      // the last sample with status OK
+  std::optional<WatchSample> previous_;  // the sample with status OK before good_, of the same incarnation
   std::deque<double> rows_per_second_;
   std::deque<double> device_share_;
   std::map<std::string, HeadHistory> heads_;
@@ -109,18 +111,18 @@ inline constexpr char kDeviceLost[] = "lossd_device_lost";
 inline constexpr char kStagingBytes[] = "lossd_staging_bytes";
 inline constexpr char kStagingUsedBytes[] = "lossd_staging_used_bytes";
 
-// The sum of the samples of this name, and with this label if one is given; nullopt if there are none.
+// The sum of the samples of this name, and with this label value if one is given; nullopt if there are none.
 std::optional<double> ValueOf(const std::vector<MetricSample>& metrics, const std::string& name,
                               const std::string& label = "", const std::string& value = "");
 
 uint64_t QueuedSlices(const WatchSample& sample);
 
-// What `lossctl top` shows, apart from terminals and servers: who takes rows, bytes, memory and time of a
-// server, from two answers of ListStreams.
+// What `lossctl top` shows: which clients take how many rows, bytes, memory and time of a server, from two
+// answers of ListStreams.
 //
 // Thread-compatible.
 
-// What comes first: the most of it.
+// The value by which the lists are sorted; the largest comes first.
 enum class TopOrder : uint8_t { kRows, kBytes, kStaging, kWait };
 
 const std::map<std::string, TopOrder>& TopOrders();  // rows, bytes, staging, wait
@@ -129,25 +131,27 @@ class TopHistory {
  public:
   explicit TopHistory(TopOrder order) : order_(order) {}
 
-  // An error is shown with what was seen last.
+  // Adds an answer of ListStreams. An error is shown together with the last good answer.
   void Add(absl::StatusOr<v1::ListStreamsResponse> answer);
   void set_order(TopOrder order) { order_ = order; }
-  // Whether clients are shown that have no stream and have done nothing for a minute. Documents have them.
+  // Whether the picture has clients that have no stream and have done nothing for a minute. JSON always has
+  // them.
   void set_all(bool all) { all_ = all; }
   bool all() const { return all_; }
-  // Whether there are rates.
+  // Whether there is something to show: rates, which need two answers, or an error.
   bool ready() const { return previous_.has_value() || !status_.ok(); }
 
-  // `server` is its address. Whatever the server has sent is shown without control characters.
+  // The picture. `server` is the server's address. Texts from the server are shown without control
+  // characters.
   std::string Render(const std::string& server, const Frame& frame) const;
   nlohmann::ordered_json Json() const;
 
-  // Of one client, over the time between the two answers.
+  // The rates of one client, over the time between the two answers.
   struct PeerRates {
     double rows_per_second = 0;
     double received_per_second = 0;
     double sent_per_second = 0;
-    double waiting_slices = 0;  // on the average, for the device
+    double waiting_slices = 0;  // the mean number of slices that wait for the device
   };
   PeerRates RatesOf(const v1::PeerDescription& peer) const;
 
@@ -163,7 +167,7 @@ class TopHistory {
   bool all_ = false;
   absl::Status status_;
   std::optional<v1::ListStreamsResponse> now_;
-  std::optional<v1::ListStreamsResponse> previous_;  // of the same process
+  std::optional<v1::ListStreamsResponse> previous_;  // before now_, from the same server process
 };
 
 }  // namespace lossd::cli

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The commands loss and bench (loss_commands.h): their options, rows and reports.
 #include "client/cli/loss_commands.h"
 
 #include <CLI/Error.hpp>
@@ -32,7 +33,7 @@
 namespace lossd::cli {
 namespace {
 
-// Rates and means of a run.
+// The rates and means of a bench run, for its report.
 struct Summary {
   explicit Summary(const BenchTotals& totals) : sorted(totals.latencies) {
     std::sort(sorted.begin(), sorted.end());
@@ -51,7 +52,7 @@ struct Summary {
 
   double rows = 0, sent = 0, received = 0;  // per second
   double mean = 0, queue = 0, compute = 0;  // seconds per microbatch
-  double error = 0;                         // predicted, of sampled gradients
+  double error = 0;                         // predicted relative error of sampled gradients
   std::vector<double> sorted;
 };
 
@@ -149,7 +150,7 @@ struct LossFlags {
   bool accumulate = false;
   std::optional<uint64_t> step;
   uint64_t microbatch_id = 0;
-  std::vector<float> depth_weights;  // empty: the rows are not divided
+  std::vector<float> depth_weights;  // one per depth; empty: the rows are not divided into depths
   std::string grad_out, rows_out;
   std::vector<int32_t> classes;
   uint32_t top_k = 0;
@@ -157,7 +158,7 @@ struct LossFlags {
   client::ComputeOptions loss;
 };
 
-// Per-row results of a microbatch.
+// The results of a microbatch, for each of its N rows.
 struct RowResults {
   RowResults(uint64_t rows, std::vector<int32_t> named, uint64_t k)
       : loss(rows),
@@ -207,7 +208,7 @@ absl::StatusOr<HiddenRows> LoadRows(const LossFlags& flags) {
   return rows;
 }
 
-// Of the tensor of a file.
+// Converts a tensor, which was read from `file`, to floats.
 absl::StatusOr<std::vector<float>> ToNumbers(const std::string& file, const TensorData& tensor) {
   const absl::StatusOr<std::vector<uint8_t>> bytes = ConvertTo(v1::DTYPE_FP32, tensor);
   if (!bytes.ok()) return InFile(file, bytes.status());
@@ -215,14 +216,14 @@ absl::StatusOr<std::vector<float>> ToNumbers(const std::string& file, const Tens
   return std::vector<float>(values, values + bytes->size() / sizeof(float));
 }
 
-// Of a file with one number per row; none without a file.
+// Reads a file with one number per row. Empty if no file is named.
 absl::StatusOr<std::vector<float>> LoadNumbers(const std::string& file) {
   if (file.empty()) return std::vector<float>();
   LOSSD_TRY(const TensorData tensor, LoadTensor(file));
   return ToNumbers(file, tensor);
 }
 
-// Soft targets of two files.
+// The soft targets that were read from two files, --target-classes and --target-weights.
 struct SoftTargets {
   std::vector<int32_t> classes;  // [rows, count]
   std::vector<float> weights;    // [rows, count]
@@ -251,7 +252,7 @@ absl::StatusOr<SoftTargets> LoadSoftTargets(const LossFlags& flags, uint64_t row
   return soft;
 }
 
-// A vector, or a matrix with `columns` columns.
+// A tensor of `values`: a vector [N], or with `columns` a matrix [N / columns, columns].
 template <typename T>
 NamedTensor AsTensor(const std::string& name, formats::DType dtype, const std::vector<T>& values,
                      std::optional<uint64_t> columns = std::nullopt) {
@@ -337,7 +338,7 @@ void AddDepths(const LossFlags& flags, const client::LossResult& result, FieldLi
   }
 }
 
-// As many depths as there are weights, with equal rows.
+// One depth for each weight in --depth-weights. All depths have equally many rows.
 absl::StatusOr<std::vector<client::Depth>> DepthsOf(const LossFlags& flags, uint64_t rows) {
   const uint64_t count = flags.depth_weights.size();
   if (count > 0 && rows % count != 0) {
@@ -443,7 +444,7 @@ absl::StatusOr<HiddenRows> MakeLossRows(const LossFlags& flags, const v1::HeadSp
   return RandomRows(flags.random_rows, spec.hidden_size(), spec.vocab_size(), dtype, flags.seed);
 }
 
-// The objective and what it takes with each row.
+// Adds the options for the objective and for the values that it takes with each row.
 void AddObjective(CLI::App* command, const std::string& files, LossFlags& flags) {
   const std::string group = "Objective in the place of the cross-entropy";
   const auto numbers = [&](const std::string& name, std::string* file, const std::string& description) {
@@ -478,7 +479,7 @@ void AddObjective(CLI::App* command, const std::string& files, LossFlags& flags)
   number("--entropy-bonus", &Objective::set_entropy_bonus, "Weight of the entropy, which is subtracted [0]");
 }
 
-// The teacher, and how its softmax and the head's are compared.
+// Adds the options for distillation: the teacher, and how its softmax and the head's are compared.
 void AddDistillation(CLI::App* command, const std::string& files, LossFlags& flags) {
   const std::string group = "Distillation: the divergence from the softmax of a teacher";
   v1::LossOptions* const loss = &flags.loss.loss;
@@ -525,7 +526,7 @@ void AddDistillation(CLI::App* command, const std::string& files, LossFlags& fla
          "As --softcap, of the teacher; 0: none [0]");
 }
 
-// The teacher's hidden states of `rows`: those of the file, or random ones.
+// The teacher's hidden states for `rows`: read from --teacher-hidden, or random.
 absl::StatusOr<HiddenRows> MakeTeacherRows(const Context& context, const LossFlags& flags,
                                            const HiddenRows& rows, client::Client& client) {
   if (!flags.loss.loss.has_distillation()) return HiddenRows();
@@ -555,7 +556,7 @@ absl::StatusOr<HiddenRows> MakeTeacherRows(const Context& context, const LossFla
   return teacher;
 }
 
-// Soft targets in the place of one target.
+// Adds the options for soft targets, which replace the one target of a row.
 void AddSoftTargets(CLI::App* command, const std::string& files, LossFlags& flags) {
   const std::string group = "Soft targets in the place of one target";
   v1::LossOptions* const loss = &flags.loss.loss;
@@ -751,18 +752,19 @@ struct BenchFlags {
   v1::DType dtype = v1::DTYPE_BF16;
   int in_flight = 1;
   double seconds = 10;
-  uint64_t microbatches = 0;  // 0: by time
+  uint64_t microbatches = 0;  // 0: the run ends after `seconds`
   uint64_t warmup = 2;
   uint64_t seed = 0;
   bool force = false;
   client::ClientOptions connection;
   std::optional<uint64_t> shared_memory_bytes;
-  std::optional<int> gpu;  // that has the rows, by the driver's number; nullopt: the server's
+  std::optional<int> gpu;  // the GPU for the rows, by the driver's number; nullopt: PlaceOfRows chooses
   client::ComputeOptions loss;
 };
 
-// Sends microbatches from `in_flight` threads, each waiting for its own, and adds up what they took. Hidden
-// states and gradients are on a GPU, or on the host (nullopt).
+// Sends microbatches from `in_flight` threads and sums up what they took. Each thread waits for its
+// microbatch before it sends the next. Hidden states and gradients lie on GPU `gpu`, or on the host
+// (nullopt).
 class Bench {
  public:
   Bench(const BenchFlags& flags, const HiddenRows& rows, RowBuffer hidden, std::optional<int> gpu,
@@ -773,7 +775,8 @@ class Bench {
         gpu_(gpu),
         step_(head.state().step()),
         client_(client) {
-    // A deterministic server wants ids from 0; otherwise away from those of other runs in the same step.
+    // A deterministic server expects microbatch ids from 0. Otherwise random ids avoid those that another run
+    // uses in the same step.
     if (head.slice_limits().row_grid() == 0) first_id_ = uint64_t{std::random_device()()} << 32;
   }
 
@@ -856,7 +859,7 @@ class Bench {
     totals_.latencies.push_back(result->wall_seconds);
   }
 
-  // Until the threads have ended.
+  // Prints the progress until all threads have ended.
   void ShowProgress() {
     if (!ShowsProgress()) return;
     auto all_ended = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return ended_ == flags_.in_flight; };
@@ -872,7 +875,7 @@ class Bench {
 
   const BenchFlags& flags_;
   const HiddenRows& rows_;
-  RowBuffer hidden_;  // the same for all threads, which read it
+  RowBuffer hidden_;  // all threads read it
   const std::optional<int> gpu_;
   const uint64_t step_;
   client::Client* const client_;
@@ -904,7 +907,8 @@ absl::Status CheckHead(const BenchFlags& flags, const v1::HeadDescription& head)
                    ", which the benchmark would mix with its own and discard; use --what dx, or --force"));
 }
 
-// Real rows need the weight that belongs to them, which replaces the head's.
+// Real rows need their own weight, which is written over the head's. The user must allow that with
+// --overwrite-weight.
 absl::StatusOr<HiddenRows> MakeBenchRows(const BenchFlags& flags, const v1::HeadSpec& spec,
                                          client::Client& client) {
   if (flags.data == Data::kRandom) {
@@ -942,8 +946,8 @@ client::ClientOptions OptionsOf(const BenchFlags& flags) {
   return options;
 }
 
-// Where rows are to be: on the GPU that was named; else with CUDA IPC on the server's first one that this
-// process sees, and with other transports on the host (nullopt).
+// Where to put the rows. If --gpu names a GPU: there. Otherwise, with CUDA IPC: on the first GPU of the
+// server that this process sees. With other transports: on the host (nullopt).
 absl::StatusOr<std::optional<int>> PlaceOfRows(const BenchFlags& flags, client::Client& client,
                                                absl::Duration timeout) {
   if (flags.gpu.has_value()) {
@@ -966,7 +970,7 @@ absl::Status RunBench(Context* context, const BenchFlags& flags) {
   if (!client.ok()) return client.status();
   LOSSD_TRY(const v1::HeadDescription head, (*client)->DescribeHead(flags.head, context->timeout()));
   LOSSD_RETURN_IF_ERROR(CheckHead(flags, head));
-  // The rows, and a gradient for each thread.
+  // Memory for the rows themselves and for a gradient of each thread.
   const int copies = HasRowsBack(flags.what) ? 1 + flags.in_flight : 1;
   LOSSD_RETURN_IF_ERROR(CheckRoom("--rows", flags.rows, head.spec().hidden_size(), flags.dtype, copies));
   LOSSD_TRY(const HiddenRows rows, MakeBenchRows(flags, head.spec(), **client));

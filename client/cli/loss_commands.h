@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands loss and bench, which options.h declares. What tests call by itself is the report of a
-// benchmark: what it measured, summed up and printed. Pure functions.
+// The commands loss and bench, which options.h declares. This header has the functions that tests call
+// directly: they sum up what a benchmark measured and print it. Pure functions.
 //
 // It is shorter than 60 lines because main.cc calls the commands alone.
 #ifndef LOSSD_CLIENT_CLI_LOSS_COMMANDS_H_
@@ -16,7 +16,8 @@
 
 namespace lossd::cli {
 
-// The smallest value that a share q in [0, 1] of the values does not exceed. `sorted` ascending, not empty.
+// The quantile q in [0, 1]: the smallest value such that a share q of the values is not above it. `sorted` is
+// ascending and not empty.
 double SampleQuantile(absl::Span<const double> sorted, double q);
 
 struct BenchSetup {
@@ -28,10 +29,10 @@ struct BenchSetup {
   uint64_t rows = 0;  // per microbatch
   int in_flight = 1;
   int channels = 0;
-  std::optional<uint64_t> slice_bytes;  // as asked for
+  std::optional<uint64_t> slice_bytes;  // as the user asked for
   std::string transport = "grpc";       // client::TransportChoice
   std::string transport_reason = "";
-  std::optional<int> gpu;            // that has the rows; nullopt: the host
+  std::optional<int> gpu;            // the GPU that has the rows; nullopt: they are on the host
   std::string channels_reason = "";  // client::ConnectionChoice
 };
 
@@ -40,11 +41,11 @@ struct BenchTotals {
   uint64_t rows = 0;
   uint64_t sent_bytes = 0;
   uint64_t received_bytes = 0;
-  int streams = 0;  // of the last microbatch
+  int streams = 0;  // the number of streams of the last microbatch
   uint64_t repeats = 0;
   double queue_seconds = 0;      // on the server, summed over slices
   double compute_seconds = 0;    // on the server, summed over slices
-  double sampling_variance = 0;  // of sampled gradients, as in client::LossResult
+  double sampling_variance = 0;  // of sampled gradients: see client::LossResult
   double squared_gradient = 0;
   std::vector<double> latencies;  // seconds, one per microbatch
 };

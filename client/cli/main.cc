@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lossctl: lossd from a terminal. `lossctl --help` is its manual.
+// The main function of lossctl, which controls and watches a lossd server from a terminal. `lossctl --help`
+// is its manual.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -28,11 +29,11 @@ constexpr char kFooter[] =
     "context's token file.\n"
     "`lossctl COMMAND --help` describes a command.";
 
-// For completion scripts, so not among the commands of --help.
+// The command that completion scripts call. It is not listed by --help.
 constexpr char kCompleteCommand[] = "__complete";
 
-// Descriptors that are closed would be those of the first files and connections, into which lossctl would
-// then print. What is printed to these fails instead.
+// Opens /dev/null for each of the descriptors 0 to 2 that is closed. Otherwise the first file or connection
+// would get that descriptor, and lossctl would print into it. Now printing fails instead.
 void OccupyStandardStreams() {
   for (int descriptor = 0; descriptor <= 2; ++descriptor) {
     if (fcntl(descriptor, F_GETFD) == -1) static_cast<void>(open("/dev/null", O_RDONLY));
@@ -50,12 +51,13 @@ int Refuse(const CLI::App& app, absl::Span<const std::string> words, const CLI::
     app.exit(error);
     return std::fflush(stdout) == 0 ? kExitOk : kExitFailed;
   }
-  Context context;  // as far as the words say how to print
+  Context context;  // has only the options that say how to print
   ReadGlobalOptions({words.begin(), words.end()}, &context);
   return Fail(WhyRefused(app, words, error), context);
 }
 
-// Memory that rows, tensors or answers do not get is an error like others.
+// Runs the chosen command. Running out of memory for rows, tensors or answers is reported like any other
+// error.
 absl::Status Act(const Context& context) {
   try {
     absl::Status status = context.action();
@@ -70,14 +72,15 @@ absl::Status Act(const Context& context) {
 
 int Main(int argc, char** argv) {
   OccupyStandardStreams();
-  // gRPC's log lines of failed handshakes say less than lossctl's own errors, and would stand before them.
+  // gRPC's log lines about failed handshakes say less than lossctl's own errors, and would be printed before
+  // them.
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);
   const std::vector<std::string> words(argv + std::min(argc, 1), argv + argc);
   Context context;
   CLI::App app("Talks to lossd, the loss head server.", "lossctl");
   app.footer(kFooter);
   app.require_subcommand(1);
-  app.fallthrough();  // global options may follow the command
+  app.fallthrough();  // global options may be given after the command, too
   app.set_help_all_flag("--help-all", "Print the help of every command and exit");
   app.set_version_flag("--version", "lossctl " LOSSD_VERSION, "Print the version and exit");
   AddGlobalOptions(&app, &context);

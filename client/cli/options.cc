@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Options, checks of values and words that several commands use (options.h).
 #include "client/cli/options.h"
 
 #include <unistd.h>
@@ -27,7 +28,8 @@ namespace lossd::cli {
 
 namespace {
 
-// The next line of stdin in lower case, cut after kMostCharacters; empty at the end of stdin.
+// Reads a line from stdin and returns it in lower case, cut off after kMostCharacters. Empty at the end of
+// stdin.
 std::string ReadAnswer() {
   constexpr size_t kMostCharacters = 80;
   std::string answer;
@@ -115,8 +117,8 @@ CLI::Option* AddText(CLI::App* app, const std::string& name, std::string* value,
   return app->add_option(name, *value, description)->type_name(type)->check(NotEmpty());
 }
 
-// Context::Settle reads the environment variables that stand for these options: LOSSD_SERVER comes only after
-// --context.
+// These options do not use CLI11's environment variables, because LOSSD_SERVER ranks after --context.
+// Context::Settle reads them.
 void AddServerOptions(CLI::App* app, ServerFlags* flags) {
   CLI::Option* server =
       AddText(app, "--server", &flags->server, "HOST:PORT",
@@ -126,7 +128,8 @@ void AddServerOptions(CLI::App* app, ServerFlags* flags) {
           "else the "
           "current one]")
       ->excludes(server);
-  // Paths. A token is not an option, because every user of a machine sees the command lines of all programs.
+  // The options name files. The token is not an option, because every user of a machine sees the command
+  // lines of all programs.
   AddText(app, "--ca", &flags->ca, "FILE",
           "Certificate authority of the server; the connection has TLS then [LOSSD_CA, else the context's]");
   AddText(app, "--cert", &flags->cert, "FILE",
@@ -177,11 +180,11 @@ void ReadGlobalOptions(std::vector<std::string> words, Context* context) {
   CLI::App globals;
   globals.allow_extras();
   AddGlobalOptions(&globals, context);
-  std::reverse(words.begin(), words.end());  // as CLI11 wants them
+  std::reverse(words.begin(), words.end());  // CLI11 takes the words in reverse order
   try {
     globals.parse(std::move(words));
   } catch (const CLI::ParseError&) {
-    // A wrong or unfinished command line: what was read before the error is kept.
+    // The command line is wrong or unfinished. The options that were read before the error are kept.
   }
 }
 
@@ -205,7 +208,7 @@ bool ParseRows(absl::string_view text, RowsOption* rows) {
 
 constexpr char kLossGroup[] = "Loss";
 
-// An option that sets one field of the message.
+// Adds an option that sets one field of the message.
 template <typename T>
 void AddField(CLI::App* command, v1::LossOptions* loss, const std::string& name,
               void (v1::LossOptions::*set)(T), const std::string& description) {
@@ -215,7 +218,7 @@ void AddField(CLI::App* command, v1::LossOptions* loss, const std::string& name,
       ->group(kLossGroup);
 }
 
-// A line for each field of the message; one that is not given is left unset.
+// Adds an option for each field of the message. A field whose option is not given stays unset.
 void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
   using Loss = v1::LossOptions;
   AddField(command, loss, "--ignore-index", &Loss::set_ignore_index, "Target of rows to be left out [-100]");
@@ -246,7 +249,7 @@ void AddLossFields(CLI::App* command, v1::LossOptions* loss) {
            "auto: the largest predicted relative error of sampled gradients [0.01]");
 }
 
-// `T`: what a number of bytes can be assigned to.
+// `T` is a type to which a number of bytes can be assigned.
 template <typename T>
 CLI::Option* AddBytesTo(CLI::App* command, const std::string& name, T* value,
                         const std::string& description) {
@@ -258,7 +261,7 @@ CLI::Option* AddBytesTo(CLI::App* command, const std::string& name, T* value,
   return command->add_option(name, parse, description)->type_name("BYTES")->check(NumberOfBytes());
 }
 
-// "checkpoints rm"; without the program's own name.
+// The name of the command with its parents, but without the program: "checkpoints rm".
 std::string CommandPath(const CLI::App& command) {
   const CLI::App* const parent = command.get_parent();
   if (parent == nullptr) return "";
@@ -354,7 +357,7 @@ void AddLossOptions(CLI::App* command, client::ComputeOptions* options) {
 
 namespace {
 
-// SimpleAtoi passes over spaces around a number, which a shell has kept on purpose or by accident.
+// SimpleAtoi accepts spaces around a number. This function does not accept one before it.
 template <typename T>
 bool IsWhole(const std::string& text, T* number) {
   return !text.empty() && !absl::ascii_isspace(static_cast<unsigned char>(text.front())) &&
@@ -417,7 +420,7 @@ ValueCheck NotEmpty() {
 }
 
 std::optional<uint64_t> ParseBytes(absl::string_view text) {
-  // "64K" is 64 KiB here.
+  // lossctl also accepts "64K" for 64 KiB.
   const bool is_short = !text.empty() && absl::StrContains("KMGTkmgt", text.substr(text.size() - 1));
   return errors::ParseBytes(is_short ? absl::StrCat(text, "iB") : std::string(text));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Command line options that several commands use: the functions that add them to a CLI11 command, the global
-// options, the question that commands ask before they throw something away (Confirm), the checks of values,
-// and the words for the protocol's enumerations. At the end stand the functions that add the commands.
+// Command line options that several commands use: functions that add them to a CLI11 command, the global
+// options, the question before a command throws something away (Confirm), checks of values, and the words for
+// the protocol's enumerations. At the end of the header are the functions that add the commands.
 //
 // Thread-compatible: commands run on the main thread. The checks and words are stateless and thread-safe.
 #ifndef LOSSD_CLIENT_CLI_OPTIONS_H_
@@ -40,18 +40,18 @@ namespace lossd::cli {
 // Adds --yes to a command.
 CLI::Option* AddYes(CLI::App* command, bool* yes);
 
-// Whether somebody can be asked: stdin is a terminal.
+// Whether lossctl can ask the user: stdin is a terminal.
 bool CanAsk();
 
-// A wrong command line unless --yes was given or somebody can be asked. `command`: "delete". To be called
-// before the command does anything.
+// An error for a wrong command line, unless --yes was given or lossctl can ask the user. `command` is its
+// name, such as "delete". A command calls this before it does anything.
 absl::Status CheckMayAsk(bool yes, const std::string& command);
 
-// Asks `question` on stderr, with " [y/N] ". OK if the answer is y or yes, or without asking if --yes was
-// given. Else CANCELLED with `otherwise`, e.g. "not deleted".
+// Asks `question` on stderr, followed by " [y/N] ". OK if the answer is y or yes; with `yes` (--yes) OK
+// without asking. Otherwise CANCELLED with the message `otherwise`, such as "not deleted".
 absl::Status Confirm(bool yes, const std::string& question, const std::string& otherwise);
 
-// Which values a head begins with, for the commands that make or reset one.
+// The initial values of a head's tensors, for the commands that create or reset a head.
 struct InitialValues {
   std::optional<uint64_t> seed;
   bool zeros = false;
@@ -59,7 +59,7 @@ struct InitialValues {
 
   bool given() const { return seed.has_value() || zeros || !file.path().empty(); }
 
-  // `request`: a CreateHeadRequest or ResetHeadRequest.
+  // `request` is a CreateHeadRequest or a ResetHeadRequest.
   template <typename Request>
   void SetIn(Request* request) const {
     if (zeros) {
@@ -72,16 +72,17 @@ struct InitialValues {
   }
 };
 
-// --seed, --zeros, or --from with the names of tensors. `values` outlives the command.
+// Adds --seed, --zeros and --from with its names of tensors. `values` must outlive the command.
 void AddInitialValues(CLI::App* command, InitialValues* values);
 
 // Adds the options that every command has.
 void AddGlobalOptions(CLI::App* app, Context* context);
 
-// Reads the global options among the words of an unfinished command line.
+// Reads the global options from the words of an unfinished command line.
 void ReadGlobalOptions(std::vector<std::string> words, Context* context);
 
-// An option whose value is one of the words; `set` is called with what the word stands for.
+// Adds an option whose value is one of `words`. `set` is called with the value that the given word stands
+// for.
 template <typename E, typename Set>
 CLI::Option* AddWordFunction(CLI::App* command, const std::string& name, Set set,
                              const std::map<std::string, E>& words, const std::string& description) {
@@ -101,7 +102,7 @@ CLI::Option* AddWordFunction(CLI::App* command, const std::string& name, Set set
       });
 }
 
-// The same, which sets `value`.
+// The same; the value is stored in `value`.
 template <typename E>
 CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
                      const std::map<std::string, E>& words, const std::string& description) {
@@ -109,13 +110,13 @@ CLI::Option* AddWord(CLI::App* command, const std::string& name, E* value,
       command, name, [value](E word) { *value = word; }, words, description);
 }
 
-// A number of bytes with or without a unit, as ParseBytes takes it.
+// Adds an option whose value is a number of bytes, with or without a unit, as ParseBytes reads it.
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, uint64_t* value,
                       const std::string& description);
 CLI::Option* AddBytes(CLI::App* command, const std::string& name, std::optional<uint64_t>* value,
                       const std::string& description);
 
-// Rows "BEGIN:END", half-open; either may be left out.
+// A half-open range of rows, "BEGIN:END". Either bound may be left out.
 struct RowsOption {
   std::optional<uint64_t> begin;
   std::optional<uint64_t> end;
@@ -124,67 +125,70 @@ struct RowsOption {
 };
 CLI::Option* AddRows(CLI::App* command, RowsOption* rows);
 
-// The name of the head, as first positional argument.
+// Adds the first positional argument, the name of the head.
 CLI::Option* AddHead(CLI::App* command, std::string* head);
 
-// --http, whose description may begin with what the address is for. Empty: not given.
+// Adds --http. Its description may begin with what the address is for. Empty if the option is not given.
 CLI::Option* AddHttp(
     CLI::App* command, std::string* http,
     const std::string& description = "The server's HTTP address [the context's, else where the server says]");
 
-// How often live views look, and how many times.
+// Adds --interval and --count of the live views.
 void AddLiveOptions(CLI::App* command, LiveFlags* flags);
 
 // Connects and runs `action`.
 absl::Status WithClient(Context* context, const std::function<absl::Status(client::Client&)>& action);
-// Does so when the command is chosen.
+// The same when the command is chosen.
 void SetClientAction(CLI::App* command, Context* context,
                      std::function<absl::Status(client::Client&)> action);
 
-// The same for a command that asks before it acts: a wrong command line if it cannot ask and --yes was not
-// given.
+// The same for a command that asks the user before it acts. It is a wrong command line if lossctl cannot ask
+// and --yes was not given.
 void SetAskingAction(CLI::App* command, Context* context, std::shared_ptr<bool> yes,
                      std::function<absl::Status(client::Client&)> action);
 
-// The step given, else the head's open one.
+// `step` if it is given, else the head's open step.
 absl::StatusOr<uint64_t> StepOf(Context* context, const std::string& head, std::optional<uint64_t> step,
                                 client::Client& client);
 
-// The options that say which loss is computed and how its rows travel. `options` outlives the command.
+// Adds the options that say which loss is computed and how its rows travel. `options` must outlive the
+// command.
 void AddLossOptions(CLI::App* command, client::ComputeOptions* options);
 
-// What the value of an option may be: checks of numbers and texts, and the words for the protocol's
-// enumerations. Each check returns "" for a value that may stand there, and otherwise what it must be and
-// what it is: `must be a whole number from 1 to 64, got "-3"`.
+// Checks of option values, and the words for the protocol's enumerations. A check returns "" for a good
+// value. For a bad value it returns what the value must be, and what it is: `must be a whole number from 1 to
+// 64, got "-3"`.
 //
 // Stateless and thread-safe.
 
 using ValueCheck = std::function<std::string(const std::string&)>;
 
-// A number without a fraction, in [least, most].
+// A whole number in [least, most].
 ValueCheck WholeNumber(uint64_t least = 0, uint64_t most = std::numeric_limits<uint64_t>::max());
 ValueCheck WholeNumberOfAnySign();
-// Whatever the field takes: infinite ones and "nan" are left to the field's own rule.
+// Any number, also "inf" and "nan", because the field that it sets has its own rule for them.
 ValueCheck AnyNumber();
-// Finite, and in [least, most] or above 0.
+// A finite number, in [least, most] or above 0.
 ValueCheck NumberFromTo(double least, double most);
 ValueCheck NumberAboveZero();
 
-// Any number of bytes that fits: see ParseBytes.
+// A number of bytes that ParseBytes can read.
 ValueCheck NumberOfBytes();
 ValueCheck NotEmpty();
 
-// `rule` is what follows "must", e.g. "be BEGIN:END"; `fits` says whether a value keeps to it.
+// A check of your own: `rule` is what follows "must" in the message, such as "be BEGIN:END"; `fits` says
+// whether a value is good.
 ValueCheck Rule(std::string rule, std::function<bool(const std::string&)> fits);
 
-// A number, possibly with a fraction, and one of the units B, KiB, MiB, GiB, TiB (1024 each; the "iB" may be
-// left out) or KB, MB, GB, TB (1000 each), in any case; without a unit: bytes. lossd's flags take the same,
-// but for K, M, G and T. Nullopt for anything else, a negative number, or one from 2^62 on.
+// Parses a number of bytes: a number, possibly with a fraction, and an optional unit. Units are B, KiB, MiB,
+// GiB, TiB (powers of 1024; the "iB" may be left out) and KB, MB, GB, TB (powers of 1000), in any case. The
+// flags of lossd take the same, except K, M, G and T. Nullopt for any other text, a negative number, or one
+// of 2^62 and more.
 std::optional<uint64_t> ParseBytes(absl::string_view text);
 
-// The words for the protocol's enumerations, as printed, as in JSON and as taken by flags: the name of a
-// value without what all names of the enumeration begin with, such as "fp32" for DTYPE_FP32 and "norm-gain"
-// for PARAM_NORM_GAIN. Words has all but the one for UNSPECIFIED.
+// The words for the values of the protocol's enumerations, which lossctl prints, writes into JSON and takes
+// in flags. A word is the name of the value without the prefix that all values of the enumeration share, such
+// as "fp32" for DTYPE_FP32 and "norm-gain" for PARAM_NORM_GAIN. Words has every value except UNSPECIFIED.
 std::string WordOf(const google::protobuf::EnumValueDescriptor& value);
 template <typename E>
 const std::map<std::string, E>& Words() {
@@ -198,9 +202,9 @@ const std::map<std::string, E>& Words() {
   }();
   return *words;
 }
-const std::map<std::string, v1::Split>& Splits();  // with "any", for UNSPECIFIED
+const std::map<std::string, v1::Split>& Splits();  // also "any", which stands for UNSPECIFIED
 
-// The word for a value; "unspecified" for one without.
+// The word for a value; "unspecified" if the value has none.
 template <typename E>
 std::string NameOf(const std::map<std::string, E>& words, E value) {
   for (const auto& [word, meaning] : words) {
@@ -213,8 +217,8 @@ std::string NameOf(E value) {
   return NameOf(Words<E>(), value);
 }
 
-// The commands of lossctl, by group, which the sources *_command.cc and *_commands.cc define. Each function
-// adds its subcommands to `app`; a chosen subcommand sets context->action. `context` must outlive `app`.
+// The functions that add lossctl's commands, each a group of subcommands, to `app`. The sources *_command.cc
+// and *_commands.cc define them. A chosen subcommand sets context->action. `context` must outlive `app`.
 
 void AddServerCommands(CLI::App* app, Context* context);      // health, server, metrics
 void AddHeadCommands(CLI::App* app, Context* context);        // heads, describe, create, delete
@@ -233,8 +237,9 @@ void AddEventsCommand(CLI::App* app, Context* context);       // events
 void AddPlanCommand(CLI::App* app, Context* context);         // plan
 void AddCompletionCommand(CLI::App* app, Context* context);   // completion
 
-// What a completion script asks for: the words that may take the place of the last of `words`, one a line,
-// with a tab before a description; or ":file". `context` has the global options that are among `words`.
+// Prints the answer for a completion script: the words that may take the place of the last one of `words`,
+// one a line, each with a tab and a description if it has one; or ":file", for a path. `context` has the
+// global options that are among `words`.
 void PrintCompletions(const CLI::App& app, absl::Span<const std::string> words, Context* context);
 
 }  // namespace lossd::cli

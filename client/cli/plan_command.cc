@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The command plan prints a plan (client/plan/plan.h) as text for people or as JSON for scripts: the whole
-// plan, its pipelines, and the memory of a trainer (client/plan/model.h).
+// The command plan: prints a plan (client/plan/plan.h), the layouts of a pipeline, and the memory of a
+// trainer (client/plan/model.h), as text for people or as JSON for scripts.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -40,7 +40,8 @@ using plan::TrainerMemory;
 
 std::string Count(int64_t count) { return HumanCount(static_cast<uint64_t>(count)); }
 
-// What fits, as a multiple of what fits beside stored logits, and whether the batch that was asked for does.
+// The remark for one way to have the head: its largest batch as a multiple of the batch with stored logits,
+// and whether the batch that the user gave fits.
 std::string RemarkText(const TrainerMemory& memory, const HeadMemory& head) {
   const HeadMemory& stored = memory.heads.front();
   std::string text;
@@ -52,7 +53,7 @@ std::string RemarkText(const TrainerMemory& memory, const HeadMemory& head) {
   return text;
 }
 
-// A section of the plan: a title, a table, and what its columns hold.
+// The section about a trainer's memory: a title, a table, and an explanation of its columns.
 std::string TrainerMemoryText(const TrainerMemory& memory, const plan::Model& model) {
   const plan::TrainerShape& shape = memory.shape;
   const bool several = shape.gpus > 1;
@@ -88,7 +89,7 @@ std::string TrainerMemoryText(const TrainerMemory& memory, const plan::Model& mo
   return text;
 }
 
-// In bytes and rows.
+// The same as JSON, in bytes and rows.
 Json TrainerMemoryJson(const TrainerMemory& memory) {
   const plan::TrainerShape& shape = memory.shape;
   Json json = {{"gpus", shape.gpus},
@@ -116,7 +117,7 @@ Json TrainerMemoryJson(const TrainerMemory& memory) {
 using plan::Pipeline;
 using plan::PipelineKind;
 
-// "4, 4, 3", or "8 x 4, 3" for many.
+// The layers of each stage: "4, 4, 3", or "8 x 4, 3" if stages in a row have equally many.
 std::string LayersText(const std::vector<int64_t>& layers) {
   std::string text;
   for (size_t i = 0; i < layers.size();) {
@@ -138,7 +139,7 @@ std::string HeadText(const Pipeline& pipeline) {
   return absl::StrCat(Name(pipeline.kind), ", ", Name(pipeline.gradients), in_turns ? ", no MPS" : "");
 }
 
-// "18.2 to 40.1 GiB": of the GPU with the least and of that with the most.
+// The least and the largest memory that a GPU of the pipeline needs: "18.2 to 40.1 GiB".
 std::string MemoryText(const Pipeline& pipeline) {
   auto [least, most] = std::minmax_element(pipeline.stage_bytes.begin(), pipeline.stage_bytes.end());
   const int64_t low = std::min(*least, pipeline.server_bytes.value_or(*least));
@@ -156,7 +157,7 @@ std::string RemarkText(const Pipeline& pipeline) {
   return absl::StrJoin(remarks, "; ");
 }
 
-// The indices of Measured::sources that the predictions are calibrated with, ascending.
+// The indices of Measured::sources from which the factors of the predictions come, ascending.
 std::vector<size_t> StepSources(const plan::Measured& measured) {
   std::vector<size_t> sources;
   for (const plan::PipelineStep& step : measured.steps) sources.push_back(step.source);
@@ -165,7 +166,7 @@ std::vector<size_t> StepSources(const plan::Measured& measured) {
   return sources;
 }
 
-// A paragraph with a table; `basis` names StepSources().
+// A paragraph with a table. `basis` is the text that names StepSources().
 std::string PipelinesText(const plan::Plan& plan, const plan::Measured& measured, const std::string& basis) {
   Table table({{"HEAD"},
                {"LAYERS OF STAGES"},
@@ -234,12 +235,12 @@ Json PipelinesJson(const plan::Plan& plan) {
 using kernels::MemoryKind;
 using plan::Estimate;
 
-// Numbers the sources as they are named, for people.
+// Numbers the sources in the order in which the text names them.
 class Footnotes {
  public:
   explicit Footnotes(const plan::Measured& measured) : measured_(measured) {}
 
-  // "[1]", "[2, 3]"; "" for none.
+  // The footnotes for these sources: "[1]", "[2, 3]"; "" for none.
   std::string Of(const std::vector<size_t>& sources) {
     std::string text;
     for (const size_t source : sources) {
@@ -452,7 +453,7 @@ Json SpeedJson(const plan::ServerSpeed& speed) {
   return json;
 }
 
-// Every number with its basis, and the sources of those that were measured.
+// The plan as text. Every number has its basis, and measured numbers have their sources.
 std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   Footnotes notes(measured);
   std::string text = absl::StrCat(Heading(plan, measured), "\n");
@@ -460,7 +461,7 @@ std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
     absl::StrAppend(&text, TrainerMemoryText(*plan.trainer_memory, plan.request.model), "\n");
   }
   absl::StrAppend(&text, ServerMemoryText(plan), "\n");
-  absl::StrAppend(&text, SpeedText(plan, notes), "\n");  // sources are numbered in this order
+  absl::StrAppend(&text, SpeedText(plan, notes), "\n");  // footnotes are numbered in the order of these calls
   absl::StrAppend(&text, LinksText(plan, notes), "\n");
   absl::StrAppend(&text, LastStageText(plan, notes), "\n");
   if (plan.request.pipeline.stages > 0) {
@@ -469,7 +470,7 @@ std::string PlanText(const plan::Plan& plan, const plan::Measured& measured) {
   return absl::StrCat(text, "Measured\n", notes.ToString());
 }
 
-// In bytes, seconds and rows per second; docs/plan.md describes the document.
+// The plan as JSON, in bytes, seconds and rows per second. docs/plan.md describes the document.
 Json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
   const plan::Request& r = plan.request;
   Json json = {{"model",
@@ -522,7 +523,7 @@ Json PlanJson(const plan::Plan& plan, const plan::Measured& measured) {
   return json;
 }
 
-// As the caller gave them: 0 and "" are not given.
+// The options as the user gave them. 0 and "" mean: not given.
 struct PlanFlags {
   std::string model;     // a config.json or its folder
   std::string measured;  // a file as bench/plan_data.py writes it
@@ -530,7 +531,7 @@ struct PlanFlags {
   int64_t hidden = 0, vocab = 0, layers = 0;
   uint64_t workspace = 0, memory = 0, stage_memory = 0, layer_memory = 0;
   plan::Request request;
-  int64_t trainer_gpus = 0;  // 0: the memory of a trainer is not asked for
+  int64_t trainer_gpus = 0;  // 0: the user did not ask for the memory of a trainer
   std::optional<uint64_t> trainer_memory;
   plan::TrainerShape trainer;
 };
@@ -553,7 +554,8 @@ absl::StatusOr<plan::Model> ModelOf(const PlanFlags& flags) {
     return absl::InvalidArgumentError(
         "give a model's config.json (or its folder), or --hidden and --vocab; lossctl plan --help says more");
   }
-  // Parameters were counted of the file's sizes.
+  // If a size replaces the one in the file, the number of parameters, which was counted from the file, is no
+  // longer known.
   const auto replace = [&](int64_t given, int64_t& size) {
     if (given == 0 || given == size) return;
     size = given;
@@ -616,7 +618,7 @@ const std::map<std::string, kernels::Norm>& PlanNorms() {
   return *norms;
 }
 
-// "8030261248", "8.03B" or "350M".
+// Parses "8030261248", "8.03B" or "350M".
 bool ParseParameters(absl::string_view text, int64_t* parameters) {
   if (absl::SimpleAtoi(text, parameters)) return *parameters > 0;
   const double unit = absl::ConsumeSuffix(&text, "B") ? 1e9 : absl::ConsumeSuffix(&text, "M") ? 1e6 : 0.0;

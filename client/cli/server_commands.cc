@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands health, server and metrics.
+// The commands health, server, metrics and context.
 #include <CLI/Error.hpp>
 #include <algorithm>
 #include <filesystem>
@@ -48,7 +48,7 @@ absl::Status RunHealth(Context* context, const std::string& service, client::Cli
   return absl::OkStatus();
 }
 
-// Exit code 1, and what the server says, unless it is live, or ready.
+// Asks the probe /livez or /readyz. Prints what the server says; exit code 1 unless the status is 200.
 absl::Status RunProbe(Context* context, const std::string& probe, const std::string& http) {
   const absl::Duration timeout = context->timeout_seconds > 0 ? context->timeout() : absl::Seconds(5);
   LOSSD_TRY(const std::string address, context->ProbeAddress(http));
@@ -216,7 +216,8 @@ absl::Status RunListContexts(const Context& context) {
   return absl::OkStatus();
 }
 
-// What a command with these options and variables would use.
+// Prints the server and the credentials that a command with these options and environment variables would
+// use.
 absl::Status RunShow(Context* context, const std::string& name) {
   if (!name.empty()) context->flags.context = name;
   LOSSD_RETURN_IF_ERROR(context->Settle());
@@ -244,7 +245,7 @@ absl::Status RunShow(Context* context, const std::string& name) {
   return absl::OkStatus();
 }
 
-// Says what was done, to a person or a script.
+// Says what was done, as text or as JSON.
 void Report(const Context& context, const std::string& what, const std::string& name,
             const std::string& path) {
   if (context.json) return context.PrintJson({{what, name}, {"file", path}});
@@ -273,7 +274,8 @@ absl::Status RunRemove(const Context& context, const ContextFlags& flags) {
   return status;
 }
 
-// A path of the command line, for whoever reads the file from another folder.
+// Makes a path of the command line absolute, because lossctl may read the file of contexts in another folder
+// later.
 absl::StatusOr<std::string> Absolute(const std::string& file) {
   if (file.empty()) return file;
   std::error_code error;
@@ -294,7 +296,7 @@ absl::StatusOr<client::NamedServer> MakeServer(const Context& context, const Con
   if (!server.token_file.empty()) {
     LOSSD_TRY(credentials.token, client::ReadTokenFile(server.token_file));
   }
-  const auto usable = client::Credentials::Create(credentials);  // reads the files
+  const auto usable = client::Credentials::Create(credentials);  // checks the files by reading them
   if (!usable.ok()) return usable.status();
   return server;
 }
@@ -360,7 +362,7 @@ void AddContextCommand(CLI::App* app, Context* context) {
 
   CLI::App* add =
       group->add_subcommand("add", "Add a context: --server, --ca, --cert and --key as for any command");
-  // Not completed with the names that are in use.
+  // The empty type name keeps shells from completing NAME with the existing names.
   add->add_option("NAME", flags->name, "Its name")->required()->type_name("");
   add->add_option("--token-file", flags->token_file,
                   "A file whose one line is the token; only its owner may read it")

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The commands grad-norm, step and zero-grad.
+// The commands that change or read a head's state: grad-norm, step, zero-grad, save, load, checkpoints,
+// checkpoints rm, read, write and add-grad.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -200,7 +201,7 @@ struct SaveFlags {
   }
 };
 
-// One line on stderr that is written over.
+// Prints the progress on stderr, over the line before.
 void ShowProgress(const v1::SaveProgress& progress) {
   const auto bytes = [](uint64_t count) { return HumanBytes(static_cast<double>(count)); };
   std::string text = "waiting for its turn";
@@ -288,7 +289,7 @@ absl::Status RunListCheckpoints(Context* context, const std::string& head, clien
   return absl::OkStatus();
 }
 
-// "lm/a, lm/b and 3 more"
+// The first names and how many more there are: "lm/a, lm/b and 3 more".
 std::string Named(const std::vector<std::string>& names) {
   constexpr size_t kMostNamed = 5;
   const size_t named = std::min(names.size(), kMostNamed);
@@ -297,7 +298,7 @@ std::string Named(const std::vector<std::string>& names) {
   return Printable(text);
 }
 
-// Removes all that it can; the first error counts.
+// Removes as many of the checkpoints as it can. Returns the first error.
 absl::Status RunRemove(Context* context, const std::vector<std::string>& names, bool yes,
                        client::Client& client) {
   std::vector<std::string> once;
@@ -325,13 +326,14 @@ absl::Status RunRemove(Context* context, const std::vector<std::string>& names, 
   return first_error;
 }
 
-// Of a head that is there and has steps which no checkpoint has, on a terminal.
+// Asks the user before a load replaces a head that has steps or rows which no checkpoint has. Does not ask if
+// stdin is not a terminal.
 absl::Status AskBeforeLoad(Context* context, const std::string& checkpoint, const std::string& head,
                            client::Client& client) {
   if (!CanAsk()) return absl::OkStatus();
   const std::string name = head.empty() ? checkpoint.substr(0, checkpoint.find('/')) : head;
   const absl::StatusOr<v1::HeadDescription> there = client.DescribeHead(name, context->timeout());
-  if (!there.ok()) return absl::OkStatus();  // the load makes it, or says what is wrong
+  if (!there.ok()) return absl::OkStatus();  // the load creates the head, or reports what is wrong
   const std::optional<uint64_t> since = StepsSinceSave(*there);
   const bool is_saved = since.has_value() ? *since == 0 : there->state().step() == 0;
   if (is_saved && there->step_rows() == 0) return absl::OkStatus();
@@ -416,15 +418,15 @@ struct TensorFlags {
   v1::Role role = v1::ROLE_VALUE;
   RowsOption rows;
   v1::DType dtype = v1::DTYPE_FP32;
-  std::string out;   // read
-  std::string file;  // write, add-grad
-  // add-grad
+  std::string out;   // of `read`
+  std::string file;  // of `write` and `add-grad`
+  // Of `add-grad`.
   std::optional<uint64_t> step;
   uint64_t id = 0;
   std::optional<float> scale;
 };
 
-// The shape of the whole tensor, and which rows of it are meant.
+// The columns of a tensor, and the range of its rows that the command is about.
 struct Extent {
   uint64_t cols = 1;
   uint64_t begin = 0;
@@ -536,7 +538,7 @@ absl::Status RunRead(Context* context, const TensorFlags& flags, client::Client&
   return absl::OkStatus();
 }
 
-// The rows of a file, as they travel.
+// The rows of a file in the form in which they are sent.
 struct Payload {
   v1::DType dtype = v1::DTYPE_FP32;
   std::vector<uint8_t> bytes;
@@ -544,7 +546,7 @@ struct Payload {
   absl::Span<const char> span() const { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
 };
 
-// The file has exactly the rows of `extent`.
+// Reads the file, which must have exactly the rows of `extent`.
 absl::StatusOr<Payload> LoadPayload(const TensorFlags& flags, const Extent& extent) {
   LOSSD_TRY(const TensorData tensor, LoadTensor(flags.file));
   if (tensor.shape != extent.Shape(flags.param)) {

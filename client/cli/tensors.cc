@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads and writes tensors in files, and makes the rows of a benchmark (tensors.h).
 #include "client/cli/tensors.h"
 
 #include <algorithm>
@@ -35,7 +36,7 @@ absl::StatusOr<TensorData> LoadNpy(const std::string& path) {
   return tensor;
 }
 
-// The tensor of that name; without a name the only one.
+// The tensor with this name. Without a name: the only tensor of the file.
 absl::StatusOr<const formats::SafetensorsInfo*> Choose(const formats::SafetensorsReader& reader,
                                                        const std::string& name) {
   if (!name.empty()) return reader.Find(name);
@@ -189,8 +190,8 @@ absl::Status SaveTensors(const std::string& path, const std::vector<NamedTensor>
 absl::StatusOr<HiddenRows> RandomRows(uint64_t rows, uint64_t hidden_size, uint64_t vocab_size,
                                       v1::DType dtype, uint64_t seed) {
   std::mt19937_64 random(seed);
-  // Plain arithmetic on the generator's bits: the distributions of the standard library differ between
-  // machines.
+  // Uniform numbers from the generator's bits by plain arithmetic. The distributions of the standard library
+  // differ between machines.
   const auto uniform = [&random] { return static_cast<double>(random() >> 11) * 0x1p-53; };
   TensorData hidden{
       formats::DType::kFloat32, {static_cast<int64_t>(rows), static_cast<int64_t>(hidden_size)}, {}};
@@ -210,7 +211,7 @@ absl::Status CheckRoom(absl::string_view option, uint64_t rows, uint64_t hidden_
   const std::optional<kernels::HostMemory::Bound> bound = kernels::HostMemory().Available();
   if (!bound.has_value()) return absl::OkStatus();
   const double of_value = dtype == v1::DTYPE_FP32 ? 4 : 2;
-  // Made in fp32 and then converted; the targets are made with them.
+  // The rows are made in fp32 and then converted. Their targets are made at the same time.
   const double of_row =
       (sizeof(float) + of_value * copies) * static_cast<double>(hidden_size) + sizeof(int32_t);
   const double most = std::max(0.0, std::floor(static_cast<double>(bound->bytes) / of_row));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tensors that commands send and receive: in files, as a command line names them ("x.npy",
-// "x.safetensors" for its only tensor, "x.safetensors:name"), and the rows that `lossctl bench` and `lossctl
-// loss` make up.
+// The tensors that commands send and receive. A command line names a tensor in a file as "x.npy",
+// "x.safetensors" (for its only tensor) or "x.safetensors:name". This header also makes the rows that
+// `lossctl bench` and `lossctl loss` send.
 //
 // Functions are thread-safe. RowBuffer is thread-compatible. Errors name the file.
 #ifndef LOSSD_CLIENT_CLI_TENSORS_H_
@@ -33,14 +33,14 @@ struct TensorData {
 
 absl::StatusOr<TensorData> LoadTensor(const std::string& spec);
 
-// The wire's type of the file's elements; DTYPE_UNSPECIFIED for others.
+// The protocol's type for elements of a file; DTYPE_UNSPECIFIED for types that the protocol does not have.
 v1::DType WireDType(formats::DType dtype);
 formats::DType FileDType(v1::DType dtype);
 
-// The elements as `dtype`. INVALID_ARGUMENT if they are not floating point.
+// Converts the elements to `dtype`. INVALID_ARGUMENT if they are not floating point.
 absl::StatusOr<std::vector<uint8_t>> ConvertTo(v1::DType dtype, const TensorData& tensor);
-// The elements as 32-bit integers. INVALID_ARGUMENT if they are not integers, OUT_OF_RANGE if one does not
-// fit.
+// Converts the elements to 32-bit integers. INVALID_ARGUMENT if they are not integers, OUT_OF_RANGE if one
+// does not fit.
 absl::StatusOr<std::vector<int32_t>> ToInt32(const TensorData& tensor);
 
 struct NamedTensor {
@@ -48,17 +48,17 @@ struct NamedTensor {
   TensorData data;
 };
 
-// Refuses a path that SaveTensors cannot write, before the work is done: another ending than `.npy` (for one
-// tensor only) or `.safetensors`, or a file that exists.
+// Checks before the work is done that SaveTensors can write `path`. An error if its ending is neither `.npy`
+// (for one tensor only) nor `.safetensors`, or if the file exists.
 absl::Status CheckOutputPath(const std::string& path, size_t tensors);
-// bf16 becomes fp32 in an .npy file.
+// An .npy file stores bf16 as fp32.
 absl::Status SaveTensors(const std::string& path, const std::vector<NamedTensor>& tensors);
 
-// The rows that `lossctl bench` and `lossctl loss` send: random hidden states and targets, the same for the
-// same seed on every machine; rows with the softmax of a real model; and the memory of the host or of a GPU
-// that rows lie in (RowBuffer).
+// Makes the rows that `lossctl bench` and `lossctl loss` send: random hidden states and targets, which depend
+// on the seed alone and not on the machine, or rows with the softmax of a real model. RowBuffer is the memory
+// of the host or of a GPU in which rows lie.
 //
-// Functions are thread-safe; RowBuffer is thread-compatible.
+// The functions are thread-safe; RowBuffer is thread-compatible.
 
 struct HiddenRows {
   uint64_t rows = 0;         // N
@@ -72,36 +72,38 @@ struct HiddenRows {
 absl::StatusOr<HiddenRows> RandomRows(uint64_t rows, uint64_t hidden_size, uint64_t vocab_size,
                                       v1::DType dtype, uint64_t seed);
 
-// RESOURCE_EXHAUSTED, naming `option`, if this machine has no memory for `rows` rows of hidden states, while
-// they are made and then `copies` times (with their gradients, say).
+// RESOURCE_EXHAUSTED, naming `option`, if this machine has not enough memory to make the hidden states of
+// `rows` rows and then to hold them `copies` times (for example once more for their gradients).
 absl::Status CheckRoom(absl::string_view option, uint64_t rows, uint64_t hidden_size, v1::DType dtype,
                        int copies);
 
-// OK if rows of real data mean something to such a head: FAILED_PRECONDITION if it has a norm or a bias.
-// Benchmarks use them because how peaked the rows are decides what computing their gradients costs
-// (kernels/data).
+// FAILED_PRECONDITION if the head has a norm or a bias, because rows of real data mean nothing to such a
+// head. Benchmarks use real rows because the cost of gradients depends on how peaked the softmax of the rows
+// is (kernels/data).
 absl::Status CheckTakesRealRows(const v1::HeadSpec& spec);
 
-// All rows of `rows`, as `dtype`. Thread-safe.
+// Converts all of `rows` to `dtype`. Thread-safe.
 absl::StatusOr<HiddenRows> MakeRealRows(const data::RealRows& rows, v1::DType dtype);
 
-// Replaces the weight of `head` [V, D] by the one that belongs to the rows, some thousand classes at a time.
+// Replaces the weight of `head` [V, D] by the weight that belongs to the rows, some thousand classes at a
+// time.
 absl::Status WriteRealWeight(const data::RealRows& rows, const std::string& head, client::Client& client);
 
-// Memory for rows of a benchmark, of the host or of a GPU.
+// Memory of the host or of a GPU for the rows of a benchmark.
 //
 // Move-only; thread-compatible. Errors are those of client::internal::CudaDriver.
 class RowBuffer {
  public:
-  // Uninitialised on a GPU (the driver's number), zeros on the host (nullopt). `bytes` may be 0.
+  // Allocates on GPU `gpu` (the driver's number), uninitialized, or on the host (nullopt), zeroed. `bytes`
+  // may be 0.
   static absl::StatusOr<RowBuffer> Create(uint64_t bytes, std::optional<int> gpu);
-  // With these bytes in it.
+  // Allocates and copies the bytes into it.
   static absl::StatusOr<RowBuffer> Copy(absl::Span<const uint8_t> bytes, std::optional<int> gpu);
   RowBuffer(RowBuffer&& other) noexcept;
   RowBuffer& operator=(RowBuffer&&) = delete;
   ~RowBuffer();
 
-  // Null if it has no bytes.
+  // Null if the size is 0.
   uint8_t* data() { return on_gpu_ != nullptr ? on_gpu_ : on_host_.empty() ? nullptr : on_host_.data(); }
   client::Memory memory() const { return gpu_.has_value() ? client::Memory::kDevice : client::Memory::kHost; }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Errors about wrong command lines, and completion of words (usage.h). Also the command completion.
 #include "client/cli/usage.h"
 
 #include <algorithm>
@@ -21,7 +22,7 @@ namespace {
 
 std::string Quoted(absl::string_view text) { return absl::StrCat("\"", text, "\""); }
 
-// "context add has no option --foo. Did you mean --for?"
+// The error message for a misplaced word: "context add has no option --foo. Did you mean --for?"
 std::string Say(const Misplaced& found) {
   using Kind = Misplaced::Kind;
   const std::string meant = found.meant.empty() ? "" : absl::StrCat(". Did you mean ", found.meant, "?");
@@ -41,8 +42,8 @@ std::string Say(const Misplaced& found) {
   return "";
 }
 
-// CLI11's words for what is left: a check's (`--lr: must be ...`), an option that is missing, excluded or
-// given twice, a number that its variable does not hold.
+// Rewords CLI11's messages for the other errors: a failed check (`--lr: must be ...`), an option that is
+// missing, excluded or given twice, a number that does not fit its variable.
 std::string InOurWords(const std::string& text) {
   constexpr absl::string_view kNoFit = "Could not convert: ";
   if (absl::StartsWith(text, kNoFit)) {
@@ -71,7 +72,7 @@ std::string Message(const CLI::App& app, absl::Span<const std::string> words, co
 
 void CheckNumbers(CLI::App* app) {
   for (CLI::Option* option : app->get_options()) {
-    const std::string type = option->get_type_name();  // names a check, too, if it has one
+    const std::string type = option->get_type_name();  // has also the name of the option's check, if any
     if (type == "UINT") option->check(WholeNumber());
     if (type == "INT") option->check(WholeNumberOfAnySign());
     if (type == "FLOAT") option->check(AnyNumber());
@@ -93,8 +94,8 @@ namespace {
 
 bool IsOption(absl::string_view word) { return word.size() > 1 && word[0] == '-'; }
 
-// Options may follow any command below the one that has them.
-// A short one may have its value behind it: "-ojson".
+// The option that the word names, of the command or of one of its parents: an option may be given after any
+// subcommand. The value of a short option may follow its letter directly: "-ojson".
 const CLI::Option* FindOption(const CLI::App* app, absl::string_view word) {
   const bool is_short = word.size() > 2 && word[1] != '-';
   const std::string name(is_short ? word.substr(0, 2) : word.substr(0, word.find('=')));
@@ -108,7 +109,7 @@ bool TakesValue(const CLI::Option& option) { return option.get_items_expected_ma
 
 bool TakesMany(const CLI::Option& option) { return option.get_items_expected_max() > 1; }
 
-// Its value is the next word.
+// Whether the value of the option is the next word, and not a part of this one.
 bool Waits(const CLI::Option& option, absl::string_view word) {
   const bool has_value = absl::StrContains(word, '=') || (word.size() > 2 && word[1] != '-');
   return TakesValue(option) && !has_value;
@@ -129,11 +130,11 @@ const CLI::App* FindCommand(const CLI::App& app, absl::string_view word) {
   return nullptr;
 }
 
-// Where a command line is after some words.
+// The state of a command line after some of its words.
 struct Place {
   const CLI::App* app = nullptr;
-  const CLI::Option* waits = nullptr;  // an option whose value comes next
-  size_t positionals = 0;              // that the command has got
+  const CLI::Option* waits = nullptr;  // the option whose value comes next, or null
+  size_t positionals = 0;              // the number of positional arguments that the command has got
   bool many = false;                   // the next words may be further values of an option
 };
 
@@ -162,7 +163,7 @@ void AddIf(absl::string_view prefix, std::string text, absl::string_view descrip
   if (absl::StartsWith(text, prefix)) found->words.push_back({std::move(text), FirstLine(description)});
 }
 
-// What a value of an option may be, from the name of its type: "all|dx|loss", "FILE".
+// The values that an option takes, from the name of its type: "all|dx|loss", "FILE".
 Completions ValuesOf(const CLI::Option& option, absl::string_view prefix) {
   const std::string name = option.get_name(/*positional=*/true);
   const std::string type = option.get_type_name();
@@ -193,7 +194,7 @@ Completions OptionsFrom(const CLI::App* app, absl::string_view prefix) {
   return found;
 }
 
-// The number of letters that are to be inserted, removed, replaced, or swapped with the next one.
+// The edit distance: how many letters must be inserted, removed, replaced, or swapped with the next letter.
 size_t Distance(absl::string_view a, absl::string_view b) {
   std::vector<std::vector<size_t>> cost(a.size() + 1, std::vector<size_t>(b.size() + 1));
   for (size_t i = 0; i <= a.size(); ++i) {
@@ -211,8 +212,9 @@ size_t Distance(absl::string_view a, absl::string_view b) {
   return cost[a.size()][b.size()];
 }
 
-// A third of a word's letters may be wrong. Where no word is that near, the first of which `word` is a part:
-// "--compute" and "--dtype" of "--compute-dtype".
+// The word that was probably meant, or "". At most a third of the letters may be wrong. If no word is that
+// near, the result is the first word of which `word` is a part, such as "--compute-dtype" for "--compute" or
+// "--dtype".
 std::string Nearest(absl::string_view word, const std::vector<Word>& words) {
   std::string nearest;
   size_t least = std::max<size_t>(1, word.size() / 3) + 1;
@@ -231,7 +233,7 @@ std::string Nearest(absl::string_view word, const std::vector<Word>& words) {
   return "";
 }
 
-// "context add"; without the program's own name.
+// The name of the command with its parents, but without the program: "context add".
 std::string PathOf(const CLI::App* app) {
   std::string path;
   for (; app != nullptr && app->get_parent() != nullptr; app = app->get_parent()) {
@@ -240,7 +242,7 @@ std::string PathOf(const CLI::App* app) {
   return path;
 }
 
-// The option that takes the argument of this number; null: there is none.
+// The option that takes the positional argument with this number; null if there is none.
 const CLI::Option* PositionalAt(const CLI::App& app, size_t number) {
   for (const CLI::Option* option : Options(app)) {
     if (!option->get_positional()) continue;
@@ -365,10 +367,10 @@ absl::string_view CompletionScript(absl::string_view shell) {
 
 namespace {
 
-// A shell waits for it while somebody types.
+// The limit for an answer of the server, because the shell waits for it while the user types.
 constexpr double kPatienceSeconds = 1.0;
 
-// The names that the server knows, or the file of contexts; none if it does not answer.
+// The names that the server, or the file of contexts, has. None if it does not answer.
 std::vector<std::string> Names(Context* context, Wanted wanted) {
   std::vector<std::string> names;
   if (wanted == Wanted::kContext) {

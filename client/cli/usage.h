@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words of a command line, judged by CLI11's description of the commands, so that nothing is listed
-// twice: what is wrong with a line ("create has no option --hiden", "--lr must be a number, got "fast""),
-// since CLI11's own messages differ between its versions and are meant for programmers; and what may follow,
-// for shells that complete words.
+// Checks the words of a command line against CLI11's description of the commands, so that commands are listed
+// once. It writes the errors ("create has no option --hiden", "--lr must be a number, got "fast""), because
+// CLI11's own messages differ between its versions and are meant for programmers. And it tells a shell which
+// words may follow, so that the shell can complete them.
 //
 // Pure functions; thread-compatible.
 #ifndef LOSSD_CLIENT_CLI_USAGE_H_
@@ -21,26 +21,27 @@
 
 namespace lossd::cli {
 
-// Has every option of a number, of all commands, refuse what is none: CLI11 takes "-8" for 2^64 - 8, and
-// numbers that are too large for the largest one. Options that have a check of their own keep it.
+// Adds a check to every numeric option of all commands that refuses what is not such a number. CLI11 alone
+// takes "-8" for 2^64 - 8, and replaces a number that is too large by the largest one. Options that have a
+// check keep it.
 void CheckNumbers(CLI::App* app);
 
-// Why CLI11 refused `words`, as an error with exit code 2 (context.h).
+// Why CLI11 refused `words`, as an error with exit code kExitUsage (context.h).
 absl::Status WhyRefused(const CLI::App& app, absl::Span<const std::string> words,
                         const CLI::ParseError& error);
 
-// What may follow on a command line of lossctl, for shells that complete words and for messages about words
-// that are misspelt. Knows the commands from CLI11's description of them, so nothing is listed twice.
+// The words that may follow on a command line of lossctl, for shells that complete words and for messages
+// about misspelt words. All of it comes from CLI11's description of the commands.
 //
 // Pure functions; thread-compatible.
 
 enum class Wanted : uint8_t {
   kWords,       // one of Completions::words
-  kFile,        // a path
-  kHead,        // a head of the server
-  kCheckpoint,  // a checkpoint of the server
-  kContext,     // a server with a name, out of the file of contexts
-  kOther,       // a value that nobody can know
+  kFile,        // the path of a file
+  kHead,        // the name of a head of the server
+  kCheckpoint,  // the name of a checkpoint of the server
+  kContext,     // the name of a server in the file of contexts
+  kOther,       // a value that lossctl cannot guess
 };
 
 struct Word {
@@ -50,13 +51,13 @@ struct Word {
 
 struct Completions {
   Wanted wanted = Wanted::kWords;
-  std::vector<Word> words;  // those that begin with the last word, in the order of --help
+  std::vector<Word> words;  // the words that begin with the last word given, in the order of --help
 };
 
-// `words`: what follows "lossctl", the last one unfinished (it may be empty).
+// `words` are the words after "lossctl". The last word is unfinished, and may be empty.
 Completions Complete(const CLI::App& app, absl::Span<const std::string> words);
 
-// The first word of a command line that cannot stand where it stands.
+// The first word of a command line that is wrong at its place.
 struct Misplaced {
   enum class Kind : uint8_t {
     kCommand,  // there is no such command
@@ -66,9 +67,9 @@ struct Misplaced {
   };
   Kind kind = Kind::kCommand;
   std::string word;     // without "=VALUE"
-  std::string command;  // where it stands, e.g. "context add"; empty: before any command
+  std::string command;  // the command to which it was given, e.g. "context add"; empty: before any command
   std::string meant;    // the command or option that was probably meant, or empty if none is near
-  std::string takes;    // of kValue: the value's type, e.g. "SECONDS" or "loss|dx|all"
+  std::string takes;    // if kValue: the type of the missing value, e.g. "SECONDS" or "loss|dx|all"
 };
 std::optional<Misplaced> FindMisplaced(const CLI::App& app, absl::Span<const std::string> words);
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads measured rates, and predicts times for other cards and other shapes (measured.h).
 #include "client/plan/measured.h"
 
 #include <algorithm>
@@ -21,7 +22,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Thrown while a document is read, and caught before ParseMeasured returns.
+// Thrown by Reader when the document is not as expected. ParseMeasured catches it.
 struct Unexpected : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -190,7 +191,7 @@ absl::StatusOr<Measured> ParseMeasured(absl::string_view json) {
 
 namespace {
 
-// NVIDIA's data sheets; arithmetic in bf16 without sparsity.
+// Cards with the values of NVIDIA's data sheets. The arithmetic rate is bf16 without sparsity.
 struct Sheet {
   absl::string_view name;
   Card card;
@@ -241,7 +242,7 @@ absl::StatusOr<Measured> OnCard(Measured measured, absl::string_view name) {
                                .most = std::max(arithmetic, bandwidth)};
   measured.card = wanted->card;
   for (PassRate& pass : measured.passes)
-    pass.gbps /= bandwidth;  // they read and write, and compute next to nothing
+    pass.gbps /= bandwidth;  // these passes read and write memory, and compute next to nothing
   measured.devices.clear();
   const auto of_gpu = [](const TransportRate& rate) { return rate.transport == "cuda_ipc"; };
   measured.transports.erase(std::remove_if(measured.transports.begin(), measured.transports.end(), of_gpu),
@@ -253,7 +254,7 @@ absl::StatusOr<Measured> OnCard(Measured measured, absl::string_view name) {
 
 namespace {
 
-// Seconds a row and an element of the weight.
+// The time per row and per element of the weight.
 double UnitSeconds(const Timing& t) {
   return t.ms * 1e-3 /
          (static_cast<double>(t.rows) * static_cast<double>(t.hidden) * static_cast<double>(t.vocab));
@@ -263,7 +264,7 @@ bool SameShape(const Timing& a, int64_t hidden, int64_t vocab) {
   return a.hidden == hidden && a.vocab == vocab;
 }
 
-// One of each shape: that with the most rows.
+// One timing of each shape: the one with the most rows.
 std::vector<Timing> OfEachShape(absl::Span<const Timing> measured) {
   std::vector<Timing> shapes;
   for (const Timing& t : measured) {
@@ -289,7 +290,7 @@ double MeanUnit(absl::Span<const Timing> shapes, const Timing* without) {
   return sum / count;
 }
 
-// The largest relative error of a shape's time as the others predict it.
+// The largest relative error when the time of each shape is predicted from the other shapes.
 double WorstError(absl::Span<const Timing> shapes) {
   double worst = 0.0;
   for (const Timing& t : shapes) {
@@ -298,7 +299,7 @@ double WorstError(absl::Span<const Timing> shapes) {
   return worst;
 }
 
-// Whether value is near the range of what get() says of the shapes.
+// Whether `value` is within kNearFactor of the range of get(shape) over all shapes.
 template <typename Get>
 bool IsNear(absl::Span<const Timing> shapes, int64_t value, const Get& get) {
   int64_t least = get(shapes.front()), most = least;

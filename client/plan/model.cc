@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads a model's configuration, counts its parameters, and computes the memory of training (model.h).
 #include "client/plan/model.h"
 
 #include <algorithm>
@@ -36,28 +37,28 @@ namespace {
 
 using Json = nlohmann::json;
 
-enum class Bias : uint8_t { kNo, kYes, kOption };  // kOption: as the configuration says, else not
+enum class Bias : uint8_t { kNo, kYes, kOption };  // kOption: what the configuration says, by default no
 
-// What the layers of a model_type consist of.
+// The parts of the layers of one model_type.
 struct Family {
   absl::string_view type;
-  bool tied = false;                 // by default
+  bool tied = false;                 // whether the classifier is tied if the configuration does not say it
   bool gated = true;                 // three matrices in the MLP, else two
-  Bias projection_bias = Bias::kNo;  // of queries, keys and values; option attention_bias
-  Bias output_bias = Bias::kNo;      // of the attention's output; option attention_bias
-  Bias mlp_bias = Bias::kNo;         // option mlp_bias
-  int norms = 2;                     // of a layer
-  bool shifted_norms = false;        // a shift beside the gain
-  bool head_norms = false;           // of queries and keys, over the size of an attention head
-  bool experts = false;              // num_local_experts MLPs and a router
+  Bias projection_bias = Bias::kNo;  // of queries, keys and values; kOption: attention_bias
+  Bias output_bias = Bias::kNo;      // of the attention's output; kOption: attention_bias
+  Bias mlp_bias = Bias::kNo;         // kOption: mlp_bias
+  int norms = 2;                     // the number of norms of a layer
+  bool shifted_norms = false;        // norms have a shift in addition to the gain
+  bool head_norms = false;           // norms of queries and keys, over the size of an attention head
+  bool experts = false;              // a layer has num_local_experts MLPs and a router
   bool positions = false;            // learned embeddings of positions
   bool classifier_bias = false;
   bool shared_keys = true;      // has num_key_value_heads
-  bool needs_keys = true;       // which must be given: it is not that of attention heads by default
+  bool needs_keys = true;       // it must be given: its default is not the number of attention heads
   bool needs_head_dim = false;  // head_dim must be given: it is not hidden size / attention heads by default
 };
 
-// By name.
+// Sorted by type.
 constexpr std::array kFamilies = {
     Family{.type = "gemma",
            .tied = true,
@@ -127,7 +128,8 @@ double Has(Bias bias, const Json& config, const char* option) {
   return bias == Bias::kYes || (bias == Bias::kOption && Option(config, option)) ? 1.0 : 0.0;
 }
 
-// In double, so that sizes of a strange file cannot overflow; whole numbers up to 2^53 are exact.
+// The sizes in a configuration. They are double so that the sizes of a strange file cannot overflow. Whole
+// numbers up to 2^53 are exact.
 struct Sizes {
   double hidden = 0, vocab = 0, layers = 0, intermediate = 0, positions = 0, experts = 0;
   double queries = 0, keys = 0, head_dim = 0;  // queries, keys: of all attention heads of a layer together
@@ -198,7 +200,7 @@ absl::StatusOr<int64_t> CountParameters(const Json& config, bool tied) {
   if (!sizes.complete) return 0;
   double count = sizes.layers * LayerParameters(config, *family, sizes);
   count += (tied ? 1 : 2) * sizes.vocab * sizes.hidden + sizes.positions * sizes.hidden;
-  count += (family->shifted_norms ? 2 : 1) * sizes.hidden;  // the last norm
+  count += (family->shifted_norms ? 2 : 1) * sizes.hidden;  // the norm before the head
   if (family->classifier_bias) count += sizes.vocab;
   if (count > static_cast<double>(kMost)) {
     return errors::FieldError("parameters", absl::StrCat("be at most ", kMost), count);
@@ -222,7 +224,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Larger files are no model's configuration.
+// A larger file is not the configuration of a model.
 constexpr std::streamsize kMostConfigBytes = 4 << 20;
 
 absl::StatusOr<int64_t> RequiredNumber(const Json& config, std::initializer_list<const char*> names) {
@@ -256,7 +258,7 @@ absl::StatusOr<Model> ParseModel(absl::string_view config_json) {
   }
   const auto tied = config.find("tie_word_embeddings");
   model.tied = tied != config.end() && tied->is_boolean() ? tied->get<bool>() : TiedByDefault(model.name);
-  bool has_other_parts = false;  // for images or sound, beside text
+  bool has_other_parts = false;  // parts for images or sound
   if (const auto text = config.find("text_config"); text != config.end() && text->is_object()) {
     const Json inner = *text;
     config = inner;
@@ -295,8 +297,8 @@ absl::StatusOr<Model> ReadModel(const std::string& path) {
 
 namespace {
 
-// Rows of a block of Liger's: so many blocks that their logits take about as much memory as the hidden
-// states.
+// The rows of one of Liger's blocks. Liger divides the rows so that the logits of a block take about as much
+// memory as the hidden states.
 int64_t LigerRows(int64_t hidden, int64_t vocab, int64_t rows) {
   const int64_t each = CeilDiv(rows, CeilDiv(vocab, hidden));
   return std::min(rows, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(each))));
@@ -322,11 +324,11 @@ int64_t PeakBytes(LocalMethod method, int64_t hidden, int64_t vocab, int64_t row
   const int64_t gradients = kHalf * (vocab * hidden + rows * hidden);  // dW and dx
   switch (method) {
     case LocalMethod::kTorch:
-      // Logits, their copy in fp32 and its softmax, or gradients of these: 12 bytes a logit. dW and dx come
-      // when most of that is free again.
+      // At 12 bytes a logit: logits in 16 bits, their copy in fp32 and its softmax, or gradients of these. dW
+      // and dx are allocated when most of that is free again.
       return std::max(12 * rows * vocab, kHalf * rows * vocab + gradients);
     case LocalMethod::kCompiled:
-      return kHalf * rows * vocab + gradients;  // the logits, in whose place their gradient comes
+      return kHalf * rows * vocab + gradients;  // the gradient takes the place of the logits
     case LocalMethod::kLiger:
       return kHalf * LigerRows(hidden, vocab, rows) * vocab + gradients;
     case LocalMethod::kCce:
@@ -339,7 +341,7 @@ int64_t StateBytes(int64_t hidden, int64_t vocab) { return 4 * int64_t{sizeof(fl
 
 int64_t LargestMicrobatch(LocalMethod method, int64_t hidden, int64_t vocab, int64_t bytes) {
   const auto fits = [&](int64_t rows) {
-    // The gradients of the hidden states are among the peak.
+    // PeakBytes includes the gradients of the hidden states.
     return StateBytes(hidden, vocab) + kHalf * rows * hidden + PeakBytes(method, hidden, vocab, rows) <=
            bytes;
   };
@@ -363,7 +365,7 @@ absl::Status Range(const char* name, int64_t value, int64_t least, int64_t most)
   return errors::FieldError(name, absl::StrCat("be from ", least, " to ", most), value);
 }
 
-// No sum or product of what passes overflows.
+// Checks the ranges of the shape, so that no later sum or product overflows.
 absl::Status CheckShape(const Model& model, const TrainerShape& shape) {
   constexpr int64_t kMostGpus = int64_t{1} << 20, kMostMemory = int64_t{1} << 42;
   constexpr int64_t kMostParameters = int64_t{1} << 50, kMostActivations = int64_t{1} << 44;
@@ -396,7 +398,7 @@ absl::Status CheckShape(const Model& model, const TrainerShape& shape) {
   return Range("layers", model.layers, 1, kMostLayers);
 }
 
-// Rows whose bytes do not overflow beside the state.
+// Checks that the bytes of the rows do not overflow.
 absl::Status CheckRows(const TrainerShape& shape, int64_t row_bytes) {
   return Range("trainer_rows", shape.rows, 1, (int64_t{1} << 61) / row_bytes);
 }

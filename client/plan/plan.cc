@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Makes a plan (plan.h): the division of layers and head, steps of a pipeline, memory of a GPU, and speeds.
 #include "client/plan/plan.h"
 
 #include <algorithm>
@@ -21,8 +22,8 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// The exact sum, rounded once, as Python's math.fsum: of partial sums that do not overlap (Shewchuk 1997).
-// Of values >= 0.
+// The exact sum of values >= 0, rounded once, as Python's math.fsum computes it. It keeps partial sums that
+// do not overlap (Shewchuk 1997).
 double ExactSum(absl::Span<const double> values) {
   std::vector<double> partials;  // ascending
   for (double x : values) {
@@ -46,7 +47,7 @@ double ExactSum(absl::Span<const double> values) {
     rest = y - (sum - x);
     if (rest != 0.0) break;
   }
-  // What is left decides a tie.
+  // If the rest is exactly half a unit, the partial sums that are left decide how to round.
   if (!partials.empty() && ((rest < 0.0 && partials.back() < 0.0) || (rest > 0.0 && partials.back() > 0.0))) {
     const double twice = rest * 2.0;
     const double higher = sum + twice;
@@ -57,13 +58,14 @@ double ExactSum(absl::Span<const double> values) {
 
 enum class Least : uint8_t { kSlowest, kSquares };
 
-// The division whose largest load, or whose sum of squared loads, is least, with no load above `limit`.
+// Divides `times` over the stages, with no load above `limit`. Minimizes the largest load or the sum of the
+// squared loads. The load of a stage is the sum of its times, and its entry of `besides`.
 std::vector<int64_t> Best(absl::Span<const double> times, absl::Span<const double> besides, double limit,
                           Least least, int64_t least_on_last) {
   const size_t count = times.size(), stages = besides.size();
   std::vector<double> sums = {0.0};
   for (const double time : times) sums.push_back(sums.back() + time);
-  // Of the layers before each end, by the stages so far.
+  // costs[end]: the cost of the first `end` layers on the stages so far.
   std::vector<double> costs(count + 1, kInfinity);
   costs[0] = 0.0;
   std::vector<std::vector<size_t>> choices;
@@ -95,8 +97,8 @@ std::vector<int64_t> Best(absl::Span<const double> times, absl::Span<const doubl
   return layers;
 }
 
-// As long as no stage is slower than the slowest of the best division, or than `bound`, which a head fills,
-// stages are as even as can be.
+// Divides as evenly as possible, with a limit for each stage: the slowest stage of the best division, or
+// `bound` if that is larger. A head fills the time up to `bound`.
 std::vector<int64_t> DivideUpTo(absl::Span<const double> times, absl::Span<const double> besides,
                                 double bound, int64_t least_on_last) {
   const std::vector<double> loads =
@@ -105,10 +107,11 @@ std::vector<int64_t> DivideUpTo(absl::Span<const double> times, absl::Span<const
   return Best(times, besides, std::max(slowest, bound) * (1 + 1e-12), Least::kSquares, least_on_last);
 }
 
-// The part of the head's time that each stage takes, `least` or more, so that those that take more end
-// together.
+// The part of the head's time that each stage takes. Each takes at least `least`, and the stages that take
+// more finish together.
 std::vector<double> Fill(const std::vector<double>& loads, double head, double least) {
-  // Beside the lowest load, a short time of the head would be rounded away.
+  // Only what exceeds the lowest load is computed with. Otherwise a short time of the head would be lost in
+  // rounding.
   const double lowest = *std::min_element(loads.begin(), loads.end());
   std::vector<double> above;
   above.reserve(loads.size());
@@ -127,9 +130,9 @@ std::vector<double> Fill(const std::vector<double>& loads, double head, double l
   return parts;
 }
 
-// In thousandths of the head.
+// The shares of the stages, in thousandths of the head.
 std::vector<int64_t> SharesOf(const std::vector<double>& parts, double head, int64_t least) {
-  if (*std::max_element(parts.begin(), parts.end()) == 0.0) {  // there is no head to speak of
+  if (*std::max_element(parts.begin(), parts.end()) == 0.0) {  // the head takes no time
     return std::vector<int64_t>(parts.size(), std::max(least, int64_t{1}));
   }
   std::vector<int64_t> shares;
@@ -177,7 +180,7 @@ std::vector<double> StageSeconds(absl::Span<const double> layer_seconds,
 
 namespace {
 
-// Beside the layers: the embedding on the first stage.
+// The time of each stage outside its layers: the embedding on the first stage.
 std::vector<double> Besides(const PipelineShape& shape) {
   std::vector<double> besides(static_cast<size_t>(shape.stages), 0.0);
   besides.front() = shape.embedding_seconds;
@@ -189,7 +192,7 @@ std::vector<double> Scaled(std::vector<double> values, double factor) {
   return values;
 }
 
-// T of each stage, the head left out.
+// T of each stage without the head.
 std::vector<double> WithoutHead(const PipelineShape& shape, const std::vector<int64_t>& layers,
                                 double layer_factor) {
   return StageSeconds(Scaled(shape.layer_seconds, layer_factor), Besides(shape), layers);
@@ -203,7 +206,8 @@ struct Step {
   bool server_bound = false;
 };
 
-// passed: seconds of a microbatch through the whole pipeline; served: of the server, for all replicas.
+// passed: the seconds of one microbatch through the whole pipeline. busy: T of each stage. served: the
+// server's seconds for one microbatch of all replicas.
 Step StepOf(const PipelineShape& shape, double passed, const std::vector<double>& busy, double served) {
   Step step;
   step.slowest = *std::max_element(busy.begin(), busy.end());
@@ -358,20 +362,20 @@ absl::StatusOr<DeviceMemory> DeviceMemoryOf(const Request& request, const Card& 
 
 namespace {
 
-// Dividing layers takes stages x layers^2 steps.
+// The limits of a pipeline: dividing the layers takes stages x layers^2 operations.
 constexpr int kMostStages = 256;
 constexpr int64_t kMostPipelineLayers = 1024;
-constexpr int64_t kFewestClasses = 8;  // of a GPU, on average
-constexpr double kMostSeconds = 1e6;   // of a part for a microbatch
-constexpr int64_t kStateBytes = 16;    // of a parameter: fp32 weight, gradient and two moments
+constexpr int64_t kFewestClasses = 8;  // for each GPU, on average
+constexpr double kMostSeconds = 1e6;   // the most that a part may take for a microbatch
+constexpr int64_t kStateBytes = 16;    // for each parameter: fp32 weight, gradient and two moments
 
-// Sizes beyond any memory are not to wrap around.
+// Converts to int64_t without overflow; sizes beyond any memory become 2^60.
 int64_t Saturated(double bytes) {
   constexpr int64_t kMost = int64_t{1} << 60;
   return bytes < static_cast<double>(kMost) ? static_cast<int64_t>(bytes) : kMost;
 }
 
-// Seconds of the head for a microbatch; nullopt: not known.
+// The seconds of the head for a microbatch; nullopt: not known.
 struct HeadTimes {
   std::optional<double> local;
   std::optional<LocalMethod> method;                   // of `local`
@@ -379,7 +383,7 @@ struct HeadTimes {
   std::optional<double> served_exact, served_sampled;  // on the server's GPUs
 };
 
-// The local head that is fastest by the middle of its estimate, or null.
+// The local head whose estimate has the smallest middle, or null if no estimate is known.
 const LastStage* FastestLocal(const Plan& plan) {
   const LastStage* best = nullptr;
   for (const LastStage& stage : plan.last_stage) {
@@ -409,7 +413,7 @@ HeadTimes TimesOf(const Plan& plan) {
     (exact ? times.exact : times.sampled) = speed.microbatch.high_seconds;
     (exact ? times.served_exact : times.served_sampled) = rows / speed.low_rows_per_second;
   }
-  const double gpus = r.gpus;  // several are taken to divide the time given for one
+  const double gpus = r.gpus;  // the given time is that of one GPU; several GPUs are taken to divide it
   if (r.pipeline.head_seconds > 0.0) {
     times.exact = r.pipeline.head_seconds;
     times.served_exact = r.pipeline.head_seconds / gpus;
@@ -476,7 +480,7 @@ class Planner {
     Add(std::move(pipeline));
   }
 
-  // With so many stages fewer than the request has.
+  // The layouts with a server. The trainer has `fewer` stages less than the request.
   void AddServers(int fewer) {
     PipelineShape shape = shape_;
     shape.stages -= fewer;
@@ -487,7 +491,7 @@ class Planner {
       Pipeline pipeline = {.kind = PipelineKind::kServer, .gradients = gradients};
       pipeline.layout = WithServer(shape, *head, r_.gpus, factors_);
       pipeline.stage_bytes = StageBytes(pipeline.layout.layers, 1);
-      pipeline.server_bytes = plan_.server.front().device_bytes;  // that of stored logits
+      pipeline.server_bytes = plan_.server.front().device_bytes;  // with stored logits
       Add(std::move(pipeline));
     }
   }
@@ -537,8 +541,8 @@ class Planner {
     leave_out(measured_.factors.colocated.empty(), "No colocated head was measured on this card.");
   }
 
-  // So that every GPU has a class, whatever boundaries are rounded to. The sum of the shares is above
-  // kWholeShare by their rounding.
+  // The least share of a GPU, so that every GPU has a class however its boundaries are rounded. Rounding may
+  // make the sum of the shares larger than kWholeShare.
   int64_t LeastShare() const {
     const int64_t grain = kernels::GrainOfShares(r_.model.vocab, static_cast<size_t>(shape_.stages));
     const int64_t least = CeilDiv((kWholeShare + kWholeShare / 8) * grain, r_.model.vocab);
@@ -554,9 +558,9 @@ class Planner {
     return 12 * r_.model.hidden * r_.model.hidden;  // attention and a feed-forward of 4 D
   }
 
-  // At the peak: parameters with gradients and moments, activations of the microbatches in flight, what a
-  // layer has while it is computed, and the embedding on the first stage. `more`: microbatches that are in
-  // flight on every stage beside those of 1F1B.
+  // The peak memory of each stage: parameters with gradients and moments, the activations of the microbatches
+  // in flight, what a layer needs while it is computed, and the embedding on the first stage. `more`: the
+  // microbatches that each stage has in flight in addition to those of 1F1B.
   std::vector<int64_t> StageBytes(const std::vector<int64_t>& layers, int64_t more) const {
     const int64_t parameters = LayerParameters();
     const int64_t kept = r_.pipeline.layer_bytes > 0
@@ -570,7 +574,7 @@ class Planner {
                            static_cast<double>(in_flight) * static_cast<double>(kept);
       bytes.push_back(Saturated(static_cast<double>(layers[stage]) * layer + static_cast<double>(kept)));
     }
-    bytes.front() += StateBytesOfHead();  // the embedding has as many parameters
+    bytes.front() += StateBytesOfHead();  // the embedding has as many parameters as the head
     return bytes;
   }
 
@@ -619,7 +623,7 @@ absl::string_view Name(PipelineKind kind) {
 }
 
 int64_t LayerActivationBytes(int64_t hidden, int64_t rows, int64_t layer_parameters) {
-  constexpr int64_t kBytes = 36;  // of a row and an entry of the hidden state
+  constexpr int64_t kBytes = 36;  // for each row and entry of the hidden state
   return Saturated(static_cast<double>(kBytes * hidden) * static_cast<double>(rows)) +
          kHalf * layer_parameters;
 }
@@ -694,7 +698,7 @@ const PassRate* PassNamed(const Measured& measured, absl::string_view name) {
   return nullptr;
 }
 
-// The passes between steps: of parameters in fp32 with a copy in bf16.
+// The passes between steps, over parameters in fp32 with a copy in bf16.
 Update UpdateOf(const Request& r, const Measured& measured) {
   const char* name = "adamw bf16";
   if (r.optimizer_state == kernels::OptimizerState::kMomentum) name = "momentum bf16";
@@ -713,8 +717,8 @@ Update UpdateOf(const Request& r, const Measured& measured) {
   return update;
 }
 
-// How many trainers compute their steps without waiting: while they work, the server has their rows and the
-// update.
+// How many trainers compute their steps without waiting for the server. In the time of a trainer's step, the
+// server computes the rows of all these trainers and the update.
 int64_t TrainersFed(const Request& r, double row_seconds, double update_seconds) {
   const double rows_seconds = row_seconds * static_cast<double>(r.rows);
   return std::max<int64_t>(static_cast<int64_t>((r.trainer_seconds - update_seconds) / rows_seconds), 0);
@@ -728,7 +732,7 @@ ServerSpeed SpeedOf(const Plan& plan, const Measured& measured, Logits logits, G
   speed.microbatch = Bounded(EstimateTime(TimingsOf(measured, logits, gradients, r.data), r.model.hidden,
                                           r.model.vocab, r.microbatch),
                              measured.bounds);
-  // What one of several GPUs has to itself differs by split; the slower of the two counts.
+  // The time that one of several GPUs takes differs between the splits. The slower split counts.
   double speedup = 1.0;
   if (r.gpus > 1) {
     if (!plan.rows_speedup.has_value() || !plan.vocabulary_speedup.has_value()) {
@@ -752,7 +756,7 @@ ServerSpeed SpeedOf(const Plan& plan, const Measured& measured, Logits logits, G
   return speed;
 }
 
-// The least that was measured for so many GPUs.
+// The least speedup that was measured with this number of GPUs.
 std::optional<double> Speedup(const Measured& measured, Split split, int gpus, std::vector<size_t>& sources) {
   std::optional<double> least;
   for (const DeviceSpeedup& d : measured.devices) {
@@ -763,7 +767,7 @@ std::optional<double> Speedup(const Measured& measured, Split split, int gpus, s
   return least;
 }
 
-// The most of each transport, with as many connections as moved that.
+// The highest rate of each transport, and the number of connections that reached it.
 std::vector<Link> LinksOf(const Request& r, const Measured& measured) {
   std::vector<Link> links;
   for (const TransportRate& rate : measured.transports) {
@@ -803,7 +807,7 @@ absl::StatusOr<TrainerMemory> TrainerMemoryOf(const Request& r) {
   if (shape.memory_bytes == 0) shape.memory_bytes = r.memory_bytes;
   if (shape.rows == 0) shape.rows = r.rows;
   if (shape.parameters == 0) shape.parameters = r.model.parameters;
-  // An embedding that is the classifier, too, stays with its trainer.
+  // A tied classifier is also the embedding, which stays with its trainer.
   shape.head_parameters = r.model.tied ? 0 : r.model.hidden * r.model.vocab;
   return MemoryOfTrainer(r.model, shape);
 }
@@ -819,7 +823,7 @@ absl::StatusOr<Plan> MakePlan(const Request& request, const Measured& measured) 
   for (const Logits logits : {Logits::kStored, Logits::kRecomputed}) {
     for (const Split split : {Split::kRows, Split::kVocabulary}) {
       if (r.gpus == 1 && split != Split::kRows) continue;
-      // The first GPU has as much as any other.
+      // The first GPU has at least as much as any other.
       LOSSD_TRY(DeviceMemory device,
                 DeviceMemoryOf(r, measured.card,
                                {.logits = logits, .split = r.gpus == 1 ? Split::kAny : split}, {0, r.gpus}));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ngram_lm_demo: trains a small neural n-gram language model whose classifier lives in a lossd server.
-// Exit status: 0 learned, 1 held-out loss not below the unigram entropy by --margin, 2 could not run.
+// ngram_lm_demo: trains a small neural n-gram language model (model.h) whose classifier is a head on a lossd
+// server. Exit status: 0 if the model learned; 1 if the held-out loss is not below the unigram entropy by
+// --margin; 2 if the demo could not run.
 #include <cblas.h>
 
 #include <algorithm>
@@ -77,9 +78,8 @@ TrainerOptions OptionsFromFlags(const Text& text) {
   return options;
 }
 
-// A whole training: steps until the time or the number of steps is over, with a look at held-out text now and
-// then. With a state file both stages are saved on the way, and go back to the last save if the server is
-// lost.
+// A whole training: runs steps until --time or --steps is over, and evaluates held-out text now and then.
+// With a state file it saves both stages on the way, and returns to the last save if the server is lost.
 class Training {
  public:
   explicit Training(Trainer* trainer) : trainer_(trainer), start_(clocks::SteadyNow()) {}
@@ -109,7 +109,7 @@ class Training {
   }
 
  private:
-  // The part of the training that is over, in [0, 1].
+  // The fraction of the training that is over, in [0, 1].
   double Done() const {
     const int64_t steps = absl::GetFlag(FLAGS_steps);
     if (steps > 0) return static_cast<double>(trainer_->steps()) / static_cast<double>(steps);
@@ -144,7 +144,7 @@ class Training {
   const absl::Time start_;
   FILE* loss_log_ = nullptr;
   double next_evaluation_ = 0;
-  int64_t tokens_ = 0;  // trained on in this process
+  int64_t tokens_ = 0;  // the tokens that this process has trained on
 };
 
 bool PrintVerdict(double unigram, double held_out) {
@@ -152,7 +152,7 @@ bool PrintVerdict(double unigram, double held_out) {
   absl::PrintF("  unigram frequencies  %17.3f   %10.1f\n", unigram, std::exp(unigram));
   absl::PrintF("  this model           %17.3f   %10.1f\n", held_out, std::exp(held_out));
   const double margin = absl::GetFlag(FLAGS_margin);
-  const bool learned = held_out < unigram - margin;  // false for NaN
+  const bool learned = held_out < unigram - margin;  // false if held_out is NaN
   absl::PrintF("%s: %.3f nats below the unigram entropy, %.2f wanted\n", learned ? "learned" : "NOT LEARNED",
                unigram - held_out, margin);
   return learned;

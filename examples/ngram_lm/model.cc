@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The text, the model and its optimizer (model.h).
 #include "examples/ngram_lm/model.h"
 
 #include <cblas.h>
@@ -47,7 +48,8 @@ absl::StatusOr<Text> Tokenize(absl::string_view text, int32_t vocab_size) {
   absl::flat_hash_map<absl::string_view, int64_t> counts;
   for (size_t i = 0; i < words.size(); ++i)
     if (!held_out(i)) ++counts[words[i]];
-  std::vector<std::pair<int64_t, absl::string_view>> frequent;  // minus the count, and the word
+  // (-count, word), so that sorting puts frequent words first.
+  std::vector<std::pair<int64_t, absl::string_view>> frequent;
   for (const auto& [word, count] : counts) frequent.emplace_back(-count, word);
   std::sort(frequent.begin(), frequent.end());
   if (frequent.size() >= static_cast<size_t>(vocab_size)) frequent.resize(vocab_size - 1);
@@ -148,7 +150,8 @@ StageOne::Layout StageOne::LayoutOf(const StageOneShape& shape) {
   return layout;
 }
 
-// Unit-variance embeddings; He initialization before the GELU, and an output of about unit variance.
+// The initial values: embeddings of unit variance, He initialization before the GELU, and output weights that
+// give x about unit variance.
 StageOne::StageOne(const StageOneShape& shape, uint64_t seed)
     : shape_(shape), layout_(LayoutOf(shape)), parameters_(layout_.size), gradients_(layout_.size) {
   std::mt19937_64 random(seed);

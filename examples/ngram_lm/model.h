@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of the demo that needs no server: the text as tokens (Text), the model up to the hidden state
-// (StageOne, a neural n-gram model; Bengio et al., 2003), and its optimizer (Adam).
+// The part of the demo ngram_lm that needs no server: the text as tokens (Text), the model from tokens to
+// hidden states (StageOne, a neural n-gram model; Bengio et al., 2003), and its optimizer (Adam). trainer.h
+// trains them together with a loss head on a server.
 //
 // Classes are not thread-safe; functions are.
 #ifndef LOSSD_EXAMPLES_NGRAM_LM_MODEL_H_
@@ -16,27 +17,28 @@
 
 namespace lossd::ngram_lm {
 
-// Tokens in [0, vocab_size). Token 0 is every rare word.
+// A text as tokens in [0, vocab_size). Token 0 stands for every rare word.
 struct Text {
   std::vector<int32_t> train;
   std::vector<int32_t> held_out;
   int32_t vocab_size = 0;
 };
 
-// Cuts a text into words: a run of letters and digits, or one other character, each with the space before it.
+// Cuts a text into words. A word is a run of letters and digits, or one other character, with the space
+// before it.
 std::vector<absl::string_view> SplitWords(absl::string_view text);
 
-// Gives the vocab_size - 1 most frequent words of the training part a token of their own; fewer if the text
-// has fewer. Every twentieth block of the text is held out. INVALID_ARGUMENT if the text has fewer than 1,000
-// words or vocab_size is below 2.
+// Turns a text into tokens. The vocab_size - 1 most frequent words of the training part get a token of their
+// own; fewer words if the text has fewer. Every twentieth block of the text is held out. INVALID_ARGUMENT if
+// the text has fewer than 1,000 words or vocab_size is below 2.
 absl::StatusOr<Text> Tokenize(absl::string_view text, int32_t vocab_size);
 
-// Tokenize for the files that match a pattern of glob(7), joined in the order of their paths. NOT_FOUND if
-// there is none.
+// Calls Tokenize with the text of all files that match a pattern of glob(7), joined in the order of their
+// paths. NOT_FOUND if no file matches.
 absl::StatusOr<Text> LoadText(const std::string& pattern, int32_t vocab_size);
 
-// The mean negative log-likelihood (nats a token) of the held-out text under the frequencies of the training
-// text, with one added to every count. A model that learns no more than frequencies reaches this loss.
+// The mean negative log-likelihood (nats a token) of the held-out text if tokens have the frequencies of the
+// training text, with one added to every count. A model that learns only these frequencies reaches this loss.
 double UnigramEntropy(const Text& text);
 
 // Adam (Kingma and Ba, 2015, algorithm 1) with bias correction, beta1 = 0.9 and beta2 = 0.99.
@@ -58,7 +60,7 @@ struct StageOneShape {
   int64_t output = 128;    // D
 };
 
-// The rows of a microbatch, and what Forward leaves for Backward.
+// The rows of a microbatch, and the intermediate values that Forward computes and Backward needs.
 struct Activations {
   std::vector<int32_t> contexts;  // [N, k]
   std::vector<int32_t> targets;   // [N]
@@ -74,7 +76,7 @@ struct Activations {
 //   u = A c + a,  h = gelu(u)      hidden layer (tanh form of GELU)                 [H]
 //   x = B h + b                    hidden state, which the loss head classifies     [D]
 //
-// Parameters and gradients are one flat array each, for the optimizer.
+// Parameters and gradients are one flat array each, so that the optimizer needs no structure.
 class StageOne {
  public:
   StageOne(const StageOneShape& shape, uint64_t seed);
@@ -83,14 +85,14 @@ class StageOne {
   absl::Span<float> parameters() { return absl::MakeSpan(parameters_); }
   absl::Span<float> gradients() { return absl::MakeSpan(gradients_); }
 
-  // Runs the model for the tokens at these positions, each in [context, tokens.size()).
+  // Runs the model to predict the tokens at these positions. Each position is in [context, tokens.size()).
   Activations Forward(absl::Span<const int32_t> tokens, absl::Span<const int64_t> positions) const;
-  // Adds the gradient of the parameters, given dL/dx [N, D].
+  // Adds the gradient with respect to the parameters to gradients(). grad_output is dL/dx [N, D].
   void Backward(const Activations& activations, absl::Span<const float> grad_output);
   void ZeroGradients();
 
  private:
-  // Offsets in the flat arrays.
+  // Offsets of the parts in the flat arrays.
   struct Layout {
     int64_t embeddings, hidden_weight, hidden_bias, output_weight, output_bias, size;
   };

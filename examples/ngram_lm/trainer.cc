@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The training loop with every call to the server (trainer.h).
 #include "examples/ngram_lm/trainer.h"
 
 #include <algorithm>
@@ -65,8 +66,8 @@ absl::Status Trainer::CreateHead() {
 
 // ---- A step ----
 
-// The training's order is a function of the step and the microbatch, so that a resumed training draws the
-// same rows.
+// The rows of a microbatch depend only on the step and the index of the microbatch, so that a resumed
+// training draws the same rows.
 void Trainer::Send(int64_t index, Slot* slot) {
   std::mt19937_64 random(static_cast<uint64_t>(steps() * options_.microbatches + index));
   std::uniform_int_distribution<int64_t> position(options_.shape.context,
@@ -93,7 +94,7 @@ void Trainer::Send(int64_t index, Slot* slot) {
   slot->loss = client_->ComputeLossAsync(microbatch, outputs, compute);
 }
 
-// Waits for the gradients and runs stage one backward; the summed loss.
+// Waits for the gradients of a microbatch and runs stage one backward. Returns the sum of the losses.
 absl::StatusOr<double> Trainer::Receive(Slot* slot) {
   const absl::StatusOr<client::LossResult> result = slot->loss.Wait();
   if (!result.ok()) return result.status();
@@ -101,8 +102,8 @@ absl::StatusOr<double> Trainer::Receive(Slot* slot) {
   return result->loss_sum;
 }
 
-// The server has each row once, whatever broke on the way; with the expected microbatches it also refuses a
-// step that lacks one.
+// Applies the step to the head. The server has counted each row once, even if connections broke. Because the
+// request names the expected microbatches, the server refuses a step in which one is missing.
 absl::Status Trainer::ApplyStep(double learning_rate) {
   v1::ApplyStepRequest request;
   request.set_head(options_.head);
@@ -119,7 +120,8 @@ absl::StatusOr<double> Trainer::Step(double rate_multiplier) {
   std::vector<Slot> slots(options_.microbatches);
   stage_one_.ZeroGradients();
   double loss = 0;
-  // While the server computes a microbatch, stage one runs the next one forward and the one before backward.
+  // While the server computes a microbatch, this thread runs stage one forward for the next microbatch and
+  // backward for the one before.
   for (int64_t i = 0; i <= options_.microbatches; ++i) {
     if (i < options_.microbatches) Send(i, &slots[i]);
     if (i == 0) continue;
@@ -183,21 +185,23 @@ std::string Trainer::Identity() const {
                       " parameters");
 }
 
-// The server's checkpoint first: once the state file names it, it is there.
+// Saves the head on the server first, so that the checkpoint exists when the state file names it.
 absl::Status Trainer::Save() {
   absl::StatusOr<v1::SaveCheckpointResponse> saved = client_->SaveCheckpoint(options_.head);
-  // The name that the server gives, the step, is taken if a training that went back reached the step before.
+  // The server names the checkpoint after the step. The name is taken if the training went back and reaches a
+  // saved step again.
   for (int i = 2; absl::IsAlreadyExists(saved.status()) && i < 100; ++i)
     saved = client_->SaveCheckpoint(options_.head, absl::StrCat("step-", steps(), "-", i));
   if (!saved.ok()) return saved.status();
   return WriteState(saved->checkpoint());
 }
 
-// Writes beside the file and renames: whatever happens, the file holds this state or the one before.
+// Writes a temporary file and renames it, so that the state file holds either the new state or the old one,
+// even after a crash.
 absl::Status Trainer::WriteState(const std::string& checkpoint) {
   const std::string temporary = options_.state_file + ".tmp";
   std::error_code error;
-  std::filesystem::remove(temporary, error);  // a leftover
+  std::filesystem::remove(temporary, error);  // left over from an earlier attempt
   const std::vector<NamedTensor> tensors = TensorsOf(stage_one_, adam_);
   std::vector<formats::SafetensorsSpec> specs;
   for (const NamedTensor& tensor : tensors)

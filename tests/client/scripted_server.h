@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fake server with the faults of a script, and a log of what reached it: one "repeats" case of golden/
-// (golden/README.md says how a case is written).
+// ScriptedServer: a FakeServer that makes the errors that a script lists, and logs what it receives. A script
+// is one "repeats" case of golden/ (golden/README.md describes its form).
 //
 // Thread-safe. Its incarnations are 1, 2, ...; its head "head" has D = 8, V = 10. Calls come one after the
 // other, each over one stream.
@@ -38,17 +38,18 @@ class ScriptedServer {
   const nlohmann::json faults_;
   mutable absl::Mutex mu_;
   nlohmann::json log_ ABSL_GUARDED_BY(mu_) = nlohmann::json::array();
-  size_t streams_ ABSL_GUARDED_BY(mu_) = 0;     // opened
-  size_t slices_ ABSL_GUARDED_BY(mu_) = 0;      // of the last stream
-  size_t open_entry_ ABSL_GUARDED_BY(mu_) = 0;  // the last stream's, in log_
+  size_t streams_ ABSL_GUARDED_BY(mu_) = 0;     // streams that were opened
+  size_t slices_ ABSL_GUARDED_BY(mu_) = 0;      // slices of the last stream
+  size_t open_entry_ ABSL_GUARDED_BY(mu_) = 0;  // the index in log_ of the last stream's entry
   size_t describes_ ABSL_GUARDED_BY(mu_) = 0;
   size_t contributions_ ABSL_GUARDED_BY(mu_) = 0;
   size_t reads_ ABSL_GUARDED_BY(mu_) = 0;
   size_t steps_ ABSL_GUARDED_BY(mu_) = 0;
-  std::unique_ptr<FakeServer> server_;  // last: it goes before what its calls use
+  // The last member, because its calls use the others and it must be destroyed first.
+  std::unique_ptr<FakeServer> server_;
 };
 
-// The number of a status code, from its name in capitals. Throws std::invalid_argument for other names.
+// The number of a status code whose name is given in capitals. Throws std::invalid_argument for other names.
 int StatusCodeNamed(const std::string& name);
 
 }  // namespace lossd::fake

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A proxy that makes trouble where a test asks for it: connections that break at a given byte or between two
-// given messages, that stand still or are slow. Before a server that listens on a Unix socket it is a Unix
-// socket too, else a TCP port of the loopback.
+// FaultProxy: a proxy that disturbs connections where a test asks for it. It breaks them at a given byte or
+// between two given messages, makes them stand still, or makes them slow. If the server listens on a Unix
+// socket, the proxy does, too; otherwise the proxy listens on a TCP port of the loopback.
 //
 // Thread-safe.
 #ifndef LOSSD_TESTS_FAULTS_FAULT_PROXY_H_
@@ -30,28 +30,28 @@ namespace lossd::test {
 
 enum class Direction { kToServer = 0, kToClient = 1 };
 
-// What happens once, at one place of the traffic.
+// A disturbance that happens once, at one place of the traffic.
 struct Fault {
   enum class Unit { kBytes, kMessages };
   enum class Action {
     kReset,  // the connection breaks with a TCP reset; a Unix socket has none and is closed
-    kClose,  // the connection is closed in order, as by a process that ends
-    kHold,   // the connection stands still until Heal
-    // The call whose message or header came last is refused as by a server without memory for it: its client
-    // gets RST_STREAM with ENHANCE_YOUR_CALM, its server one with CANCEL. The connection and other calls go
-    // on. Only where a message or header ends in both directions; until it does, the refusal waits.
+    kClose,  // the connection is closed in order, as when a process ends
+    kHold,   // the connection stands still until Heal is called
+    // Refuses the call to which the last message or header belongs, as a server without memory for it does:
+    // the call's client gets RST_STREAM with ENHANCE_YOUR_CALM, its server one with CANCEL. The connection
+    // and other calls go on. The refusal waits until a message or header ends in both directions.
     kRefuse,
     kNone,  // traffic goes on
   };
 
-  // The place: `after` bytes, or ends of gRPC messages or headers, have passed in this direction since the
-  // fault was armed, on all connections together. The connection that carries the last of them is the one
-  // affected; not a byte more passes before.
+  // The place of the disturbance. It is reached when `after` bytes, or `after` ends of gRPC messages or
+  // headers, have passed in this direction since the fault was armed, on all connections together. The
+  // connection that carries the last of them is disturbed, before any further byte passes.
   Direction direction = Direction::kToServer;
   Unit unit = Unit::kMessages;
   int64_t after = 0;
   Action action = Action::kReset;
-  std::function<void()> call;  // if any: runs first, on the connection's thread
+  std::function<void()> call;  // optional; runs first, on the connection's thread
 };
 
 class FaultProxy {
@@ -63,27 +63,28 @@ class FaultProxy {
   FaultProxy& operator=(const FaultProxy&) = delete;
 
   const std::string& target() const { return target_; }
-  // Where connections made from now on lead.
+  // Sets the server to which later connections are forwarded.
   void SetServer(const std::string& target);
 
-  // Arms a fault in place of the one armed before.
+  // Arms a fault, and disarms the fault before it.
   void Arm(Fault fault);
-  // Arms next(), and again whenever that fault has happened: on threads of the proxy, one at a time.
+  // Arms next(), and arms next() again whenever that fault has happened. next() is called on threads of the
+  // proxy, one call at a time.
   void ArmEach(std::function<Fault()> next);
-  // Whether the fault armed last has happened. Waits for its call, if that is running.
+  // Whether the last armed fault has happened. If its `call` is running, waits for the end of it.
   bool fired() const;
-  // Everything that arrives is held for a random time up to this.
+  // Delays everything that arrives by a random time of at most `most`.
   void Delay(absl::Duration most);
-  // Disarms, delays no more and lets held connections go on.
+  // Disarms the fault, ends the delays, and lets held connections go on.
   void Heal();
 
-  // Connections broken or closed by faults.
+  // The number of connections that faults have broken or closed.
   int64_t cuts() const { return cuts_; }
-  // Calls refused by faults.
+  // The number of calls that faults have refused.
   int64_t refusals() const { return refusals_; }
-  // Ends of messages and headers that have passed.
+  // The number of ends of messages and headers that have passed.
   int64_t messages(Direction direction) const;
-  // Bytes that have passed, by direction.
+  // The number of bytes that have passed, by direction.
   std::array<int64_t, 2> bytes() const;
 
  private:
@@ -97,18 +98,19 @@ class FaultProxy {
   void Accept();
   void Forward(int client);
   bool Copy(Connection& connection, Direction direction);
-  // Refuses the call that waits for it, if both sides are between two frames; false if the connection ends.
+  // Refuses the call that is to be refused, if both directions are between two frames. False if the
+  // connection ends.
   bool RefuseIfPossible(Connection& connection);
-  // Counts what passes of `bytes` bytes with boundaries at `ends`. If the armed fault happens among them:
-  // that.
+  // Counts how much of `bytes` bytes, with boundaries at `ends`, passes. If the armed fault happens among
+  // them, returns it.
   std::optional<Happening> Pass(Direction direction, size_t bytes, absl::Span<const size_t> ends);
-  // What a fault does to the connection; false if that ends it.
+  // Carries out a fault on the connection. False if that ends the connection.
   bool Act(Connection& connection, const Happening& happening);
   std::string server() const;
   int64_t heals() const;
   absl::Duration DrawDelay();
 
-  TempFolder folder_;  // of the Unix socket, if it is one
+  TempFolder folder_;  // has the Unix socket, if there is one
   std::string target_;
   int listener_ = -1;
   std::atomic<int64_t> cuts_{0};
@@ -124,33 +126,32 @@ class FaultProxy {
   bool fired_ ABSL_GUARDED_BY(mu_) = false;
   bool calling_ ABSL_GUARDED_BY(mu_) = false;
   int64_t heals_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t passed_ ABSL_GUARDED_BY(mu_) = 0;  // in the armed fault's direction and unit
+  int64_t passed_ ABSL_GUARDED_BY(mu_) = 0;  // since the fault was armed, in its direction and unit
   std::array<int64_t, 2> messages_ ABSL_GUARDED_BY(mu_) = {0, 0};
   std::array<int64_t, 2> bytes_ ABSL_GUARDED_BY(mu_) = {0, 0};
-  std::list<Forwarder> forwarders_;  // the acceptor's; after it, the destructor's
+  std::list<Forwarder> forwarders_;  // the acceptor thread adds to it, and later the destructor uses it
   std::thread acceptor_;
 };
 
-// Finds in the bytes that one side of an HTTP/2 connection sends where headers and gRPC messages end: the
-// places between two messages, at which a connection may break or a process may die.
+// MessageBoundaries finds where headers and gRPC messages end in the bytes that one side of an HTTP/2
+// connection sends. At these places, between two messages, a connection may break or a process may die.
 // Thread-compatible.
 class MessageBoundaries {
  public:
   // `from_client`: the side that starts with HTTP/2's connection preface.
   explicit MessageBoundaries(bool from_client);
 
-  // Takes the next bytes of the connection. Returns how many of them stand before each boundary, ascending,
-  // each in [1, bytes.size()].
+  // Takes the next bytes of the connection. Returns the boundaries among them, ascending: for each the number
+  // of bytes before it, in [1, bytes.size()].
   std::vector<size_t> Take(absl::Span<const uint8_t> bytes);
 
-  // Whether a frame could follow what was taken, and the stream of the last frame that had a header or data;
+  // Whether the bytes so far end between two frames. And the stream of the last frame with a header or data;
   // 0 if there was none.
   bool between_frames() const { return preface_left_ == 0 && header_bytes_ == 0 && !continues_; }
   uint32_t last_stream() const { return last_stream_; }
 
  private:
-  // What has been seen of the gRPC message a stream is in: five bytes (compressed?, length), then the
-  // message.
+  // The gRPC message that a stream is sending: five bytes (compressed?, length), then the message.
   struct Message {
     size_t prefix_bytes = 0;
     uint32_t length = 0;
@@ -158,19 +159,19 @@ class MessageBoundaries {
   };
 
   void TakeHeaderByte(uint8_t byte);
-  // Takes bytes of a DATA frame's payload up to the end of the message, if it is among them, and says how
-  // many that were; true if the message ended.
+  // Takes bytes of a DATA frame's payload, at most to the end of the message, and stores their number in
+  // `taken`. True if the message has ended.
   static bool TakeMessage(Message& message, absl::Span<const uint8_t> payload, size_t* taken);
 
   size_t preface_left_;
-  // The frame under way.
+  // The present frame.
   size_t header_bytes_ = 0;  // of 9
   uint32_t payload_left_ = 0;
   uint8_t type_ = 0;
   uint8_t flags_ = 0;
   uint32_t stream_ = 0;
   uint32_t last_stream_ = 0;
-  bool continues_ = false;                // a CONTINUATION has to follow
+  bool continues_ = false;                // a CONTINUATION frame must follow
   std::map<uint32_t, Message> messages_;  // by stream
 };
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of faults share: a small training run through a proxy, the same run undisturbed beside it,
-// and a count of the faults tried.
+// FaultsTest: the base of the tests of faults. It has a small training run through a FaultProxy, the same run
+// without disturbances, and the counts of the faults that were tried.
 //
 // Environment:
-//   LOSSD_FAULT_SCALE   multiplies how much is tried (default 1; a soak takes 20 and more)
+//   LOSSD_FAULT_SCALE   multiplies the number of attempts (default 1; a soak takes 20 and more)
 //   LOSSD_TEST_SEED     the seed of all random choices, which each test prints
-//   LOSSD_TEST_SHARES   of the classes of heads by vocabulary, "3,1"
-//   LOSSD_TRANSPORT     how rows travel (docs/transport.md); LOSSD_TEST_SOCKETS: what servers listen on
+//   LOSSD_TEST_SHARES   the shares of heads that are split by vocabulary, such as "3,1"
+//   LOSSD_TRANSPORT     how rows are sent (docs/transport.md); LOSSD_TEST_SOCKETS: what servers listen on
 #ifndef LOSSD_TESTS_FAULTS_FAULTS_TEST_H_
 #define LOSSD_TESTS_FAULTS_FAULTS_TEST_H_
 
@@ -38,7 +38,7 @@ inline uint64_t Environment(const char* name, uint64_t otherwise) {
   return text != nullptr && absl::SimpleAtoi(text, &value) ? value : otherwise;
 }
 
-// In [0, most].
+// A random number in [0, most].
 inline int64_t DrawFrom(std::mt19937_64& random, int64_t most) {
   return std::uniform_int_distribution<int64_t>(0, most)(random);
 }
@@ -61,18 +61,18 @@ class FaultsTest : public testing::Test {
   static int64_t Scaled(int64_t count) {
     return count * static_cast<int64_t>(Environment("LOSSD_FAULT_SCALE", 1));
   }
-  // In [0, most]. Not thread-safe.
+  // A random number in [0, most]. Not thread-safe.
   int64_t Draw(int64_t most) { return DrawFrom(random_, most); }
   void Count(const std::string& what, int64_t count = 1) { tried_[what] += count; }
 
-  // With the most bytes: the most streams, and a message a row.
+  // The Travel with the most bytes: the most streams, and one message for each row.
   static constexpr Travel kMostTraffic = {.streams = 3, .slice_bytes = 128};
   Travel AnyTravel() {
     return {.streams = static_cast<int>(1 + Draw(kMostTraffic.streams - 1)),
             .slice_bytes = kMostTraffic.slice_bytes + static_cast<uint64_t>(Draw(20000))};
   }
 
-  // A client of the proxy that does not give up soon.
+  // A client that connects through the proxy and repeats calls many times.
   std::unique_ptr<client::Client> Connect(const std::string& transport = client::TransportFromEnvironment()) {
     return client::Client::Connect({.target = proxy_.target(),
                                     .wait_for_server = true,
@@ -83,7 +83,7 @@ class FaultsTest : public testing::Test {
         .value();
   }
 
-  // The run must be where it would be had nothing happened.
+  // Checks that the run has the same state as the run without disturbances.
   [[nodiscard]] testing::AssertionResult Undisturbed() {
     const auto image = TakeImage(trainer_, *direct_, shape_);
     if (!image.ok()) return testing::AssertionFailure() << image.status();

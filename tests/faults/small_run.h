@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training run that is small enough to be repeated a thousand times and hangs on every bit the server
-// answers: its hidden states are the trainer's parameters and move against dL/dx, so an error of one bit
-// stays for good. All of it follows from a seed, so two runs can be compared after any step. And a client
-// that computes the same rows again and again (SteadyClient).
+// SmallTrainer: a training run that is small enough to be repeated a thousand times, and whose result depends
+// on every bit that the server answers. Its hidden states are the trainer's parameters and move against
+// dL/dx, so an error of one bit is never lost. Everything follows from a seed, so two runs can be compared
+// after any step. SteadyClient is a client that computes the same rows again and again.
 //
 // All classes here are thread-compatible.
 #ifndef LOSSD_TESTS_FAULTS_SMALL_RUN_H_
@@ -31,9 +31,9 @@
 
 namespace lossd::test {
 
-// ---- Rows on a GPU of the machine, which is played (tests/client/cpp/fake_cuda.h) ----
-// Trainers of these tests have them there with LOSSD_TRANSPORT=cuda_ipc. It is the first GPU, or that of
-// LOSSD_TEST_GPU.
+// ---- Rows on a simulated GPU (tests/client/cpp/fake_cuda.h) ----
+// With LOSSD_TRANSPORT=cuda_ipc, the rows of trainers are on the first GPU, or on the GPU that LOSSD_TEST_GPU
+// names.
 
 inline bool RowsAreOnGpu() {
   const char* const transport = std::getenv("LOSSD_TRANSPORT");
@@ -45,21 +45,21 @@ inline int GpuOfRows() {
   return gpu == nullptr ? 0 : std::atoi(gpu);
 }
 
-// A copy of numbers.
+// A copy of floats in memory of the GPU.
 class GpuRows {
  public:
   explicit GpuRows(const std::vector<float>& values)
       : driver_(client::internal::CudaDriver::Get().value()),
         bytes_(values.size() * sizeof(float)),
         data_(driver_->Allocate(bytes_, gpu_).value()) {
-    Write(values).IgnoreError();  // a copy that fails is seen by its results
+    Write(values).IgnoreError();  // a test notices a failed copy by its results
   }
   ~GpuRows() { driver_->Free(data_, gpu_); }
   GpuRows(const GpuRows&) = delete;
   GpuRows& operator=(const GpuRows&) = delete;
 
   void* data() const { return data_; }
-  // `values`: as many as there are.
+  // `values` must have as many elements as the copy.
   absl::Status Write(const std::vector<float>& values) const {
     return driver_->Copy(data_, values.data(), bytes_, gpu_);
   }
@@ -83,33 +83,33 @@ struct RunShape {
   uint64_t seed = 0;
 };
 
-// The head of such a run: bias, RMSNorm and Adam state, with weights of the run's seed.
+// The head of such a run: it has bias, RMSNorm and Adam state, and its weights follow from the run's seed.
 v1::CreateHeadRequest HeadOf(const RunShape& shape);
 
-// How a microbatch travels, which makes no difference to what comes of it.
+// How a microbatch is sent. The results do not depend on it.
 struct Travel {
   int streams = 2;
   uint64_t slice_bytes = 32 * 32 * sizeof(float);  // 32 rows
 };
 
-// Whether the head's weight is also the trainer's embedding (LOSSD_TEST_TIED=1): what is sent of a row is its
-// hidden state plus the weight's row of its target, and the gradient of that row comes back in a microbatch
-// of its own.
+// Whether the head's weight is also the trainer's embedding (LOSSD_TEST_TIED=1). Then the row that is sent is
+// the hidden state plus the weight's row for its target, and the gradient of that row is sent back in a
+// microbatch of its own.
 inline bool IsTied() {
   const char* const tied = std::getenv("LOSSD_TEST_TIED");
   return tied != nullptr && absl::string_view(tied) == "1";
 }
 
-// A microbatch under way and its results.
+// A microbatch in flight, and its results.
 struct SentMicrobatch {
   client::Client* client = nullptr;
   Travel travel;
-  std::vector<float> input;                                 // [N, D], of a tied head: what was sent
-  absl::Status embedded;                                    // whether the rows of the embedding came
-  std::vector<float> row_loss;                              // [N]
-  std::vector<float> grad_hidden;                           // [N, D]
+  std::vector<float> input;        // [N, D], only of a tied head: the rows that were sent
+  absl::Status embedded;           // the status of the call that got the rows of the embedding
+  std::vector<float> row_loss;     // [N]
+  std::vector<float> grad_hidden;  // [N, D]
   std::unique_ptr<GpuRows> hidden_on_gpu, gradient_on_gpu;  // null: rows are on the host
-  client::PendingLoss pending;                              // ends before the memory does
+  client::PendingLoss pending;                              // destroyed before the memory that it uses
 
   absl::StatusOr<client::LossResult> Wait() {
     if (embedded.ok()) return pending.Wait();
@@ -121,38 +121,39 @@ class SmallTrainer {
  public:
   explicit SmallTrainer(const RunShape& shape);
 
-  uint64_t step() const { return step_; }  // the one to be trained next
+  uint64_t step() const { return step_; }  // the step that is trained next
   const RunShape& shape() const { return shape_; }
 
   // Starts microbatch `id` of the step. The trainer must not change before it is done.
   std::unique_ptr<SentMicrobatch> Send(client::Client& client, uint64_t id, const Travel& travel) const;
-  // Waits for a microbatch and keeps its results; INTERNAL if they differ in a bit from earlier ones of the
-  // step. Of a tied head the last one of a step adds the gradients of the embedding of all.
+  // Waits for a microbatch and keeps its results. INTERNAL if they differ in any bit from earlier results of
+  // the step. With a tied head, the last microbatch of a step adds the gradients of the embedding for all of
+  // them.
   absl::Status Receive(uint64_t id, SentMicrobatch& sent);
-  // Whether the microbatch is done as far as the trainer knows.
+  // Whether the trainer has received the results of the microbatch.
   bool received(uint64_t id) const { return received_[id]; }
-  // The server has lost the step: all its microbatches are to be sent again.
+  // Call it when the server has lost the step: all its microbatches have to be sent again.
   void Repeat();
 
-  // Of the step under way, or of an earlier one.
+  // The request that applies the present step, or an earlier one.
   v1::ApplyStepRequest StepRequest(uint64_t step) const;
   v1::ApplyStepRequest StepRequest() const { return StepRequest(step_); }
-  // Moves the hidden states. To be called when all microbatches were received; then the step is the next one.
+  // Moves the hidden states, and begins the next step. Call it when all microbatches were received.
   void Advance();
 
   // The trainer's checkpoint.
   std::string Encode() const;
   void Decode(absl::string_view state);
 
-  // [N, D] each; and the losses of the last step, [N] each.
+  // hidden() has [N, D] for each microbatch; last_losses() has the losses of the last step, [N] each.
   const std::vector<std::vector<float>>& hidden() const { return hidden_; }
   const std::vector<std::vector<float>>& last_losses() const { return last_losses_; }
 
  private:
   std::vector<int32_t> Targets(uint64_t id) const;
-  // Microbatches on the wire: with those of the embedding's gradients.
+  // The number of microbatches that are sent, with those of the embedding's gradients.
   uint64_t wire_microbatches() const { return (tied_ ? 2 : 1) * shape_.microbatches; }
-  // Fills `input`.
+  // Fills sent->input.
   absl::Status Embed(uint64_t id, SentMicrobatch* sent) const;
   absl::Status AddRowGradients(const SentMicrobatch& last) const;
 
@@ -161,17 +162,17 @@ class SmallTrainer {
   uint64_t step_ = 0;
   std::vector<std::vector<float>> hidden_;
   std::vector<std::vector<float>> last_losses_;
-  // The step under way, by microbatch. Results stay for comparison when they are to be received again.
+  // The present step, by microbatch. Results stay, to be compared if they are received again.
   std::vector<bool> received_;
   std::vector<std::vector<float>> losses_;
   std::vector<std::vector<float>> gradients_;
 };
 
-// Sends all microbatches not received yet at once, receives them, applies the step and advances. After an
-// error nothing is under way, and calling it again goes on.
+// Sends all microbatches at once that were not received yet, receives them, applies the step and advances.
+// After an error nothing is in flight, and another call continues.
 absl::Status TrainStep(SmallTrainer& trainer, client::Client& client, const Travel& travel = {});
 
-// Everything that training has brought about.
+// The state that a training has led to.
 struct RunImage {
   uint64_t step = 0;  // the head's open step
   std::map<std::string, std::vector<float>>
@@ -179,14 +180,14 @@ struct RunImage {
 };
 absl::StatusOr<RunImage> TakeImage(const SmallTrainer& trainer, client::Client& client,
                                    const RunShape& shape);
-// Empty if both are the same, bit for bit; else says where they differ first.
+// Empty if both images are equal, bit for bit; otherwise says where they first differ.
 std::string Difference(const RunImage& got, const RunImage& want);
 
-// The run as it should be, on a server of its own without disturbances.
+// The same run on a server of its own without disturbances.
 class UndisturbedRun {
  public:
   UndisturbedRun(const RunShape& shape, const std::string& lossd, const std::vector<std::string>& flags);
-  // The image after so many steps. Those of the last steps asked for are kept.
+  // The image after this number of steps. Only the images of the last steps that were asked for are kept.
   const RunImage& After(uint64_t steps);
 
  private:
@@ -194,17 +195,17 @@ class UndisturbedRun {
   ServerProcess server_;
   std::unique_ptr<client::Client> client_;
   SmallTrainer trainer_;
-  std::map<uint64_t, RunImage> images_;  // by steps
+  std::map<uint64_t, RunImage> images_;  // by number of steps
 };
 
-// A client that computes the same rows again and again, and knows from the first time what has to come of
-// them: whatever befalls other clients of the server, nothing of that may be seen in its results.
+// A client that computes the same rows again and again, and remembers the results of the first time. What
+// happens to other clients of the server must not change its results.
 class SteadyClient {
  public:
   static constexpr uint64_t kHidden = 32, kClasses = 257;
   static constexpr uint64_t kSliceRows = 32;
 
-  // The head that all of them use.
+  // The head that all SteadyClients use.
   static v1::CreateHeadRequest Head() {
     v1::CreateHeadRequest request;
     request.mutable_spec()->set_name("steady");
@@ -214,7 +215,7 @@ class SteadyClient {
     return request;
   }
 
-  // One microbatch of each of these numbers of rows. `region_bytes` as ClientOptions::shared_memory_bytes.
+  // `rows`: the number of rows of each microbatch. `region_bytes`: see ClientOptions::shared_memory_bytes.
   static absl::StatusOr<std::unique_ptr<SteadyClient>> Connect(const std::string& target,
                                                                const std::vector<uint64_t>& rows,
                                                                std::optional<int64_t> region_bytes) {
@@ -224,11 +225,12 @@ class SteadyClient {
     return std::unique_ptr<SteadyClient>(new SteadyClient(*std::move(client), rows));
   }
 
-  // All microbatches at once. UNKNOWN if results are others than before, or if rows do not go as they should.
+  // Computes all microbatches at once. UNKNOWN if results differ from the first ones, or if rows are not sent
+  // in the expected way.
   absl::Status Compute() {
     return ComputeWhile([] {});
   }
-  // The same; `meanwhile` runs while they are under way.
+  // The same; calls `meanwhile` while the microbatches are in flight.
   template <typename Function>
   absl::Status ComputeWhile(Function meanwhile) {
     for (Work& work : works_) {
@@ -249,7 +251,7 @@ class SteadyClient {
     std::vector<int32_t> targets;
     std::vector<float> gradient, wanted;
     std::unique_ptr<GpuRows> hidden_on_gpu, gradient_on_gpu;
-    client::PendingLoss pending;  // ends before the memory does
+    client::PendingLoss pending;  // destroyed before the memory that it uses
   };
 
   SteadyClient(std::unique_ptr<client::Client> client, const std::vector<uint64_t>& rows)
@@ -270,7 +272,7 @@ class SteadyClient {
 
   absl::Status Start(Work& work) {
     const bool on_gpu = work.hidden_on_gpu != nullptr;
-    std::fill(work.gradient.begin(), work.gradient.end(), NAN);  // each is to be overwritten
+    std::fill(work.gradient.begin(), work.gradient.end(), NAN);  // every element must be overwritten
     if (on_gpu) {
       if (absl::Status written = work.gradient_on_gpu->Write(work.gradient); !written.ok()) return written;
     }
@@ -309,7 +311,7 @@ class SteadyClient {
   }
 
   const std::unique_ptr<client::Client> client_;
-  std::vector<Work> works_;  // end before the client
+  std::vector<Work> works_;  // destroyed before the client
 };
 
 }  // namespace lossd::test

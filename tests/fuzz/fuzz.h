@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Helpers of all fuzzers: a check that ends the program, files in memory for code that opens files by path, a
-// bound on the memory that reading takes, and JSON that nests deep.
+// Helpers of all fuzzers: a check that ends the program (FUZZ_CHECK), files in memory for code that opens
+// files by path (MemoryFile), a limit on the memory that reading takes (HeapWatch), and deeply nested JSON.
 //
 // A fuzzer is a function LLVMFuzzerTestOneInput that libFuzzer calls with ever new bytes. It must not depend
 // on earlier inputs. CONTRIBUTING.md says how to add one, run it and reproduce a finding.
@@ -26,7 +26,7 @@
 #include "absl/types/span.h"
 #include "proto/tensorfile/file.h"
 
-// Ends the program, which libFuzzer reports with the input, unless the property holds. `message`: a string.
+// Ends the program unless the property holds; libFuzzer then reports the input. `message` is a string.
 #define FUZZ_CHECK(property, message)                                                                     \
   do {                                                                                                    \
     if (!(property)) ::lossd::fuzz::Fail(__FILE__, __LINE__, #property, ::absl::StrCat(message).c_str()); \
@@ -66,7 +66,7 @@ class MemoryFile {
   const int descriptor_;
 };
 
-// An OutputFile that appends to a string, which outlives it.
+// An OutputFile that appends to a string. The string must outlive it.
 class StringFile final : public formats::OutputFile {
  public:
   explicit StringFile(std::string* content) : content_(content) {}
@@ -88,8 +88,8 @@ inline formats::OutputFileFactory Into(std::string* content) {
   };
 }
 
-// Counts what this thread allocates from construction on, and the most that it holds at a time: a file of n
-// bytes must not take a large multiple of n to read. One watch at a time.
+// Counts what this thread allocates from the construction on, and the most memory that it holds at one time.
+// Reading a file of n bytes must not take a large multiple of n. At most one HeapWatch at a time.
 class HeapWatch {
  public:
   HeapWatch() {
@@ -104,7 +104,7 @@ class HeapWatch {
 
   int64_t peak_bytes() const { return peak_; }
 
-  // `per_byte` bytes for each byte of the input, and some for what does not depend on it.
+  // Checks that the peak is at most `per_byte` bytes for each byte of input, plus a fixed amount.
   void Check(size_t input_bytes, int64_t per_byte) const {
     constexpr int64_t kFixedBytes = int64_t{96} << 10;
     FUZZ_CHECK(peak_ <= kFixedBytes + per_byte * static_cast<int64_t>(input_bytes),
@@ -127,8 +127,8 @@ class HeapWatch {
   static inline thread_local int64_t peak_ = 0;
 };
 
-// Reader::Open of a file with these bytes; to open may take so much memory for each of them. The file is
-// there until the next call.
+// Calls Reader::Open for a file with these bytes. Opening may take `memory_per_byte` bytes of memory for each
+// of them. The file exists until the next call.
 template <typename Reader>
 auto OpenFile(const uint8_t* data, size_t size, int64_t memory_per_byte) {
   static MemoryFile file;
@@ -142,12 +142,12 @@ auto OpenFile(const uint8_t* data, size_t size, int64_t memory_per_byte) {
 
 struct Nesting {
   int depth = 0;
-  size_t at = 0;  // behind the bracket that opens the innermost array
+  size_t at = 0;  // the place after the bracket that opens the innermost array
 };
 
-// The array that nests deepest in arrays and objects of JSON. Brackets in strings nest nothing. A fuzzer
-// makes this array deeper, so that code which recurses without a limit runs out of stack: random changes
-// seldom get there.
+// Finds the array that is nested deepest in arrays and objects of a JSON text. Brackets in strings do not
+// count. A fuzzer nests more arrays in it, so that code that recurses without a limit runs out of stack;
+// random changes rarely reach such a depth.
 inline Nesting DeepestArray(absl::string_view text) {
   Nesting deepest;
   int depth = 0;
@@ -155,7 +155,7 @@ inline Nesting DeepestArray(absl::string_view text) {
   for (size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
     if (in_string && c == '\\') {
-      ++i;  // whatever it escapes
+      ++i;  // skips the escaped character
       continue;
     }
     if (c == '"') in_string = !in_string;
@@ -167,7 +167,7 @@ inline Nesting DeepestArray(absl::string_view text) {
   return deepest;
 }
 
-// `text` with 100,000 arrays more in the array that nests deepest.
+// `text` with 100,000 nested arrays added in the deepest array.
 inline std::string Deepened(absl::string_view text, const Nesting& deepest) {
   constexpr size_t kLevels = 100'000;
   const absl::string_view rest = text.substr(deepest.at);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A problem's chunk run by a backend: its head, what comes back, and the tensors afterwards. What goes wrong
-// fails the running test. Not thread-safe.
+// RunChunk: lets a backend compute a problem as one chunk, and returns its results; the head's tensors can be
+// read afterwards. Errors fail the running test. Not thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_CHUNK_RUN_H_
 #define LOSSD_TESTS_KERNELS_CHUNK_RUN_H_
 
@@ -17,7 +17,7 @@
 
 namespace lossd::kernels::testing {
 
-// A head with the problem's tensors written to it. Fails the test and returns null if that fails.
+// Creates a head and writes the problem's tensors to it. If that fails, fails the test and returns null.
 std::unique_ptr<HeadKernels> MakeHead(Backend& backend, const Problem& problem);
 
 struct SliceOutputs {
@@ -31,83 +31,85 @@ struct SliceOutputs {
   int64_t first_nonfinite_row = -1;
 };
 
-// Every result of a row has the same bits.
+// Expects all results of each row to have the same bits.
 void ExpectSameRows(const SliceOutputs& got, const SliceOutputs& want);
 
 struct ChunkRun {
-  absl::Status results;  // what on_results said
-  absl::Status done;     // what on_done said
+  absl::Status results;  // the status of on_results
+  absl::Status done;     // the status of on_done
   std::vector<SliceOutputs> slices;
   std::vector<Choice> choices;
   Gradients gradients = Gradients::kExact;
   float sample_threshold = 0.0f;
 };
 
-// Of a slice, in retained memory.
+// Where a slice's hidden states are in retained memory.
 struct RetainedPlace {
   int64_t offset = -1;  // Slice::retained_offset
-  bool take = false;    // its hidden states are there; else they are kept there
+  bool take = false;    // true: they are read from there; false: they are stored there
 };
 
 struct RunOptions {
   bool grad_hidden_in_place = false;  // grad_hidden == hidden
   bool want_row_outputs = true;
-  // Keep the slices' hidden states here, one after the other; with take_retained, take them from here.
+  // Store the slices' hidden states here, one after the other; with take_retained, read them from here.
   RetainedMemory* retained = nullptr;
   bool take_retained = false;
-  std::vector<RetainedPlace> places = {};  // instead, one a slice
+  std::vector<RetainedPlace> places = {};  // in place of that: one for each slice
   bool independent = false;                // Chunk::independent
   HeadKernels* teacher = nullptr;          // Chunk::teacher
 };
 
-// Bytes of retained memory that a problem's slices take.
+// The bytes of retained memory that a problem's slices need.
 int64_t RetainedBytes(const Problem& problem);
 
-// The rows of chunks lie in this memory from now on, one chunk after the other; empty, as at first, and where
-// it is too small: in memory of the chunk's own.
+// Sets memory in which the rows of later chunks lie, one chunk after the other. If it is too small, or empty
+// (the initial value), a chunk's rows lie in memory of their own.
 void SetRowMemory(absl::Span<uint8_t> memory);
 
 // Submits the problem's slices as one chunk and waits until it is done. Checks that each callback ran once
-// and in order. The chunk's inputs are spoilt as soon as there are results, from when on no backend may look
-// at them.
+// and in order. The chunk's inputs are overwritten as soon as there are results, because a backend must not
+// read them after that.
 ChunkRun RunChunk(HeadKernels& head, const Problem& problem, const RunOptions& options = {});
 
-// One of several chunks; head and problem outlive the run.
+// One of several chunks. Head and problem must outlive the run.
 struct ChunkToRun {
   HeadKernels* head = nullptr;
   const Problem* problem = nullptr;
   RunOptions options = {};
 };
-// The same for several chunks, of which at most `most` are in flight at a time.
+// The same for several chunks, at most `most` of which are in flight at the same time.
 std::vector<ChunkRun> RunInFlight(absl::Span<const ChunkToRun> chunks, int most);
 
-// The whole gradient tensor of each parameter, read as fp32.
+// The whole tensor, or the whole gradient of a parameter, as fp32.
 std::vector<float> ReadAll(HeadKernels& head, TensorId id);
 std::vector<float> ReadGradient(HeadKernels& head, Param param);
 
-// A head whose rows come directly and deferred, in random mixtures, compared with the reference. Hidden
-// states are retained in a few places, as an engine has them: of a microbatch that is released, or expires,
-// the place is another one's next. What goes wrong fails the running test. Not thread-safe.
+// A head that gets random mixtures of direct and deferred rows, whose results are compared with the
+// reference. Hidden states are retained in a few places, as in an engine: the place of a microbatch that is
+// released or expires is used by another microbatch. Errors fail the running test. Not thread-safe.
 class DeferredRows {
  public:
-  static constexpr int64_t kMostRows = 40;  // of a slice
+  static constexpr int64_t kMostRows = 40;  // of one slice
 
-  // The backend and `rng` outlive it.
+  // The backend and `rng` must outlive it.
   DeferredRows(Backend& backend, const ProblemSpec& spec, Rng& rng);
 
-  // Chunks are expected to be computed; or else to fail, and then they leave nothing behind but what the
-  // backend says of the gradients, which are then set to zero.
+  // False: all chunks are expected to succeed. True: chunks may fail. A failed chunk must change nothing,
+  // except the gradients if the backend says so; these are then set to zero.
   void ExpectFailures(bool expect) { expect_failures_ = expect; }
   int failures() const { return failures_; }
 
-  // Losses of a few slices, as many as there are places for, which are kept, and perhaps of one that is not.
+  // Computes losses of a few slices, for which there are free places and whose hidden states are retained,
+  // and perhaps of one slice that is not retained.
   void Forward();
-  // Gradients of some slices that are kept, in any order, and of others that come directly. Kept slices stay.
+  // Computes gradients of some retained slices, in any order, and of other slices directly. Retained slices
+  // stay.
   void Backward();
-  // Of some places.
+  // Releases some places.
   void Release();
   void ZeroGradients();
-  // What all chunks since then have added up.
+  // Compares the gradients with the sum of all chunks since ZeroGradients.
   void ExpectGradients();
 
  private:
@@ -124,7 +126,7 @@ class DeferredRows {
 
   const ProblemSpec spec_;
   Rng* const rng_;
-  Problem problem_;  // without slices
+  Problem problem_;  // has no slices
   int64_t place_bytes_ = 0;
   std::unique_ptr<RetainedMemory> retained_;
   std::unique_ptr<HeadKernels> head_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a backend computed for a problem, compared with the double-precision reference. Differences fail the
+// Compares the results of a backend for a problem with the double-precision reference. Differences fail the
 // running test. Not thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_COMPARISON_H_
 #define LOSSD_TESTS_KERNELS_COMPARISON_H_
@@ -20,43 +20,46 @@ namespace lossd::kernels::testing {
 
 reference::Head ReferenceHead(const Problem& problem);
 reference::Rows ReferenceRows(const SliceData& slice);
-// Of a problem with a teacher: the least difference, over rows and classes, of the logarithms of the two
+// For a problem with a teacher: the smallest difference, over rows and classes, of the logarithms of the two
 // softmaxes at the temperature.
 double LeastGapToTeacher(const Problem& problem);
-// The problem with its epsilon, if it filters, in the widest gap between probabilities of its rows that there
-// is near it, so that rounding moves none of them over it. Of a problem that this returned: the same.
+// If the problem filters, moves its epsilon into the widest nearby gap between the probabilities of its rows,
+// so that rounding moves no probability to the other side. Applied again, it changes nothing.
 Problem WithClearEpsilon(Problem problem);
-// The problem with what the backend has decided about the gradients of the chunk as a whole in place of what
-// was asked for. Fails the test if the backend may not decide so.
+// Replaces the gradients that the problem asks for by those that the backend has decided to compute for the
+// chunk. Fails the test if the backend may not decide so.
 Problem AsComputed(Problem problem, const ChunkRun& run);
-// The problem with this objective, and numbers for its rows that are drawn around the log-probabilities of
-// its targets so that rounding decides of no row whether it is clipped.
+// Sets this objective, and random values for its rows near the log-probabilities of the targets, such that
+// rounding does not decide for any row whether it is clipped.
 Problem WithObjective(Problem problem, const Objective& objective, Rng& rng);
-// Results of all slices in order; adds to *gradients unless null or the problem does not accumulate.
+// The reference results of all slices in order. Also adds to *gradients, unless it is null or the problem
+// does not accumulate.
 std::vector<reference::Result> ComputeReference(const Problem& problem, reference::ParamGradients* gradients);
 
-// gtest expectations, with the tolerances below.
+// gtest expectations with the tolerances below.
 void ExpectSliceMatches(DType compute, const Problem& problem, const SliceData& slice,
                         const reference::Result& want, const SliceOutputs& got);
-// rounded: hidden states were, to the compute dtype, before they were multiplied.
+// rounded: hidden states were rounded to the compute dtype before they were multiplied.
 void ExpectGradientsMatch(HeadKernels& head, const reference::ParamGradients& want, double max_abs_logit,
                           bool rounded = true);
 double MaxAbsLogit(absl::Span<const reference::Result> results);
 
-// Runs `problems` (chunks for the same head: the tensors are the first one's) and compares everything.
+// Runs the problems, which are chunks for the same head (with the first problem's tensors), and compares all
+// results.
 void RunAndCompare(Backend& backend, const std::vector<Problem>& chunks, const RunOptions& options = {});
 
 // ---- Sampled gradients ----
-// Classes of sampled problems about which rounding decides: as few as possible, and what they may change.
+// Rounding decides about some classes of sampled problems. These functions make them few, and bound their
+// effect.
 
 bool MayBeSampled(const Problem& problem);
-// A slice's rows for the reference of sampled gradients: with the errors of logits and of their log-sum-exp
-// from which it is known which classes are undecided (kernels/reference/reference.h).
+// A slice's rows for the reference of sampled gradients. They have the errors of logits and of their
+// log-sum-exp, which determine the undecided classes (kernels/reference/reference.h).
 reference::Rows SampledRows(const Problem& problem, const SliceData& slice);
-// The problem, if it is or may be sampled, with random numbers of which rounding moves as few decisions about
-// classes as is easily found. In fp32 those are few in any case, in 16-bit numbers most.
+// If the problem may be sampled, gives it random numbers with which rounding decides about as few classes as
+// is easily found. In fp32 those are always few; in 16-bit types they are most classes.
 Problem WithClearSamples(Problem problem);
-// What undecided classes may add to the norm of a gradient's error.
+// The most that undecided classes may add to the norm of a gradient's error.
 double UndecidedError(const reference::Gradient& want);
 
 // ---- Tolerances ----
@@ -65,18 +68,18 @@ double UndecidedError(const reference::Gradient& want);
 // The error of a logit is proportional to the largest logit of its row; losses, lse and entropy inherit it
 // as an absolute error. The error of a gradient tensor is judged by its norm:
 //   |got - want| <= gradient * |want| + magnitude * |sum of |terms|| + rounding to the output dtype,
-// the second part being what remains where terms cancel (reference::Gradient).
+// The second term is what remains where terms cancel (reference::Gradient).
 //
-// Logits are sums in fp32 of what is multiplied, in an order that is the library's and differs between CPUs:
-// with V = 1 and D = 200 OpenBLAS has been seen 2.3e-6 off where the logit was 0.4. Where hidden states are
-// rounded to a 16-bit compute dtype first, because a norm or a conversion has made them, a logit is off by as
-// much, and its p relatively: both parts then grow with the logits.
+// Logits are sums in fp32, in an order that the library chooses and that differs between CPUs: with V = 1 and
+// D = 200 OpenBLAS has been seen 2.3e-6 off where the logit was 0.4. If hidden states are first rounded to a
+// 16-bit compute dtype, because a norm or a conversion has produced them, a logit has an error of that size,
+// and its p the same relative error: then both parts grow with the logits.
 
 struct Tolerance {
   double logit;      // absolute error of lse and -log p, per 1 + max |z|
   double gradient;   // relative error in norm, for logits near 0
-  double magnitude;  // error in norm relative to the norm of the absolute terms, likewise
-  double growth;     // of these two, per |z|
+  double magnitude;  // error in norm relative to the norm of the absolute terms, for logits near 0
+  double growth;     // relative growth of these two, per |z|
 
   constexpr double Gradient(double max_abs_logit) const { return gradient * (1.0 + growth * max_abs_logit); }
   constexpr double Magnitude(double max_abs_logit) const {
@@ -84,7 +87,8 @@ struct Tolerance {
   }
 };
 
-// By what the GEMMs multiply (HeadKernels::compute_dtype()), and whether hidden states were rounded to that.
+// The tolerance for the type that the GEMMs multiply (HeadKernels::compute_dtype()). rounded: hidden states
+// were rounded to it.
 constexpr Tolerance ToleranceFor(DType compute, bool rounded = true) {
   switch (compute) {
     case DType::kFloat32:
@@ -99,27 +103,27 @@ constexpr Tolerance ToleranceFor(DType compute, bool rounded = true) {
   return {};
 }
 
-// Of hidden gradients, which are sums over `classes` terms. A product in fp32 may add them up one after the
-// other, as OpenBLAS does with small matrices on some processors: then roundings of sums add up, too, at
-// worst to `classes` times half a unit, and where all terms are alike to about an eighth of that.
+// The tolerance for hidden gradients, which are sums over `classes` terms. A product in fp32 may add the
+// terms up one after the other, as OpenBLAS does with small matrices on some processors. Then the rounding
+// errors of sums add up, too: at worst to `classes` times half a unit, and to about an eighth of that if all
+// terms are alike.
 constexpr Tolerance OverClasses(Tolerance tolerance, DType compute, int64_t classes) {
   if (compute == DType::kFloat32) tolerance.magnitude += static_cast<double>(classes) * 0x1p-24 / 8.0;
   return tolerance;
 }
 
-// What a result of a row may be off at most where hidden states are not rounded, logits are up to 100 in
-// size, and D is up to 512.
+// The largest error of a result of a row, if hidden states are not rounded, logits are at most 100 in size,
+// and D is at most 512.
 inline constexpr double kRowTolerance = 1e-4;
 
-// For any D: tensor cores truncate the sum in fp32 at every step of 16 products, by up to a unit in the last
-// place. So a logit may be too small by 2^-23 D / 16 of itself. Measured on an H200 were 6.1e-9 D at most, of
-// terms that all have one sign in a kernel without wgmma, and 1.1e-9 D to 1.6e-9 D of terms of both signs.
+// The same for any D. Tensor cores truncate the sum in fp32 at every step of 16 products, by at most a unit
+// in the last place. So a logit may be too small by 2^-23 D / 16 of itself. Measured on an H200 were at most
+// 6.1e-9 D for terms of one sign in a kernel without wgmma, and 1.1e-9 D to 1.6e-9 D for terms of both signs.
 constexpr double RowTolerance(int64_t hidden_size, double max_abs_logit) {
   return std::max(kRowTolerance, (3e-7 + 0x1p-27 * static_cast<double>(hidden_size)) * max_abs_logit);
 }
 
-// By how much of itself an element of ds may be off that sampling compares with its threshold, per 1 + max
-// |z|.
+// The relative error of an element of ds that sampling compares with its threshold, per 1 + max |z|.
 constexpr double SampledElementError(DType compute) {
   return compute == DType::kFloat32 ? 2e-6 : compute == DType::kFloat16 ? 4e-3 : 3.2e-2;
 }
@@ -137,7 +141,7 @@ constexpr double UnitRoundoff(DType dtype) {
   return 0.0;
 }
 
-// Half the distance between the smallest numbers: the absolute error of rounding what underflows.
+// Half the distance between the smallest numbers: the absolute error of rounding a number that underflows.
 constexpr double UnderflowError(DType dtype) { return dtype == DType::kFloat16 ? 0x1p-25 : 0x1p-133; }
 
 }  // namespace lossd::kernels::testing

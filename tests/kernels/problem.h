@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random loss-head problems; chunk_run.h gives them to a backend, comparison.h holds the results against the
-// reference.
+// Problem: a random problem for a loss head. chunk_run.h lets a backend compute it, and comparison.h compares
+// the results with the reference.
 //
 // A Problem is plain data: a head's tensors and the slices of one chunk. Values are rounded to the dtypes
 // in which a backend receives them, so that reference and backend start from the same numbers.
@@ -20,14 +20,14 @@ namespace lossd::kernels::testing {
 
 using Rng = std::mt19937_64;
 
-// A generator with a new seed, or with that of the environment variable LOSSD_TEST_SEED. Prints the seed.
+// A generator with a new seed, or with the seed in the environment variable LOSSD_TEST_SEED. Prints the seed.
 Rng FreshRng();
 
 float Uniform(Rng& rng, float low, float high);
 int64_t UniformInt(Rng& rng, int64_t low, int64_t high);  // both ends included
 bool Chance(Rng& rng, double probability);
 
-// Round to nearest even, by Eigen's types.
+// Rounds to nearest even, with Eigen's types.
 float RoundTo(DType dtype, float value);
 std::vector<uint8_t> Encode(DType dtype, absl::Span<const float> values);
 std::vector<float> Decode(DType dtype, absl::Span<const uint8_t> bytes);
@@ -36,7 +36,7 @@ std::vector<float> Decode(DType dtype, absl::Span<const uint8_t> bytes);
 struct SliceData {
   std::vector<float> hidden;       // [rows, D]
   std::vector<int32_t> targets;    // [rows]
-  std::vector<float> row_weights;  // [rows] or empty, likewise below
+  std::vector<float> row_weights;  // [rows] or empty, also the next four
   std::vector<uint8_t> accumulate;
   std::vector<float> grad_loss;
   std::vector<float> grad_lse;
@@ -46,7 +46,7 @@ struct SliceData {
   bool want_grad_hidden = true;
   uint64_t sample_seed = 0;
   int64_t first_row = 0;
-  bool stands_in = false;             // comparisons do not know it
+  bool stands_in = false;             // comparisons ignore this slice
   std::vector<float> teacher_hidden;  // [rows, D of the teacher], with Problem::teacher
   std::vector<int32_t> classes;       // Slice::classes
   int32_t class_count = 0;
@@ -65,19 +65,20 @@ struct Problem {
   DType hidden_dtype = DType::kFloat32;
   bool accumulate_gradients = true;
   bool auto_samples_uniform = false;  // as in ConformanceCase
-  bool exact_distilled = false;       // likewise
-  int class_parts = 1;                // likewise devices, of a head that is split by vocabulary
-  bool samples_uniform = false;  // AsComputed() sets it: whatever the options say now, that is what was done
+  bool exact_distilled = false;       // as in ConformanceCase
+  int class_parts = 1;  // the number of devices that divide the classes of a head that is split by vocabulary
+  // AsComputed() sets it: the uniform part was sampled, whatever the options say.
+  bool samples_uniform = false;
   std::vector<float> weight, bias, norm_gain, norm_shift, class_weights;  // empty: not in the head
   std::vector<SliceData> slices;
-  std::vector<Problem> teacher;  // one, with options.distillation; only its tensors are used
+  std::vector<Problem> teacher;  // at most one, with options.distillation; only its tensors are used
 
   int64_t rows() const;
   std::vector<float>& Values(Param param);
   const std::vector<float>& Values(Param param) const;
 };
 
-// What MakeProblem draws.
+// What MakeProblem draws at random.
 struct ProblemSpec {
   HeadConfig config;
   LossOptions options;
@@ -91,25 +92,25 @@ struct ProblemSpec {
   bool grad_lse = false;
   bool grad_entropy = false;
   float grad_scale = 1.0f;
-  int32_t class_count = 0;  // drawn, some of them twice
+  int32_t class_count = 0;  // drawn at random; some classes occur twice
   bool shared_classes = false;
-  int32_t top_k = 0;  // or V if that is less
-  // With options.rest: K, or V if that is less. Drawn; some classes are named twice, some entries are
-  // fillers, some weights 0.
+  int32_t top_k = 0;  // or V, if that is less
+  // With options.rest: K, or V if that is less. Drawn at random: some classes are named twice, some entries
+  // are unused, some weights are 0.
   int32_t target_count = 0;
   bool auto_samples_uniform = false;
   bool exact_distilled = false;
   int class_parts = 1;
-  std::vector<ProblemSpec> teacher;  // one, with options.distillation; its slices do not matter
+  std::vector<ProblemSpec> teacher;  // at most one, with options.distillation; its slices do not matter
 };
 
 Problem MakeProblem(const ProblemSpec& spec, Rng& rng);
 SliceData MakeSlice(const ProblemSpec& spec, int64_t rows, Rng& rng);
 
-// A spec with every option drawn at random; the shape as given.
+// A spec of the given shape, with every option drawn at random.
 ProblemSpec RandomSpec(int64_t rows, int64_t hidden_size, int64_t vocab_size, DType hidden_dtype,
                        DType compute, Rng& rng);
-// `plain`, then once for each option of losses and gradients with that option set.
+// `plain` itself, and for each option of losses and gradients a copy with that option set.
 std::vector<ProblemSpec> EachOptionAlone(const ProblemSpec& plain);
 // One line for SCOPED_TRACE.
 std::string Describe(const Problem& problem);

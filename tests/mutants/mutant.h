@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of the small changes ("mutants") that mutate.py has put into the code is in force: the one whose
-// number is in LOSSD_MUTANT, or none. Not part of lossd.
+// On(): tells which of the small changes ("mutants") that mutate.py has made in the code is active. It is the
+// mutant with the number in LOSSD_MUTANT, or none. Not part of lossd.
 //
-// A changed place reads `On(7) ? changed : original`, so all mutants are compiled once. If
-// LOSSD_MUTANT_REACHED names a file, its byte number n becomes 1 when place n is reached, in any process that
-// has the variable.
+// A changed place reads `On(7) ? changed : original`, so all mutants are compiled at once. If
+// LOSSD_MUTANT_REACHED names a file, byte n of it becomes 1 when place n is reached in any process with this
+// variable.
 #ifndef LOSSD_TESTS_MUTANTS_MUTANT_H_
 #define LOSSD_TESTS_MUTANTS_MUTANT_H_
 
@@ -37,7 +37,7 @@ struct Control {
 };
 
 inline bool On(int number) {
-  static Control* const control = new Control;  // outlives every thread
+  static Control* const control = new Control;  // never destroyed, so it outlives every thread
   if (control->reached != nullptr && number < control->size) control->reached[number] = 1;
   return control->active == number;
 }

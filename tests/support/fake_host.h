@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host of a server is, as a test plays it: its memory (FakeHost) and its service manager
-// (FakeServiceManager).
+// A simulated host for a server: its memory (FakeHost) and its service manager (FakeServiceManager).
 #ifndef LOSSD_TESTS_SUPPORT_FAKE_HOST_H_
 #define LOSSD_TESTS_SUPPORT_FAKE_HOST_H_
 
@@ -26,7 +25,7 @@
 
 namespace lossd::test {
 
-// Files of /proc and /sys/fs/cgroup in a folder, as a system with so much memory has them.
+// A folder with files of /proc and /sys/fs/cgroup, as on a system with the given memory.
 class FakeHost {
  public:
   const std::string& root() const { return folder_.path(); }
@@ -43,7 +42,8 @@ class FakeHost {
   void SetStatus(absl::string_view field, int64_t bytes) const {
     Write("/proc/self/status", absl::StrCat("Name:\tlossd\n", field, ":\t ", bytes >> 10, " kB\n"));
   }
-  // A group of the second version, mounted at /sys/fs/cgroup, and what of its memory is page cache.
+  // Adds a cgroup of version 2, mounted at /sys/fs/cgroup. `cache` is the part of its memory that is page
+  // cache.
   void SetGroup(absl::string_view path, absl::string_view max, int64_t current, int64_t cache) const {
     const std::string folder = absl::StrCat("/sys/fs/cgroup", path, "/");
     Write(folder + "memory.max", absl::StrCat(max, "\n"));
@@ -56,13 +56,13 @@ class FakeHost {
   const TempFolder folder_;
 };
 
-// A service manager for tests: the socket that NOTIFY_SOCKET names, which it sets with the variables of a
-// watchdog for programs that are started while the object is there. Thread-compatible.
+// A service manager for tests: a socket whose path is in NOTIFY_SOCKET. The object sets this variable, and
+// the variables of a watchdog, for programs that are started while it exists. Thread-compatible.
 class FakeServiceManager {
  public:
   enum class Kind { kPath, kAbstract };
 
-  // `watchdog` infinite: none.
+  // An infinite `watchdog` means: no watchdog.
   explicit FakeServiceManager(Kind kind = Kind::kPath, absl::Duration watchdog = absl::InfiniteDuration()) {
     const std::string path = folder_.File("notify");
     const std::string address = kind == Kind::kPath ? path : "@" + path;
@@ -94,7 +94,7 @@ class FakeServiceManager {
     return bytes < 0 ? std::nullopt : std::make_optional<std::string>(text, static_cast<size_t>(bytes));
   }
 
-  // The next message that has `text`; others before it are dropped. "" if none comes for a long time.
+  // The next message that contains `text`; messages before it are dropped. "" if none comes for a long time.
   std::string NextWith(absl::string_view text) const {
     while (const std::optional<std::string> message = Next(absl::Minutes(2))) {
       if (absl::StrContains(*message, text)) return *message;

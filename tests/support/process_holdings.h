@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a server holds for its clients, as the system and the server itself count it, which a test compares
-// with what it was before clients came; and a region that a client holds (RawRegion).
+// Holdings: what a server holds for its clients, as counted by the system and by the server. A test compares
+// it with the value before clients came. Also RawRegion, a region that a client holds.
 //
 // Thread-compatible.
 #ifndef LOSSD_TESTS_SUPPORT_PROCESS_HOLDINGS_H_
@@ -34,10 +34,10 @@
 namespace lossd::test {
 
 struct Holdings {
-  uint64_t staging = 0;      // bytes, as GetServer says
+  uint64_t staging = 0;      // bytes, from GetServer
   int64_t descriptors = 0;   // connections, sessions, processes and memory
-  int64_t mappings = 0;      // of memory that is shared with clients
-  int64_t shared_bytes = 0;  // of such memory that is there
+  int64_t mappings = 0;      // mappings of memory that is shared with clients
+  int64_t shared_bytes = 0;  // the allocated bytes of such memory
 
   bool operator==(const Holdings&) const = default;
 };
@@ -53,7 +53,8 @@ inline int64_t DescriptorsOf(pid_t process) {
   return std::distance(begin(folder), end(folder));
 }
 
-// Those of memory that has no file (memfd), as regions of the host and of a GPU that is played are.
+// Counts the mappings of memory without a file (memfd): regions of the host and of a simulated GPU are such
+// memory.
 inline int64_t SharedMappingsOf(pid_t process) {
   std::ifstream maps(absl::StrCat("/proc/", process, "/maps"));
   int64_t count = 0;
@@ -72,7 +73,7 @@ inline int64_t SharedBytesOf(pid_t process) {
   return 0;
 }
 
-// `client`: of that server, with nothing of it in shared memory.
+// `client` is a client of that server that has nothing in shared memory.
 inline Holdings HoldingsOf(pid_t process, client::Client& client) {
   const auto server = client.GetServer();
   EXPECT_TRUE(server.ok()) << server.status();
@@ -82,7 +83,8 @@ inline Holdings HoldingsOf(pid_t process, client::Client& client) {
           .shared_bytes = SharedBytesOf(process)};
 }
 
-// The same once nothing of it changes any more: clients that have ended may still be noticed.
+// The same, after waiting until the values stay equal: the server may still have to notice that clients have
+// ended.
 inline Holdings SettledHoldingsOf(pid_t process, client::Client& client) {
   constexpr int kAlike = 20;
   Holdings last;
@@ -94,8 +96,8 @@ inline Holdings SettledHoldingsOf(pid_t process, client::Client& client) {
   return last;
 }
 
-// Waits until the server holds no more than `before`, but for `touched` bytes: pages of regions that were
-// there, which are filled as they are used.
+// Waits until the server holds no more than `before`, except for `touched` bytes: pages of regions that
+// existed before and are allocated when they are first used.
 inline testing::AssertionResult BackTo(const Holdings& before, pid_t process, client::Client& client,
                                        int64_t touched = 0) {
   const absl::Time end = absl::Now() + absl::Seconds(120);
@@ -109,9 +111,9 @@ inline testing::AssertionResult BackTo(const Holdings& before, pid_t process, cl
   }
 }
 
-// A region of a server as a client of the protocol alone has it (region.proto): a session, a descriptor and a
-// mapping, each of which a test may give up when it likes. Memory of a GPU that is played
-// (tests/server/app/shared_device.cc) is mapped like memory of the host.
+// A region of a server, as a client that knows only the protocol holds it (region.proto): a session, a file
+// descriptor and a mapping. A test may give up each of them at any time. Memory of a simulated GPU
+// (tests/server/app/shared_device.cc) is mapped like host memory.
 class RawRegion {
  public:
   RawRegion(const std::string& socket, uint64_t bytes, bool of_device) {
@@ -144,7 +146,7 @@ class RawRegion {
 
   const std::string& id() const { return id_; }
   uint64_t size() const { return size_; }
-  uint8_t* data() const { return data_; }  // null once it is unmapped
+  uint8_t* data() const { return data_; }  // null after Unmap
 
   void Unmap() {
     if (data_ != nullptr) munmap(std::exchange(data_, nullptr), size_);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests say to servers over HTTP byte by byte, well-formed or not, and what they read there.
+// Connections by which tests send well-formed or malformed HTTP to servers, byte by byte, and read the
+// answers.
 #ifndef LOSSD_TESTS_SUPPORT_RAW_HTTP_H_
 #define LOSSD_TESTS_SUPPORT_RAW_HTTP_H_
 
@@ -29,8 +30,8 @@
 
 namespace lossd::test {
 
-// While it lives, the sockets that this thread makes belong to another user, as the kernel tells a server
-// over the loopback. Only root can play others. Thread-compatible; one at a time.
+// While it exists, sockets that this thread creates belong to another user, which the kernel tells a server
+// on the loopback. Only root can do that. Thread-compatible; at most one at a time.
 class AsUser {
  public:
   explicit AsUser(uid_t user) : own_(static_cast<uid_t>(setfsuid(user))) {}
@@ -46,8 +47,8 @@ class AsUser {
 // what comes back. Thread-compatible.
 class RawHttp {
  public:
-  // `address`: an IPv4 address and a port, "127.0.0.1:80"; 0.0.0.0 stands for 127.0.0.1. `source` is the IPv4
-  // address that the connection comes from. Sends and reads give up after `limit`.
+  // `address`: an IPv4 address and a port, "127.0.0.1:80"; 0.0.0.0 stands for 127.0.0.1. `source`: the IPv4
+  // address from which the connection comes. Sends and reads fail after `limit`.
   explicit RawHttp(absl::string_view address, absl::Duration limit = absl::Seconds(60),
                    const std::string& source = "127.0.0.1")
       : descriptor_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -75,7 +76,7 @@ class RawHttp {
 
   bool connected() const { return connected_; }
 
-  // False if the server hung up before it had taken all.
+  // False if the server closed the connection before it had read everything.
   bool Send(absl::string_view bytes) {
     while (!bytes.empty()) {
       const ssize_t sent = send(descriptor_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
@@ -84,10 +85,10 @@ class RawHttp {
     }
     return true;
   }
-  // Tells the server that nothing more comes.
+  // Tells the server that no more bytes follow.
   void FinishSending() { shutdown(descriptor_, SHUT_WR); }
 
-  // All bytes up to the end of the connection. Sets timed_out() if the end does not come.
+  // Reads all bytes up to the end of the connection. Sets timed_out() if the end does not come.
   std::string ReadToEnd() {
     std::string answer;
     char buffer[16384];
@@ -102,7 +103,7 @@ class RawHttp {
   }
   bool timed_out() const { return timed_out_; }
 
-  // Hangs up with a reset instead of an orderly end.
+  // Closes the connection with a reset.
   void Reset() {
     const linger at_once = {.l_onoff = 1, .l_linger = 0};
     setsockopt(descriptor_, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
@@ -147,12 +148,12 @@ inline int HttpStatus(absl::string_view answer) {
   return line && absl::SimpleAtoi(answer.substr(9, 3), &status) ? status : 0;
 }
 
-// One HTTP/2 connection to a gRPC server that does what no gRPC client would: begins calls and leaves them,
-// sends a message's length and not the message, takes no answers. It obeys flow control and answers pings, so
-// that the server has no reason to close it. Thread-compatible; all work is done in Pump.
+// One HTTP/2 connection to a gRPC server that does what no gRPC client does: it abandons calls, sends the
+// length of a message without the message, and does not read answers. It obeys flow control and answers
+// pings, so the server has no reason to close it. Thread-compatible; all work is done in Pump.
 class RawHttp2 {
  public:
-  // To "host:port", from a loopback address.
+  // Connects to "host:port", from a loopback address.
   explicit RawHttp2(absl::string_view target, const std::string& source = "127.0.0.1")
       : descriptor_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     const size_t colon = target.rfind(':');
@@ -170,13 +171,13 @@ class RawHttp2 {
   RawHttp2(const RawHttp2&) = delete;
   RawHttp2& operator=(const RawHttp2&) = delete;
 
-  // False once the server has closed the connection, or refused it.
+  // False after the server has closed or refused the connection.
   bool open() const { return open_; }
-  // Calls that the server has not ended.
+  // The number of calls that the server has not ended.
   size_t calls() const { return calls_.size(); }
   int64_t bytes_sent() const { return bytes_sent_; }
 
-  // Begins a call of "/package.Service/Method".
+  // Begins a call of "/package.Service/Method" and returns its id.
   uint32_t Call(absl::string_view path) {
     const uint32_t id = std::exchange(next_id_, next_id_ + 2);
     calls_[id].window = initial_window_;
@@ -186,7 +187,7 @@ class RawHttp2 {
                           Header("content-type", "application/grpc")));
     return id;
   }
-  // Sends the beginning of a message of `size` bytes: `bytes`, then so many zeros. No more than `size`
+  // Sends the beginning of a message of `size` bytes: first `bytes`, then `zeros` zeros, at most `size`
   // together.
   void Message(uint32_t id, uint32_t size, absl::string_view bytes, int64_t zeros = 0) {
     const auto call = calls_.find(id);
@@ -201,10 +202,10 @@ class RawHttp2 {
     Message(id, static_cast<uint32_t>(bytes.size()), bytes);
   }
 
-  // Asks the server for a sign of life.
+  // Sends a ping, which the server has to answer.
   void Ping() { AddFrame(6, 0, 0, std::string(8, 'p')); }
 
-  // Sends and receives for `time`.
+  // Sends and receives for this time.
   void Pump(absl::Duration time) {
     const absl::Time end = absl::Now() + time;
     while (open_) {
@@ -234,7 +235,7 @@ class RawHttp2 {
   struct Stream {
     int64_t window = 0;
     std::string pending;
-    int64_t zeros = 0;  // to be sent behind `pending`
+    int64_t zeros = 0;  // the number of zeros to send after `pending`
   };
 
   static sockaddr_in Address(const std::string& host, uint16_t port) {
@@ -264,7 +265,8 @@ class RawHttp2 {
     out_.append(payload.data(), payload.size());
   }
 
-  // Turns what is pending into frames, as far as the windows allow, and keeps little in the buffer.
+  // Turns pending bytes into frames, as many as the flow-control windows allow, without filling the buffer
+  // much.
   void FillOut() {
     constexpr int64_t kFrame = 16384;
     for (auto& [id, call] : calls_) {
@@ -339,13 +341,13 @@ class RawHttp2 {
 
 // ---- Pages of metrics in Prometheus' text format ----
 
-// Of a series of the page, "name{label=\"value\"}"; -1 if it is not there.
+// The value of a series of the page, such as "name{label=\"value\"}"; -1 if the page does not have it.
 inline double ValueOf(const std::string& metrics, const std::string& series) {
   const size_t found = metrics.find(absl::StrCat("\n", series, " "));
   return found == std::string::npos ? -1 : std::atof(metrics.c_str() + found + series.size() + 2);
 }
 
-// The series of a rank's exchanges.
+// The name of the series with the seconds of a rank's exchanges.
 inline std::string CollectiveSeconds(int rank, const char* operation) {
   return absl::StrCat("lossd_rank_collective_seconds_total{rank=\"", rank, "\",operation=\"", operation,
                       "\"}");

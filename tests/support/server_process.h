@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Programs that tests start: a child process, a lossd process, and several of these as one server. All of
-// them have the CPU backend and little memory, and are killed when their object goes. Thread-compatible.
+// Programs that tests start: a child process (ChildProcess), a lossd process (ServerProcess), and several
+// lossd processes as one server (RankServer). The servers have the CPU backend and little memory. Processes
+// are killed when their object is destroyed. Thread-compatible.
 //
 // Environment:
-//   LOSSD_TEST_FLAGS    further flags of every ServerProcess, with spaces between them
-//   LOSSD_TEST_RANKS    of so many processes every ServerProcess is; 1 by default
-//   LOSSD_TEST_PROGRAM  what a ServerProcess runs in place of the program that a test names
-//   LOSSD_TEST_SOCKETS  "unix": a ServerProcess listens on a Unix socket unless a test says where; else on
-//   the
-//                       loopback
-//   LOSSD_RANK_PROGRAM  lossd of a RankServer, where tests do not lie where they were built
-//   LOSSD_RANK_FLAGS    flags of all ranks of a RankServer, before those of the test: "--backend=cuda" and so
-//   on LOSSD_RANK_GPUS     how many GPUs the ranks share: rank r has the GPU r modulo so many
+//   LOSSD_TEST_FLAGS    further flags of every ServerProcess, separated by spaces
+//   LOSSD_TEST_RANKS    the number of processes of every ServerProcess; 1 by default
+//   LOSSD_TEST_PROGRAM  the program that a ServerProcess runs in place of the one that a test names
+//   LOSSD_TEST_SOCKETS  "unix": a ServerProcess listens on a Unix socket, else on the loopback, unless a test
+//                       names an address
+//   LOSSD_RANK_PROGRAM  the program lossd for a RankServer, if tests were moved after the build
+//   LOSSD_RANK_FLAGS    flags of all ranks of a RankServer, before the test's own, such as "--backend=cuda"
+//   LOSSD_RANK_GPUS     how many GPUs the ranks share: rank r has the GPU r modulo this number
 #ifndef LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
 #define LOSSD_TESTS_SUPPORT_SERVER_PROCESS_H_
 
@@ -47,10 +47,10 @@
 
 namespace lossd::test {
 
-// A program run as a child.
+// A program that runs as a child process.
 class ChildProcess {
  public:
-  // `errors`: the file that its standard error goes to; empty: this program's.
+  // `errors`: the file for its standard error; empty: this program's standard error.
   explicit ChildProcess(std::vector<std::string> arguments, const std::string& errors = "") {
     std::vector<char*> argv;
     for (std::string& argument : arguments) argv.push_back(argument.data());
@@ -75,21 +75,21 @@ class ChildProcess {
   pid_t pid() const { return pid_; }
   void Signal(int signal_number) const { kill(pid_, signal_number); }
 
-  // Sends SIGSTOP, and returns when all of its threads have stopped, or it has ended.
+  // Sends SIGSTOP. Returns when all threads of the process have stopped, or the process has ended.
   void Stop() const {
     Signal(SIGSTOP);
     siginfo_t info = {};
     EXPECT_EQ(waitid(P_PID, static_cast<id_t>(pid_), &info, WSTOPPED | WEXITED | WNOWAIT), 0);
   }
 
-  // False once it has ended; Wait still tells how.
+  // False after the process has ended. Wait can still be called.
   bool Running() const {
     siginfo_t info = {};
     return waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
            info.si_pid == 0;
   }
 
-  // Exit status, or minus the signal that ended it. To be called once.
+  // Waits for the end. Returns the exit status, or minus the signal that ended the process. Call it once.
   int Wait() {
     int status = 0;
     waitpid(pid_, &status, 0);
@@ -97,7 +97,7 @@ class ChildProcess {
     return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
   }
 
-  // The same, but -1000 (and the child lives on) if it does not end within `limit`.
+  // The same, but returns -1000 if the process does not end within `limit`; it continues to run.
   int WaitFor(absl::Duration limit) {
     const absl::Time deadline = absl::Now() + limit;
     int status = 0;
@@ -113,16 +113,16 @@ class ChildProcess {
   pid_t pid_ = -1;
 };
 
-// The port at which the system begins to take those for sockets that name none.
+// The first of the ports that the system chooses for sockets without a port.
 inline int FirstPortOfTheSystem() {
   std::ifstream range("/proc/sys/net/ipv4/ip_local_port_range");
   int first = 0;
   return range >> first ? first : 32768;
 }
 
-// A port of the loopback that is free, and below those that the system takes for sockets that name none:
-// until it is used, only another test that draws the same could take it. 0, and the test fails, if none of
-// 1,000 is free. Thread-safe.
+// A free port of the loopback, below the ports that the system chooses itself. Until it is used, only another
+// test that draws the same port could take it. If none of 1,000 ports is free, fails the test and returns 0.
+// Thread-safe.
 inline int FreePort() {
   constexpr int kPorts = 20000;
   const int end = std::max(FirstPortOfTheSystem(), 1024 + kPorts);
@@ -148,10 +148,11 @@ inline bool OnUnixSockets() {
   return sockets != nullptr && absl::string_view(sockets) == "unix";
 }
 
-// A lossd process; or several that are one server, of which the others compute for it.
+// A lossd process; with LOSSD_TEST_RANKS several processes that are one server.
 class ServerProcess {
  public:
-  // `program` is lossd; `flags` come after those set here, and after them those of LOSSD_TEST_FLAGS.
+  // `program` is lossd. `flags` follow the flags that are set here, and the flags in LOSSD_TEST_FLAGS follow
+  // them.
   explicit ServerProcess(std::string program, std::vector<std::string> flags = {})
       : program_(std::move(program)), flags_(std::move(flags)) {
     if (const char* const other = std::getenv("LOSSD_TEST_PROGRAM"); other != nullptr) program_ = other;
@@ -162,22 +163,23 @@ class ServerProcess {
   const std::string& target() const { return target_; }
   // host:port; empty unless `flags` ask for HTTP.
   const std::string& http() const { return http_; }
-  // What it has written to standard error.
+  // What the process has written to standard error.
   std::string log() const { return ReadWholeFile(folder_.File("log")); }
   std::string checkpoint_folder() const { return folder_.File("checkpoints"); }
   pid_t pid() const { return process_->pid(); }
 
   bool Running() const { return process_->Running(); }
   void Signal(int number) { process_->Signal(number); }
-  // Its exit status, minus the signal that ended it, or -1000 if it still runs after `limit`.
+  // The exit status, minus the signal that ended the process, or -1000 if it still runs after `limit`.
   int WaitFor(absl::Duration limit) { return process_->WaitFor(limit); }
-  // Ends it at once, as kill -9 does.
+  // Ends the process at once, like kill -9.
   void Kill() {
     process_ = nullptr;
     workers_.clear();
   }
 
-  // Starts it again after Kill, with the same checkpoint folder; on a Unix socket also at the same address.
+  // Starts the process again after Kill, with the same checkpoint folder; on a Unix socket also at the same
+  // address.
   void Start() { Start(OnUnixSockets() ? "unix:" + folder_.File("grpc") : "127.0.0.1:0"); }
   void Start(const std::string& listen) {
     const std::string port_file = folder_.File("ports.json");
@@ -245,14 +247,15 @@ inline bool RanksOnGpus() {
 
 struct RankServerOptions {
   int ranks = 2;
-  std::vector<std::string> flags;                                        // of all ranks
-  std::function<std::vector<std::string>(int rank)> flags_of = nullptr;  // of one, after those
-  // What a launcher sets: "NAME=value", of a rank whose leader waits on `port`. Null: flags say it.
+  std::vector<std::string> flags;                                        // for all ranks
+  std::function<std::vector<std::string>(int rank)> flags_of = nullptr;  // for one rank, after `flags`
+  // The environment that a launcher sets, "NAME=value", for a rank whose leader waits on `port`. Null: flags
+  // are used instead.
   std::function<std::vector<std::string>(int rank, int port)> environment = nullptr;
-  bool await = true;           // until rank 0 serves
-  int late = 0;                // so many ranks, the last ones, are started by StartLate() only
-  int open_files = 0;          // `ulimit -n` of all ranks; 0: that of the test
-  std::string temporary = {};  // TMPDIR of all ranks; empty: that of the test
+  bool await = true;           // wait until rank 0 serves
+  int late = 0;                // how many ranks, the last ones, only StartLate() starts
+  int open_files = 0;          // `ulimit -n` of all ranks; 0: the test's own
+  std::string temporary = {};  // TMPDIR of all ranks; empty: the test's own
 };
 
 // A server of several lossd processes on this host.
@@ -264,19 +267,19 @@ class RankServer {
   }
 
   const std::string& target() const { return target_; }  // host:port
-  const std::string& http() const { return http_; }      // likewise; empty unless flags ask for it
+  const std::string& http() const { return http_; }      // host:port; empty unless flags ask for it
   std::string checkpoint_folder() const { return folder_.File("checkpoints"); }
   std::string log(int rank) const { return ReadWholeFile(LogFile(rank)); }
-  int rank_port() const { return port_; }  // where rank 0 waits for the others
+  int rank_port() const { return port_; }  // the port on which rank 0 waits for the other ranks
   ChildProcess& rank(int rank) { return *processes_[static_cast<size_t>(rank)]; }
-  // How every rank ended, by rank: see ChildProcess::WaitFor.
+  // Waits for the end of every rank; see ChildProcess::WaitFor.
   std::vector<int> WaitForAll(absl::Duration limit) {
     std::vector<int> ends;
     for (const auto& process : processes_) ends.push_back(process->WaitFor(limit));
     return ends;
   }
   void KillAll() { processes_.clear(); }
-  // Waits until rank 0 serves or has ended, and says whether it serves; also without `await`.
+  // Waits until rank 0 serves or has ended. Returns whether it serves. May also be called without `await`.
   bool AwaitServing() {
     const absl::Time deadline = absl::Now() + absl::Minutes(3);
     while (!ReadPorts() && absl::Now() < deadline && processes_.front()->Running()) {
@@ -289,9 +292,9 @@ class RankServer {
     for (int rank = options_.ranks - options_.late; rank < options_.ranks; ++rank) StartRank(rank);
   }
 
-  // Starts all ranks but the late ones, with the same checkpoint folder.
+  // Starts all ranks except the late ones, with the same checkpoint folder.
   void Start() {
-    // Another program may have taken the port meanwhile.
+    // Tries again, because another program may have taken the port meanwhile.
     for (int attempt = 0; attempt < 5; ++attempt) {
       StartAll(FreePort());
       if (!options_.await) return;
@@ -360,7 +363,7 @@ class RankServer {
     return command;
   }
 
-  // False if rank 0 has not said yet where it serves.
+  // Reads the ports that rank 0 has written. False if it has not written them yet.
   bool ReadPorts() {
     if (!target_.empty()) return true;
     std::ifstream file(PortFile());

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A program whose wall clock tests set: its own clock_gettime, ahead of the kernel's by `system_ahead`
-// seconds. Whatever asks for the wall clock sees it, also inside of libraries; the steady clock stays as it
-// is. Include it in one source of a program. A program with a sanitizer keeps the system's function.
+// Lets tests set the wall clock of their program. The program has its own clock_gettime, which is
+// `system_ahead` seconds ahead of the kernel's. All code of the program sees this wall clock, also libraries;
+// the steady clock does not change. Include this header in one source of a program. A program with a
+// sanitizer keeps the system's function.
 #ifndef LOSSD_TESTS_SUPPORT_SYSTEM_CLOCK_H_
 #define LOSSD_TESTS_SUPPORT_SYSTEM_CLOCK_H_
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folders and files of a test's own, removed when the test ends: whole files as strings, what lies in the
-// folder of a head's checkpoints, and certificates.
+// TempFolder: a folder for one test, which is removed when the test ends. Also functions to read and write
+// whole files, to list the folder of a head's checkpoints, and TestPki, which makes certificates.
 #ifndef LOSSD_TESTS_SUPPORT_TEMP_FOLDER_H_
 #define LOSSD_TESTS_SUPPORT_TEMP_FOLDER_H_
 
@@ -41,7 +41,8 @@ class TempFolder {
   std::string path_;
 };
 
-// Replaces the file. (A new one: some file systems bring a truncated and rewritten one to the disk at once.)
+// Replaces the file by a new one, because some file systems flush a truncated and rewritten file to the disk
+// at once.
 inline void WriteWholeFile(const std::string& path, absl::string_view content) {
   std::filesystem::remove(path);
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
@@ -56,15 +57,16 @@ inline std::string ReadWholeFile(const std::string& path) {
   return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
-// ---- The folder of a head's checkpoints, apart from the empty file that counts its saves ----
+// ---- The folder of a head's checkpoints, without the empty file that counts its saves ----
 
-// Whether the entry is the file that counts saves. A folder of that name, or a file with content, is not.
+// Whether the entry is the empty file that counts saves. A folder with such a name, or a file with content,
+// is not.
 inline bool CountsSaves(const std::filesystem::directory_entry& entry) {
   return absl::StartsWith(entry.path().filename().string(), ".save-number-") &&
          std::filesystem::is_regular_file(entry.symlink_status()) && entry.file_size() == 0;
 }
 
-// The other names, sorted: checkpoints, and whatever else somebody left there.
+// The other names in the folder, sorted: checkpoints, and any other files.
 inline std::vector<std::string> NamesInHeadFolder(const std::string& path) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(path)) {
@@ -74,10 +76,10 @@ inline std::vector<std::string> NamesInHeadFolder(const std::string& path) {
   return names;
 }
 
-// Certificate authorities and certificates of a test's own, made with the openssl program. Thread-compatible.
+// Certificate authorities and certificates for one test, made with the openssl program. Thread-compatible.
 class TestPki {
  public:
-  // Has the authority "ca" and the server's certificate "server", for localhost and 127.0.0.1.
+  // Makes the authority "ca" and the certificate "server", for localhost and 127.0.0.1.
   TestPki() {
     MakeAuthority("ca");
     Issue("server", "DNS:localhost,IP:127.0.0.1");
@@ -90,7 +92,7 @@ class TestPki {
   void MakeAuthority(const std::string& name, int days = kDays) {
     Request(name, absl::StrCat("-subj /CN=", name), days);
   }
-  // `names` as openssl has alternative names: "DNS:trainer-1,URI:spiffe://a/b".
+  // `names`: alternative names in the form of openssl: "DNS:trainer-1,URI:spiffe://a/b".
   void Issue(const std::string& name, const std::string& names, const std::string& authority = "ca") {
     Request(name,
             absl::StrCat("-CA ", Certificate(authority), " -CAkey ", Key(authority), " -subj /CN=", name,

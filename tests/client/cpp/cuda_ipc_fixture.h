@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// For tests of CUDA IPC: a server with a GPU that is played, rows on GPUs of fake_cuda.h, and what they give.
+// For tests of CUDA IPC: a server whose GPU is simulated, rows on the GPUs of fake_cuda.h, and the results
+// that are expected for them.
 //
 // Thread-compatible.
 #ifndef LOSSD_TESTS_CLIENT_CPP_CUDA_IPC_FIXTURE_H_
@@ -32,7 +33,7 @@ inline constexpr char kUuid[] = "GPU-00000000-0000-0000-0000-000000000001";
 
 inline CudaDriver& Driver() { return *CudaDriver::Get().value(); }
 
-// Bytes on a GPU.
+// A copy of bytes in memory of a GPU.
 class DeviceArray {
  public:
   explicit DeviceArray(const std::vector<uint8_t>& bytes, int device = 0)
@@ -67,10 +68,10 @@ inline std::vector<float> Floats(const std::vector<uint8_t>& bytes) {
   return values;
 }
 
-// What the memory of gradients has before: each byte of it is to be overwritten.
+// The initial bytes of memory for gradients. A test fails if one of them is not overwritten.
 inline std::vector<uint8_t> Garbage(uint64_t bytes) { return std::vector<uint8_t>(bytes, 0xff); }
 
-// Rows of which some are ignored, and a run of them is in no slice.
+// A microbatch in which some rows are ignored, and a run of ignored rows is in no slice.
 struct Problem {
   explicit Problem(v1::DType of = v1::DTYPE_FP32) : dtype(of) {
     std::mt19937 random(5);
@@ -80,7 +81,7 @@ struct Problem {
     if (dtype != v1::DTYPE_FP32) {
       hidden.resize(kRows * kHidden * 2);
       for (size_t i = 0; i < values.size(); ++i) {
-        const auto bits = static_cast<uint16_t>(0x3800 + random() % 0x400);  // below 1 in either format
+        const auto bits = static_cast<uint16_t>(0x3800 + random() % 0x400);  // smaller than 1 in both formats
         std::memcpy(&hidden[2 * i], &bits, 2);
       }
     }
@@ -109,8 +110,8 @@ struct Computed {
   LossResult result;
 };
 
-// A server that shares memory of its GPUs and none of the host, so that a client without the former sends
-// messages.
+// Starts a server that shares memory of its GPUs but no memory of the host. So a client that cannot use the
+// GPUs' memory sends its rows in messages.
 inline std::unique_ptr<test::ServerProcess> StartServer(std::vector<std::string> flags = {}) {
   flags.insert(flags.begin(), {"--backend=cuda", "--shared_memory_bytes=0"});
   return std::make_unique<test::ServerProcess>(LOSSD_WITH_SHARED_DEVICE, flags);
@@ -143,7 +144,7 @@ inline void CreateHead(const test::ServerProcess& server) {
   ASSERT_TRUE(created.ok()) << created.status();
 }
 
-// From memory of the host, in messages.
+// The results for rows in host memory, which are sent in messages.
 inline Computed Expected(const test::ServerProcess& server, const Problem& problem,
                          std::optional<uint64_t> id = {}) {
   Computed computed;
@@ -192,7 +193,7 @@ inline void ExpectSame(const Computed& got, const Computed& want) {
   ExpectNear(got.loss, want.loss);
 }
 
-// What the client has imported.
+// The number of GPU memory regions that the client has imported.
 inline int Imported() {
   auto held = fake_cuda::Held();
   EXPECT_EQ(held["mapping"], held["reservation"]);

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// A machine with GPUs for tests: a library under the name of CUDA's driver (libcuda.so.1), with the functions
-// that the client takes from it, and what tests ask it for. A program that links it, or finds it by
-// LD_LIBRARY_PATH, loads it in place of a driver.
+// A simulated machine with GPUs for tests. This is a library with the name of CUDA's driver (libcuda.so.1)
+// that has the functions that the client loads from the driver, and functions by which tests control the
+// machine. A program that links it, or finds it by LD_LIBRARY_PATH, loads it in place of a driver.
 //
-// An address of device n is one of the host plus n + 1 times 2^60, so whoever follows it ends with SIGSEGV.
-// Device n has the UUID GPU-00000000-0000-0000-0000-00000000000m with m = n + 1, and memory that other
-// processes export is a memfd. Work on a stream is done when an event or the stream is waited for, so whoever
-// does not wait sees none of it. A copy that leaves the memory of its device, or touches memory that was
-// imported and that the current context's device has no access to, and a call without a context, is an error.
-// A copy to or from other memory of a device that the current one does not reach takes a detour, as there.
+// How it differs from a driver:
+// - An address of device n is a host address plus n + 1 times 2^60, so code that dereferences it ends with
+//   SIGSEGV.
+// - Device n has the UUID GPU-00000000-0000-0000-0000-00000000000m with m = n + 1.
+// - Memory that other processes export is a memfd.
+// - Work on a stream is done when an event or the stream is waited for, so code that does not wait does not
+//   see the results.
+// - These are errors: a copy beyond the memory of its device, a copy that touches imported memory to which
+//   the current context's device has no access, and a call without a context.
+// - A copy to or from another device that the current device cannot reach takes a detour, as with a driver.
 //
 // Thread-safe.
 #ifndef LOSSD_TESTS_CLIENT_CPP_FAKE_CUDA_H_
@@ -23,53 +27,54 @@ namespace lossd::test::fake_cuda {
 
 inline constexpr uint64_t kFar = uint64_t{1} << 60;
 
-// How many GPUs there are; 2 at the beginning.
+// Sets the number of GPUs; initially 2.
 void SetDevices(int devices);
 
-// A stream of a program's own, whose work is done when something waits for it.
+// Creates a stream that belongs to the test. Its work is done when something waits for it.
 void* NewStream();
 void EndStream(void* stream);
-// Gives it a copy of bytes of the host to memory of a GPU, or zeros (null).
+// Enqueues on the stream a copy of host bytes to memory of a GPU, or of zeros if `from` is null.
 void Give(void* stream, uint8_t* to, const void* from, size_t bytes);
-// How much that it was given is not done yet.
+// The number of operations on the stream that are not done yet.
 size_t Pending(void* stream);
 
-// Whether the GPUs reach each other's memory; they do at the beginning.
+// Sets whether the GPUs can reach each other's memory; initially they can.
 void SetConnected(bool connected);
 
-// How good the connection of two GPUs is, to the other GPU and back: 0, as at the beginning, is the best.
+// Sets the performance rank of the connection of two GPUs, in both directions. 0, the initial rank, is the
+// best.
 void SetRank(int one, int other, int rank);
-// The calling thread's device, as a program that has chosen one has it.
+// Makes a device current for the calling thread, as in a program that has chosen it.
 void EnterDevice(int device);
 void LeaveDevice();
 
-// The next `count` calls of this function of the driver fail, as when the GPU is lost. "copy to region" and
-// "copy from region" are copies to and from memory that is imported.
+// Makes the next `count` calls of this driver function fail, as when the GPU is lost. "copy to region" and
+// "copy from region" mean copies to and from imported memory.
 void Fail(const std::string& function, int64_t count);
 
-// Of each kind of thing that the driver gives out, how many there are and have not been given back: "handle",
-// "reservation", "mapping", "allocation", "stream", "event"; "pinned": memory of the host that is registered.
-// Kinds without any are left out.
+// The objects that the driver has given out and that were not given back: their number by kind. The kinds are
+// "handle", "reservation", "mapping", "allocation", "stream", "event" and "pinned" (registered host memory).
+// Kinds without objects are left out.
 std::map<std::string, int> Held();
-// How deep the stack of contexts of this thread is.
+// The depth of this thread's stack of contexts.
 int ContextDepth();
 
-// How often this function of the driver was called.
+// How often this driver function was called.
 int64_t Calls(const std::string& function);
 
-// How many copies were made since the last call of TakeCopied.
+// The number of copies since the last call of TakeCopied.
 uint64_t Copies();
-// Bytes that were copied since the last call, by "host to device", "device to host", "device to device", and
-// "pinned to device", "device to pinned" where memory of the host is registered.
+// The bytes that were copied since the last call, by the kinds "host to device", "device to host" and "device
+// to device", and for registered host memory "pinned to device" and "device to pinned".
 std::map<std::string, uint64_t> TakeCopied();
 
-// Bytes that were copied from GPU to GPU since the last call, by "1 to 0 by 1": which of them had it, which
-// got it, and whose work it was; with ", by a detour" at its end if that one did not reach the other's
-// memory.
+// The bytes that were copied from GPU to GPU since the last call. The key "1 to 0 by 1" names the GPU that
+// had them, the GPU that got them, and the GPU that did the work. It ends with ", by a detour" if the working
+// GPU could not reach the other's memory.
 std::map<std::string, uint64_t> TakeCopiedBetween();
 
-// The same for programs in other languages (tests/client/python/fake_cuda.py). Held: of one kind; bytes that
-// were copied: of one way.
+// The same functions for programs in other languages (tests/client/python/fake_cuda.py). The counterparts of
+// Held and TakeCopied return the value for one kind.
 extern "C" {
 void lossd_fake_cuda_set_devices(int devices);
 void lossd_fake_cuda_set_connected(int connected);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A server on a port of its own that says the same to whoever connects, with TLS or without, and hangs up.
+// Listener: a server on a port of its own that sends the same bytes to every client, with or without TLS, and
+// closes the connection.
 //
 // Thread-compatible.
 #ifndef LOSSD_TESTS_CLIENT_CPP_LISTENER_H_
@@ -24,8 +25,8 @@ namespace lossd::client {
 
 class Listener {
  public:
-  // `words`: nullopt: it says nothing until the other side goes. `certificate`: the paths of one and of its
-  // key; empty: no TLS.
+  // `words`: the bytes; nullopt: it sends nothing until the client closes the connection. `certificate`: the
+  // paths of a certificate and of its key; empty: no TLS.
   explicit Listener(std::optional<std::string> words, std::pair<std::string, std::string> certificate = {})
       : words_(std::move(words)), listener_(socket(AF_INET, SOCK_STREAM, 0)) {
     if (!certificate.first.empty()) UseTls(certificate.first, certificate.second);
@@ -39,7 +40,7 @@ class Listener {
     target_ = absl::StrCat("127.0.0.1:", ntohs(address.sin_port));
     thread_ = std::thread([this] { Run(); });
   }
-  // Waits until all who have connected are gone.
+  // Waits until all clients have closed their connections.
   ~Listener() {
     shutdown(listener_, SHUT_RDWR);
     thread_.join();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPU of the CUDA tests; without one they are skipped, visibly. For the tests of single kernels, values
-// in its memory (OnDevice).
+// The GPU of the CUDA tests. Without a GPU, these tests are skipped and reported as skipped. Also OnDevice:
+// values in the GPU's memory, for tests of single kernels.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_
 #define LOSSD_TESTS_KERNELS_CUDA_CUDA_TEST_DEVICE_H_
 
@@ -23,7 +23,7 @@ inline int GpuCount() {
 }
 inline bool HaveGpu() { return GpuCount() > 0; }
 
-// Compute capability 9.0, for which the kernels in kernels/cuda/kernels/hopper are built.
+// Whether the GPU has compute capability 9.0, for which the kernels in kernels/cuda/kernels/hopper are built.
 inline bool HaveHopperGpu() {
   cudaDeviceProp properties;
   return HaveGpu() && cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9;
@@ -33,7 +33,7 @@ inline bool HaveHopperGpu() {
 
 namespace lossd::kernels::cuda::hopper {
 
-// ---- values on the device, and 16-bit numbers on the host, for the tests of single kernels ----
+// ---- Values on the device, and 16-bit numbers on the host, for the tests of single kernels ----
 
 // A copy of `values` in device memory for as long as the object lives.
 template <typename T>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions of libraries that are loaded at run time, replaced by tests: the linker sends calls of dlsym to
-// cuda_faults_test.cc, which asks every function here in turn. Files add theirs before main; not thread-safe
-// then.
+// FoundSymbols: lets tests replace functions of libraries that are loaded at run time. The linker redirects
+// calls of dlsym to cuda_faults_test.cc, which calls every function in this list in turn. Source files add
+// their functions before main(); adding is not thread-safe.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_FOUND_SYMBOLS_H_
 #define LOSSD_TESTS_KERNELS_CUDA_FOUND_SYMBOLS_H_
 
@@ -9,8 +9,8 @@
 
 namespace lossd::kernels::testing {
 
-// What dlsym returns for `name` in `file` in the place of `found`, which it may be, and which may be null.
-// `real`: dlsym.
+// Returns what dlsym should return for `name` in `file`. `found` is the result so far, may be null, and may
+// be returned. `real` is the real dlsym.
 using FoundSymbol = void* (*)(void* file, const char* name, void* found, void* (*real)(void*, const char*));
 
 inline std::vector<FoundSymbol>& FoundSymbols() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of CPU backends for tests.
+// MakeCpuGroup: a group of CPU backends for tests.
 #ifndef LOSSD_TESTS_KERNELS_GROUP_MEMBER_GROUP_H_
 #define LOSSD_TESTS_KERNELS_GROUP_MEMBER_GROUP_H_
 
@@ -12,7 +12,7 @@
 
 namespace lossd::kernels::testing {
 
-// Each member has two threads. Fails the test and returns null if that fails.
+// Each member has two threads. If the creation fails, fails the test and returns null.
 inline std::unique_ptr<Backend> MakeCpuGroup(int members, int64_t least_rows,
                                              int64_t workspace_bytes = int64_t{4} << 20) {
   auto backends = CreateCpuMembers({.threads = 2 * members, .workspace_bytes = workspace_bytes}, members);

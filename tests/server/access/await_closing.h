@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// For tests that count the descriptors of their process.
+// AwaitClosing, for tests that count the file descriptors of their process.
 #ifndef LOSSD_TESTS_SERVER_ACCESS_AWAIT_CLOSING_H_
 #define LOSSD_TESTS_SERVER_ACCESS_AWAIT_CLOSING_H_
 
@@ -9,7 +9,7 @@
 
 namespace lossd::access {
 
-// Waits until the other threads have closed what they were given, a minute at most.
+// Waits, at most a minute, until the other threads have closed the descriptors that they were given.
 inline void AwaitClosing() {
   const absl::Time end = clocks::SteadyNow() + absl::Minutes(1);
   while (BeingClosed() > 0 && clocks::SteadyNow() < end) absl::SleepFor(absl::Milliseconds(1));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A server's inside with checkpoints on a disk that tests slow down, and a trainer for it.
+// Instance: the inside of a server, with checkpoints on a disk that tests can slow down, and a trainer for
+// it.
 #ifndef LOSSD_TESTS_SERVER_ADMIN_CHECKPOINTS_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ADMIN_CHECKPOINTS_FIXTURE_H_
 
@@ -28,7 +29,7 @@ inline constexpr int64_t kHidden = 24;
 inline constexpr int64_t kClasses = 300;
 inline constexpr int64_t kRows = 16;
 
-// Writes when it may: each write takes `delay_us` longer, and none begins while the gate is closed.
+// A disk on which each write takes `delay_us` longer, and no write begins while the gate is closed.
 class SlowDisk final : public head::WatchedDisk {
  public:
   void CloseGate() { SetOpen(false); }
@@ -76,7 +77,7 @@ class Finish final : public engine::StreamObserver {
 
 using Weights = std::vector<std::vector<float>>;
 
-// A server's inside, as after a start.
+// The inside of a server that has just started.
 class Instance {
  public:
   Instance(const std::string& directory, uint64_t incarnation, head::Disk* disk, int64_t buffer_bytes,
@@ -112,7 +113,7 @@ class Instance {
     ASSERT_TRUE(created.ok()) << created.status();
   }
 
-  // One microbatch of rows that depend on the step and the history alone.
+  // Accumulates one microbatch, whose rows depend only on the step and `history`.
   absl::Status Accumulate(const std::string& head, uint64_t step, uint64_t history = 0) {
     kernels::testing::Rng rng(step + 1 + 1000 * history);
     engine::StreamSpec spec;
@@ -174,7 +175,7 @@ class Instance {
     return operations_->LoadCheckpoint(request);
   }
 
-  // Every value and moment.
+  // All values and moments of the head.
   Weights Read(const std::string& name) {
     Weights all;
     const auto snapshot = engine_->Describe(name);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend and its heads that pass everything on to another one: what a test changes, it overrides.
+// ForwardingBackend and ForwardingHead: a backend and its heads that pass every call on to another backend. A
+// test overrides what it changes.
 //
-// As thread-safe as what they pass on to.
+// As thread-safe as the other backend.
 #ifndef LOSSD_TESTS_SERVER_APP_FORWARDING_BACKEND_H_
 #define LOSSD_TESTS_SERVER_APP_FORWARDING_BACKEND_H_
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A linked lossd with certificates, roles and tokens of a test's own, and clients of each kind.
+// A lossd process with certificates, roles and tokens of the test's own, and clients of each kind.
 // Thread-compatible.
 #ifndef LOSSD_TESTS_SERVER_APP_SECURITY_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_APP_SECURITY_FIXTURE_H_
@@ -69,7 +69,7 @@ class SecurityFixture : public testing::Test {
     return client::Client::Connect(
         {.target = target, .credentials = *credentials, .channels = 1, .wait_for_server = false});
   }
-  // What connecting and listing heads ends with.
+  // The status of connecting and listing the heads.
   static absl::Status Try(const std::string& target, const client::CredentialOptions& options) {
     const auto client = Connect(target, options);
     return client.ok() ? (*client)->ListHeads().status() : client.status();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Engines and sessions of heads on the fake backend, as tests of the engine start from them (EngineTest,
-// SessionTest, DeterministicTest, ContributionsTest), and what they have in common: streams, their slices,
-// and a collector of their results.
+// The fixtures of engine tests, which start engines and sessions of heads on the fake backend (EngineTest,
+// SessionTest, DeterministicTest, ContributionsTest), and what they share: streams, their slices, and
+// RowCollector, which collects results.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_ENGINE_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_ENGINE_FIXTURE_H_
 
@@ -32,8 +32,7 @@
 
 namespace lossd::engine {
 
-// Collects what a stream reports, row by row.
-// Thread-safe. Hidden states are fp32.
+// Collects the results of a stream, row by row. Thread-safe. Hidden states are fp32.
 class RowCollector : public StreamObserver {
  public:
   void OnMemory(absl::AnyInvocable<void()> receive) override { receive(); }
@@ -56,7 +55,7 @@ class RowCollector : public StreamObserver {
   void OnFinished(absl::Status status, const StreamSummary& summary) override {
     status_ = std::move(status);
     summary_ = summary;
-    finished_.Notify();  // aborts if called twice
+    finished_.Notify();  // aborts if it is called twice
   }
   const absl::Status& Wait() {
     finished_.WaitForNotification();
@@ -64,7 +63,7 @@ class RowCollector : public StreamObserver {
   }
   bool finished() const { return finished_.HasBeenNotified(); }
   const StreamSummary& summary() const { return summary_; }
-  // In order of completion.
+  // The slices in the order in which they were completed.
   std::vector<RowRange> slices() {
     absl::MutexLock lock(&mutex_);
     return slices_;
@@ -88,10 +87,11 @@ class RowCollector : public StreamObserver {
   absl::Notification finished_;
 };
 
-// A slice that has been handed to a stream, and what became of it. Thread-safe.
+// A slice that was given to a stream, and what happened to it. Thread-safe.
 class SentSlice {
  public:
-  // Hands over rows with their hidden states. `extra_bytes`: how many more the caller claims to have.
+  // Gives the stream rows with their hidden states. The caller claims to have `extra_bytes` more than there
+  // are.
   SentSlice(Stream& stream, RowRange rows, std::vector<float> hidden, int64_t extra_bytes = 0) {
     const auto bytes = static_cast<int64_t>(hidden.size() * sizeof(float));
     stream.Receive({.rows = rows,
@@ -104,10 +104,10 @@ class SentSlice {
                         },
                     .on_queued = Queued()});
   }
-  // Hands over rows that the engine holds.
+  // Gives the stream rows whose hidden states the engine retains.
   SentSlice(Stream& stream, RowRange rows) { stream.Receive({.rows = rows, .on_queued = Queued()}); }
 
-  // True if there was memory for it.
+  // Whether the engine had memory for the slice and has copied it.
   bool copied() const {
     absl::MutexLock lock(&state_->mutex);
     return state_->copied;
@@ -116,7 +116,7 @@ class SentSlice {
     absl::MutexLock lock(&state_->mutex);
     return state_->queued;
   }
-  // Waits until it is queued; false if the stream ended first.
+  // Waits until the slice is queued. False if the stream ended first.
   bool Wait() const {
     absl::MutexLock lock(&state_->mutex);
     state_->mutex.Await(absl::Condition(state_.get(), &State::IsOver));
@@ -139,7 +139,7 @@ class SentSlice {
     }
     std::shared_ptr<State> state;
   };
-  // Its destruction tells that the slice went away.
+  // The function also records, when it is destroyed, that the engine does not have the slice any more.
   absl::AnyInvocable<void(int64_t)> Queued() {
     return [state = state_, ended = std::make_unique<Ended>(state_)](int64_t) {
       absl::MutexLock lock(&state->mutex);
@@ -150,12 +150,12 @@ class SentSlice {
   std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
-// Sends rows as one slice and waits until it is queued. False if the stream ended.
+// Sends rows as one slice and waits until it is queued. False if the stream ended first.
 inline bool SendSlice(Stream& stream, RowRange rows, const std::vector<float>& hidden) {
   return SentSlice(stream, rows, hidden).Wait();
 }
 
-// ---- The streams and rows that tests of the engine send unless they want others ----
+// ---- The streams and rows that engine tests usually send ----
 
 // Rows [begin, end) of a microbatch of `rows` rows that accumulates for `step`.
 inline StreamSpec Spec(uint64_t id, int64_t rows, RowRange range, uint64_t step = 0) {
@@ -173,7 +173,7 @@ inline StreamSpec Spec(uint64_t id, int64_t rows, RowRange range, uint64_t step 
   return spec;
 }
 
-// The first hidden value of a row names it: 1000 id + row.
+// The first hidden value of a row identifies the row: 1000 id + row.
 inline float RowName(uint64_t id, int64_t row) {
   return static_cast<float>(1000 * id + static_cast<uint64_t>(row));
 }
@@ -230,7 +230,8 @@ class EngineTest : public ::testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
-// The session of a head on the fake backend, without a device thread: a test runs what the session offers.
+// The session of a head on the fake backend, without a device thread: the test runs the work that the session
+// offers.
 class SessionTest : public ::testing::Test {
  protected:
   static constexpr int64_t kHidden = 3;
@@ -270,7 +271,7 @@ class SessionTest : public ::testing::Test {
     absl::MutexLock lock(&context_->mutex);
     return session_->admission().Open(std::move(spec), std::make_shared<RowCollector>()).status();
   }
-  // A loss of rows that do not accumulate.
+  // A stream whose rows do not accumulate.
   static StreamSpec LossOnly(uint64_t id, int64_t rows) {
     StreamSpec spec = Spec(id, rows, {0, rows});
     spec.accumulate_gradients = spec.want_grad_hidden = false;
@@ -284,7 +285,7 @@ class SessionTest : public ::testing::Test {
   static SentSlice Send(const Call& call, RowRange rows) {
     return SentSlice(*call.stream, rows, Hidden(call.state->spec().microbatch_id, rows));
   }
-  // Runs one piece of work; false if none is offered.
+  // Runs one piece of work. False if the session offers none.
   bool RunNext(const DeviceLoad& load = {.max_chunks = 1}) {
     DeviceLoop::Work work;
     {
@@ -310,7 +311,7 @@ class SessionTest : public ::testing::Test {
 class DeterministicTest : public ::testing::Test {
  protected:
   static constexpr int64_t kHidden = 3;
-  static constexpr int64_t kGroup = 16;  // rows; the fake's chunk
+  static constexpr int64_t kGroup = 16;  // rows; the chunk size of the fake backend
 
   void Start(EngineOptions options = {}, std::vector<EngineObserver*> observers = {}) {
     options.deterministic = true;
@@ -350,11 +351,11 @@ class DeterministicTest : public ::testing::Test {
   static bool Send(const Call& call, uint64_t id, RowRange rows) {
     return SendSlice(*call.stream, rows, Hidden(id, rows));
   }
-  // Hands over a slice without waiting for its turn.
+  // Gives the stream a slice without waiting for its turn.
   static SentSlice Begin(const Call& call, uint64_t id, RowRange rows) {
     return SentSlice(*call.stream, rows, Hidden(id, rows));
   }
-  // Sends and waits for the end.
+  // Sends all rows and waits for the end of the stream.
   void SendWhole(uint64_t id, int64_t rows) {
     Call call = Open(id, rows);
     for (int64_t row = 0; row < rows; row += kGroup)
@@ -370,7 +371,7 @@ class DeterministicTest : public ::testing::Test {
   std::unique_ptr<Engine> engine_;
 };
 
-// An engine on the fake backend with one head, and gradients for it from outside.
+// An engine on the fake backend with one head, and contributions to its gradients.
 class ContributionsTest : public ::testing::Test {
  protected:
   static constexpr int64_t kHidden = 2;
@@ -423,7 +424,7 @@ class ContributionsTest : public ::testing::Test {
     return added->rows;
   }
   absl::StatusOr<StepResult> Apply(StepRequest request) { return engine_->ApplyStep("head", request); }
-  // What reached the device: the first elements of rows.
+  // The rows that reached the device: their first elements.
   std::vector<float> Added() {
     std::vector<float> rows;
     const std::vector<float> all = device_.accumulated();

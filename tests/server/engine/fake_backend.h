@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A backend whose arithmetic is trivial and whose failures are scripted, so that tests of the engine see
-// exactly which rows were accumulated, and when.
+// FakeDevice: a backend with trivial arithmetic and scripted failures, so that engine tests see exactly which
+// rows were accumulated, and when.
 //
-// For a row with hidden state x and target y: loss = x[0] * row_weight, dL/dx = grad_scale * grad_loss * x;
-// the row is correct if y is the last digit of x[0]; its z-loss is 0.25 and its entropy 0.5. Its "weight
-// gradient" is the list of x[0] values accumulated since the last step. A row with a non-finite x[0] is bad.
+// For a row with hidden state x and target y: loss = x[0] * row_weight, and dL/dx = grad_scale * grad_loss *
+// x. The row is correct if y is the last digit of x[0]. Its z-loss is 0.25 and its entropy 0.5. The head's
+// "weight gradient" is the list of the x[0] values that were accumulated since the last step. A row whose
+// x[0] is not finite is bad.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 #define LOSSD_TESTS_SERVER_ENGINE_FAKE_BACKEND_H_
 
@@ -30,30 +31,32 @@
 
 namespace lossd::engine {
 
-// Shared between a test and the fakes; outlives them.
+// The script and the record of the fake backend. The test and the backend share it; it must outlive the
+// backend.
 class FakeDevice {
  public:
   int64_t chunk_rows = 16;
   int64_t slice_rows = 0;  // 0: chunk_rows
   int chunks_in_flight = 1;
-  bool asynchronous = false;  // finish chunks on a thread of the backend's own
+  bool asynchronous = false;  // chunks finish on a thread of the backend's own
   absl::Duration delay = absl::ZeroDuration();
-  // Called for every chunk (numbered from 0); not OK fails it at that point.
+  // Called for every chunk, with its number from 0. If the status is not OK, the chunk fails at that point.
   std::function<absl::Status(int64_t)> fail_results = [](int64_t) { return absl::OkStatus(); };
   std::function<absl::Status(int64_t)> fail_done = [](int64_t) { return absl::OkStatus(); };
-  // Not OK fails every step, or every zeroing, when something may have been changed already.
+  // If not OK, every step, or every zeroing of gradients, fails with it, when something may already have
+  // changed.
   absl::Status fail_step;
   absl::Status fail_zero;
-  absl::Status fail_moments;  // every zeroing of moments
-  absl::Status fail_write;    // of tensors
+  absl::Status fail_moments;  // for every zeroing of moments
+  absl::Status fail_write;    // for every write of a tensor
   absl::Status fail_norm;
   // Called while a step is being applied.
   std::function<void()> on_step = [] {};
 
-  // Shown every slice before it is computed.
+  // Called for every slice before it is computed.
   std::function<void(const kernels::Slice&)> inspect = [](const kernels::Slice&) {};
 
-  // Blocks chunks from being computed until Open.
+  // Close keeps chunks from being computed until Open is called.
   void Close() {
     absl::MutexLock lock(&mutex_);
     open_ = false;
@@ -67,7 +70,8 @@ class FakeDevice {
     mutex_.Await(absl::Condition(&open_));
   }
 
-  // A chunk has results, which end calls, and is not recorded yet: what is asked meanwhile waits.
+  // Between BeginRecord and EndRecord, a chunk has returned results, which may end calls, but is not recorded
+  // yet. Questions about the record wait for EndRecord.
   void BeginRecord() {
     absl::MutexLock lock(&mutex_);
     ++unrecorded_;
@@ -90,7 +94,7 @@ class FakeDevice {
     absl::MutexLock lock(&mutex_);
     accumulated_.clear();
   }
-  // Rows of each slice, per chunk.
+  // The rows of each slice, for each chunk.
   std::vector<std::vector<int64_t>> chunks() {
     absl::MutexLock lock(&mutex_);
     mutex_.Await(absl::Condition(this, &FakeDevice::AllIsRecorded));
@@ -100,22 +104,22 @@ class FakeDevice {
     absl::MutexLock lock(&mutex_);
     return next_chunk_++;
   }
-  // A call of AddGradient that is to fail.
+  // Called for every AddGradient; a status that is not OK makes it fail.
   std::function<absl::Status()> fail_add = [] { return absl::OkStatus(); };
-  // How a chunk's gradients turn out to be computed.
+  // Decides how a chunk's gradients are computed.
   std::function<kernels::Gradients(const kernels::Chunk&)> decide = [](const kernels::Chunk& chunk) {
     return chunk.options.gradients;
   };
-  // Shown every chunk before it is computed.
+  // Called for every chunk before it is computed.
   std::function<void(const kernels::Chunk&)> on_chunk = [](const kernels::Chunk&) {};
-  double dropped_mass = 0.0;       // of each row whose gradients are filtered
-  double sampling_variance = 0.0;  // of each row whose gradients are sampled, likewise below
+  double dropped_mass = 0.0;       // for each row whose gradients are filtered
+  double sampling_variance = 0.0;  // for each row whose gradients are sampled; also the next one
   double squared_gradient = 0.0;
-  std::optional<double> grad_norm;  // instead of the number of values accumulated
-  int steps = 0;                    // applied
-  int64_t last_update = 0;          // of the last one
-  int moments_zeroed = 0;           // how often
-  std::atomic<int> heads = 0;       // that have not been destroyed
+  std::optional<double> grad_norm;  // replaces the default, which is the number of accumulated values
+  int steps = 0;                    // the number of applied steps
+  int64_t last_update = 0;          // the update number of the last step
+  int moments_zeroed = 0;           // how often moments were zeroed
+  std::atomic<int> heads = 0;       // the number of heads that exist
 
  private:
   bool AllIsRecorded() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return unrecorded_ == 0; }
@@ -169,7 +173,7 @@ class FakeHead final : public kernels::HeadKernels {
     queue_.emplace_back(chunk, std::move(callbacks));
   }
 
-  // Its tensors have no values.
+  // The tensors of the fake head have no values.
   absl::Status ReadTensor(kernels::TensorId, int64_t, int64_t, kernels::DType, absl::Span<uint8_t>) override {
     return absl::OkStatus();
   }
@@ -177,7 +181,7 @@ class FakeHead final : public kernels::HeadKernels {
                            absl::Span<const uint8_t>) override {
     return device_->fail_write;
   }
-  // Adds the values to the list, each times the scale; fp32 only. Fails as fail_add says.
+  // Appends the values, multiplied by `scale`, to the list; fp32 only. Fails if fail_add says so.
   absl::Status AddGradient(kernels::Param, int64_t, int64_t rows, kernels::DType, float scale,
                            absl::Span<const uint8_t> in) override {
     if (absl::Status status = device_->fail_add(); !status.ok()) return status;
@@ -340,7 +344,7 @@ class FakeBackend final : public kernels::Backend {
   FakeDevice* const device_;
 };
 
-// An observer that does nothing, for tests that look at some events only.
+// An observer that does nothing. Tests derive from it to observe only some events.
 class SilentObserver : public EngineObserver {
  public:
   void OnChunk(const ChunkReport&) override {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads in memory with random tensors, and a folder to save them in, for tests of checkpoints and of whatever
-// else moves tensors.
+// Heads in memory with random tensors, and a folder for their checkpoints, for tests of checkpoints and of
+// other code that moves tensors.
 #ifndef LOSSD_TESTS_SERVER_HEAD_CHECKPOINT_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_HEAD_CHECKPOINT_FIXTURE_H_
 
@@ -28,7 +28,7 @@
 
 namespace lossd::head {
 
-// A head whose tensors are vectors in memory and that computes nothing.
+// A head whose tensors are vectors in memory. It computes nothing.
 class MemoryKernels final : public kernels::HeadKernels {
  public:
   explicit MemoryKernels(kernels::HeadConfig config) : config_(config) {
@@ -56,7 +56,7 @@ class MemoryKernels final : public kernels::HeadKernels {
     callbacks.on_done(absl::OkStatus());
   }
 
-  // fp32 only.
+  // Only for fp32.
   absl::Status ReadTensor(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
                           absl::Span<uint8_t> out) override {
     if (dtype != kernels::DType::kFloat32) return absl::UnimplementedError("fp32 only");
@@ -109,7 +109,7 @@ class CheckpointTest : public testing::Test {
         .head = "lm", .config = config, .step = random_() % (uint64_t{1} << 53), .incarnation = random_()};
   }
 
-  // A head whose every tensor is random bits.
+  // A head whose tensors all have random bits.
   Head RandomHead(const CheckpointSubject& subject) {
     auto kernels = std::make_unique<MemoryKernels>(subject.config);
     for (const auto& [id, values] : kernels->tensors()) {
@@ -129,7 +129,7 @@ class CheckpointTest : public testing::Test {
     return SaveCheckpoint(root_, name, subject, source, options);
   }
 
-  // Loads into `head`; counts the calls of the sink.
+  // Loads the checkpoint into `head`, and counts the calls of the sink in `calls`.
   absl::Status Load(absl::string_view checkpoint, Head& head, int* calls, const LoadOptions& options = {}) {
     auto reader = CheckpointReader::Open(root_, checkpoint);
     if (!reader.ok()) return reader.status();
@@ -141,7 +141,7 @@ class CheckpointTest : public testing::Test {
     return (*reader)->Load(sink, options);
   }
 
-  // For a head of SomeSubject: several files, written at the same time.
+  // Options for a head of SomeSubject that write several files, at the same time.
   static SaveOptions Sharded() { return {.slice_bytes = 60, .shards = {.most_bytes = 250, .threads = 2}}; }
 
   std::vector<std::string> FilesIn(const std::string& path) {
@@ -155,7 +155,7 @@ class CheckpointTest : public testing::Test {
   std::mt19937_64 random_{seed_};
 };
 
-// Bit patterns, since random floats hold NaNs.
+// The bits of the values, to compare random floats, some of which are NaN.
 inline std::vector<uint32_t> Bits(const std::vector<float>& values) {
   std::vector<uint32_t> bits;
   for (const float value : values) bits.push_back(std::bit_cast<uint32_t>(value));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A disk on which one operation goes wrong: it fails, or it is the last one before the process or the machine
-// dies. It works on real folders but brings nothing to a real disk: what a loss of power may take is kept
-// account of instead.
+// FaultyDisk: a disk on which one operation goes wrong: the operation fails, or the process or the machine
+// dies with it. It uses real folders but does not flush them to a real disk. It records instead what would be
+// lost if the power failed.
 #ifndef LOSSD_TESTS_SERVER_HEAD_FAULTY_DISK_H_
 #define LOSSD_TESTS_SERVER_HEAD_FAULTY_DISK_H_
 
@@ -29,23 +29,23 @@ namespace lossd::head {
 
 enum class Fault {
   kError,      // the operation fails with an error number; a write may have written a part
-  kKill,       // the process dies: the operation may or may not have happened, later ones do not
-  kPowerLoss,  // the machine dies: besides, anything that was not brought to the disk may be gone
+  kKill,       // the process dies: the operation may or may not have happened; later operations do not happen
+  kPowerLoss,  // the machine dies: in addition, everything that was not flushed to the disk may be lost
 };
 
 // Thread-safe.
 class FaultyDisk final : public Disk {
  public:
-  // Operation number `at`, counted from 1, goes wrong; 0: none.
+  // The operation with number `at`, counted from 1, goes wrong; 0: none.
   FaultyDisk(Fault fault, int64_t at, int error_number, uint32_t seed)
       : fault_(fault), at_(at), error_number_(error_number), random_(seed) {}
 
-  // Whether operation `at` came.
+  // Whether operation `at` was reached.
   bool struck() const {
     absl::MutexLock lock(&mutex_);
     return at_ > 0 && operations_ >= at_;
   }
-  // What the operation that went wrong was, e.g. "fsync".
+  // The kind of the operation that went wrong, e.g. "fsync".
   std::string victim() const {
     absl::MutexLock lock(&mutex_);
     return victim_;
@@ -103,7 +103,7 @@ class FaultyDisk final : public Disk {
   }
 
  private:
-  // A name that came into being; `from` is the one it had before, empty for a new file or folder.
+  // A name that was created. `from` is its previous name, empty for a new file or folder.
   struct Name {
     std::string path;
     std::string from;
@@ -139,7 +139,7 @@ class FaultyDisk final : public Disk {
 
   static std::string Parent(const std::string& path) { return std::filesystem::path(path).parent_path(); }
 
-  // Runs `operation`, or lets it go wrong; `half` does some of it.
+  // Runs `operation`, or makes it go wrong; `half` does a part of it.
   absl::Status Perform(
       absl::string_view what, const std::string& path, const std::function<absl::Status()>& operation,
       const std::function<void(size_t)>& half = [](size_t) {}) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -163,7 +163,7 @@ class FaultyDisk final : public Disk {
     return absl::InternalError("the process is dead");
   }
 
-  // Files move with their folder.
+  // Updates the recorded paths when a folder is renamed, because its files move with it.
   void Follow(const std::string& from, const std::string& to) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     const auto moved = [&](const std::string& path) {
       return path == from || absl::StartsWith(path, from + "/") ? to + path.substr(from.size()) : path;
@@ -174,7 +174,7 @@ class FaultyDisk final : public Disk {
     for (Name& name : unsynced_names_) name.path = moved(name.path);
   }
 
-  // Undoes some of what is not on the disk, from the latest to the earliest.
+  // Undoes some of the operations that were not flushed, from the latest to the earliest.
   void LosePower() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     namespace fs = std::filesystem;
     std::error_code gone;
@@ -205,10 +205,10 @@ class FaultyDisk final : public Disk {
   bool dead_ ABSL_GUARDED_BY(mutex_) = false;
   std::string victim_ ABSL_GUARDED_BY(mutex_);
   std::set<std::string> unsynced_data_ ABSL_GUARDED_BY(mutex_);  // files whose content may be lost
-  std::vector<Name> unsynced_names_ ABSL_GUARDED_BY(mutex_);     // in the order of their making
+  std::vector<Name> unsynced_names_ ABSL_GUARDED_BY(mutex_);     // in the order of their creation
 };
 
-// A disk that is asked before each write, so that tests can delay or fail it.
+// A disk that asks a virtual function before each write, so that tests can delay the write or make it fail.
 class WatchedDisk : public Disk {
  public:
   absl::StatusOr<std::unique_ptr<formats::OutputFile>> CreateFile(const std::string& path) override {
@@ -219,7 +219,7 @@ class WatchedDisk : public Disk {
   }
 
  protected:
-  // An error is the operation's answer, and it does not happen.
+  // If these return an error, the operation returns it and does not happen.
   virtual absl::Status BeforeWrite(const std::string& path, absl::Span<const uint8_t> bytes) = 0;
   virtual absl::Status BeforeSync(const std::string& /*path*/) { return absl::OkStatus(); }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A linked lossd process under attack, and an honest client of it.
+// AttacksTest: a lossd process under attack, and a well-behaved client of it.
 #ifndef LOSSD_TESTS_SERVER_LIMITS_ATTACKS_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_LIMITS_ATTACKS_FIXTURE_H_
 
@@ -25,11 +25,12 @@ namespace lossd::app::testing {
 using test::RawHttp2;
 
 inline constexpr int64_t kMebibyte = int64_t{1} << 20;
-// What is planned, by the flags below and server_process.h, and is not in use when the server has started.
+// Memory that the server has planned (by the flags below and in server_process.h) but does not use right
+// after its start.
 inline constexpr int64_t kLedger = 32 * kMebibyte;
 inline constexpr int64_t kTransport = 64 * kMebibyte;
 inline constexpr int64_t kStaging = 4 * kMebibyte;
-// What is not planned: states of calls and connections, stacks, what the allocator keeps.
+// Memory that is not planned: states of calls and connections, stacks, and what the allocator keeps.
 inline constexpr int64_t kOverhead = 128 * kMebibyte;
 
 inline constexpr int64_t kHidden = 16;
@@ -37,7 +38,8 @@ inline constexpr int64_t kRows = 64;
 
 class AttacksTest : public ::testing::Test {
  protected:
-  // Longer than any test, so that limits alone have to do, unless a test sets them.
+  // Timeouts that are longer than any test, so that only the other limits protect the server, unless a test
+  // sets its own.
   static constexpr const char* kPatient[] = {"--open_timeout=1h", "--idle_timeout=1h", "--turn_timeout=1h",
                                              "--send_timeout=1h"};
 
@@ -75,7 +77,7 @@ class AttacksTest : public ::testing::Test {
     return request.SerializeAsString();
   }
 
-  // A whole step, and a save of it, by a well-behaved client.
+  // A whole step, and a save of it, by the well-behaved client.
   void Train() {
     for (uint64_t id = 0; id < 3; ++id) {
       LossAnswers answers;
@@ -101,8 +103,8 @@ class AttacksTest : public ::testing::Test {
         Repeat([&] { return client_->SaveCheckpoint("head", absl::StrCat("step", step_)).status(); });
     ASSERT_TRUE(saved.ok()) << saved;
   }
-  // As clients do: gRPC's memory quota has a server close connections that are idle when memory is short, and
-  // a call that begins at that moment finds its connection gone ("Broken pipe").
+  // Repeats a call as clients do. When memory is short, gRPC's memory quota makes a server close idle
+  // connections, and a call that begins at that moment fails ("Broken pipe").
   static absl::Status Repeat(const std::function<absl::Status()>& call) {
     absl::Status status = call();
     for (int i = 0; i < 2 && absl::IsUnavailable(status); ++i) status = call();
@@ -115,14 +117,15 @@ class AttacksTest : public ::testing::Test {
     file >> pages >> resident;
     return resident * sysconf(_SC_PAGESIZE);
   }
-  // It has not grown by more than what is planned and kOverhead; `planned` may be less than all of it.
+  // Checks that memory has grown by at most `planned` and kOverhead. `planned` may be less than everything
+  // that is planned.
   void ExpectBounded(int64_t planned = kLedger + kTransport + kStaging) {
     const int64_t grown = Resident() - before_;
     RecordProperty("grown_mib", static_cast<int>(grown / kMebibyte));
     EXPECT_LE(grown, planned + kOverhead);
     EXPECT_TRUE(server_->Running());
   }
-  // Pumps all for a while, in turn.
+  // Calls Pump of all connections in turn for this time.
   static void Pump(std::vector<std::unique_ptr<RawHttp2>>& connections, absl::Duration time) {
     const absl::Time end = absl::Now() + time;
     while (absl::Now() < end) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A worker in the process of the leader, for tests: all but its connection, whose bytes are counted.
+// LocalWorker: a worker in the process of the leader, for tests. In place of its connection it has a stream
+// that counts bytes.
 #ifndef LOSSD_TESTS_SERVER_RANKS_LOCAL_WORKER_H_
 #define LOSSD_TESTS_SERVER_RANKS_LOCAL_WORKER_H_
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backend of one rank of a group, for tests.
+// MakeRankBackend: the backend of one rank of a group, for tests.
 //
-// Environment, of all ranks:
+// Environment variables for all ranks:
 //   LOSSD_RANK_BACKEND      cpu (default) or cuda
 //   LOSSD_RANK_COLLECTIVES  auto (default), nccl or gloo. With gloo, ranks may share a GPU
 #ifndef LOSSD_TESTS_SERVER_RANKS_RANK_BACKEND_H_
@@ -27,8 +27,8 @@ struct RankSpec {
   int rank = 0;
   int ranks = 2;
   int64_t workspace_bytes = 0;
-  // On GPUs, how chunks are computed, whatever is faster: "unfused", "fused", and "blocks" and
-  // "host_branches" (CudaBackendOptions) after a "+". Empty: as a server would.
+  // Only on GPUs: how chunks are computed, even if another way is faster: "unfused" or "fused", and after a
+  // "+" "blocks" or "host_branches" (CudaBackendOptions). Empty: as a server chooses.
   std::string way;
 };
 
@@ -47,7 +47,7 @@ inline kernels::BackendChoice ChoiceOf(const RankSpec& spec) {
 // How many GPUs this process sees; 0 in a build without CUDA.
 int VisibleGpus();
 
-// One of GPU `rank` modulo the GPUs that there are, where `spec` says the way.
+// Creates the backend. If `spec` names a way, it uses GPU `rank` modulo the number of GPUs.
 absl::StatusOr<kernels::CreatedBackend> MakeRankBackend(const RankSpec& spec);
 
 }  // namespace lossd::ranks::testing

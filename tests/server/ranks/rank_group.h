@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A group of ranks for tests: the leader in this process, the workers in processes of their own, or on
-// threads of this one.
+// RankGroup: a group of ranks for tests. The leader is in this process; the workers are in processes of their
+// own, or on threads of this process.
 #ifndef LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_
 #define LOSSD_TESTS_SERVER_RANKS_RANK_GROUP_H_
 
@@ -23,14 +23,15 @@
 
 namespace lossd::ranks::testing {
 
-// A rank on threads of the test's own process, as a device beside the first of a process is.
-// Not thread-safe, but for worker().
+// A rank on threads of the test's own process, like a process's second and later devices. Not thread-safe,
+// except worker().
 class ThreadWorker {
  public:
-  // Joins the leader: ranks with an odd number as within a process of two, the others over the loopback.
+  // Joins the leader: ranks with an odd number as the second device of a process of two, the others over the
+  // loopback.
   ThreadWorker(Leader& leader, const RankSpec& spec, const ChannelLimits& limits,
                const Settings& settings = {}) {
-    signal(SIGPIPE, SIG_IGN);  // as programs do: another rank may close its connections
+    signal(SIGPIPE, SIG_IGN);  // as programs do, because another rank may close its connections
     auto backend = MakeRankBackend(spec);
     EXPECT_TRUE(backend.ok()) << backend.status();
     WorkerOptions options = {.rank = spec.rank,
@@ -50,7 +51,7 @@ class ThreadWorker {
   ThreadWorker& operator=(const ThreadWorker&) = delete;
 
   Worker& worker() { return *worker_; }
-  // What Run has returned, once it has.
+  // Waits for the end of Run, and returns its status.
   absl::Status AwaitEnd() {
     if (thread_.joinable()) thread_.join();
     return end_;
@@ -58,12 +59,12 @@ class ThreadWorker {
 
  private:
   std::unique_ptr<Worker> worker_;
-  absl::Status end_;  // of the thread until it is joined
+  absl::Status end_;  // the thread writes it; read it only after join
   std::thread thread_;
 };
 
-// LOSSD_RANK_WORKER: the program, where tests do not lie where they were built; "" where they were built for
-// workers on threads.
+// LOSSD_RANK_WORKER: the path of the worker program, if tests were moved after the build; "" if they were
+// built for workers on threads.
 // LOSSD_RANK_SHARED_MEMORY: whether rows lie in memory that the ranks share; "yes" by default.
 inline bool SharesRows() { return FromEnvironment("LOSSD_RANK_SHARED_MEMORY", "yes") == "yes"; }
 
@@ -73,9 +74,10 @@ inline bool OnThreads() { return RankWorker().empty(); }
 
 class RankGroup {
  public:
-  // Chunks of at least `least_rows` are divided. `workspace_bytes`: of each rank. `way`: RankSpec::way.
+  // Chunks of at least `least_rows` rows are divided. `workspace_bytes` is for each rank. `way`: see
+  // RankSpec::way.
   RankGroup(int ranks, int64_t least_rows, int64_t workspace_bytes, const std::string& way = "") {
-    // GPUs may be shared here, which processes with several refuse.
+    // Ranks may share a GPU here. Processes with several devices refuse that.
     auto leader = Leader::Start({.ranks = ranks,
                                  .devices = OnThreads() && RankBackend() == "cpu" ? 2 : 1,
                                  .host = "127.0.0.1",
@@ -108,9 +110,9 @@ class RankGroup {
 
   Leader& leader() { return *leader_; }
   kernels::Backend& backend() { return *backend_; }
-  // Staging memory of the group.
+  // The group's staging memory.
   absl::Span<uint8_t> rows() { return rows_->bytes(); }
-  // How many pieces of shared memory rank 1 and so on has mapped.
+  // The number of shared memory regions that a rank (1 or above) has mapped.
   int Mappings(int rank) {
     std::ifstream maps(absl::StrCat("/proc/", worker(rank).pid(), "/maps"));
     int count = 0;
@@ -119,11 +121,11 @@ class RankGroup {
     }
     return count;
   }
-  // Of rank 1 and so on, if it is one.
+  // The process of a rank (1 or above), if ranks are processes.
   test::ChildProcess& worker(int rank) { return *workers_[static_cast<size_t>(rank) - 1]; }
-  // Likewise, if it is on threads.
+  // The threads of a rank (1 or above), if ranks are threads.
   ThreadWorker& thread(int rank) { return *threads_[static_cast<size_t>(rank) - 1]; }
-  // Ends all ranks. The exit statuses of the workers.
+  // Ends all ranks. Returns the exit statuses of the workers.
   std::vector<int> End() {
     rows_.reset();
     backend_.reset();

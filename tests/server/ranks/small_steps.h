@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training whose steps each end with a checkpoint, so that it goes on from there after any restart, and
-// what it comes to when nobody disturbs it.
+// A training in which every step ends with a checkpoint, so that it can continue after any restart, and the
+// result of the same training without disturbances.
 #ifndef LOSSD_TESTS_SERVER_RANKS_SMALL_STEPS_H_
 #define LOSSD_TESTS_SERVER_RANKS_SMALL_STEPS_H_
 
@@ -26,7 +26,7 @@ inline std::unique_ptr<client::Client> ConnectOnce(const std::string& target) {
   return client::Client::Connect({.target = target, .retry = {.max_attempts = 1}}).value();
 }
 
-// All of the microbatches of a step.
+// Accumulates all microbatches of a step.
 inline absl::Status Accumulate(client::Client& client, const std::vector<SmallRows>& data, uint64_t step) {
   std::vector<std::vector<float>> grads(data.size());
   std::vector<client::PendingLoss> pending;
@@ -43,7 +43,7 @@ inline absl::Status Accumulate(client::Client& client, const std::vector<SmallRo
   return status;
 }
 
-// One step, and a checkpoint of what it made.
+// Does one step and saves a checkpoint of the result.
 inline absl::Status DoStep(client::Client& client, const std::vector<SmallRows>& data, uint64_t step) {
   absl::Status status = Accumulate(client, data, step);
   if (status.ok()) status = client.ApplyStep(AdamStep(step, data.size())).status();
@@ -51,7 +51,8 @@ inline absl::Status DoStep(client::Client& client, const std::vector<SmallRows>&
   return status;
 }
 
-// Does steps until `last` are done, of which none need be left. The error of the first call that fails.
+// Does steps until `last` steps are done; there may be none left. Returns the error of the first call that
+// fails.
 inline absl::Status TrainOn(const std::string& target, const std::vector<SmallRows>& data, uint64_t last) {
   const auto connected = client::Client::Connect({.target = target, .retry = {.max_attempts = 1}});
   if (!connected.ok()) return connected.status();
@@ -84,7 +85,7 @@ inline std::vector<std::vector<float>> Undisturbed(const std::string& program, i
   return Tensors(*ConnectOnce(server.target()));
 }
 
-// A quarter of the nightly suite's; LOSSD_RANK_FAULTS: that many instead.
+// A quarter of the attempts of the nightly suite, or LOSSD_RANK_FAULTS attempts.
 inline int Times(int nightly) {
   const char* const times = std::getenv("LOSSD_RANK_FAULTS");
   return times == nullptr ? static_cast<int>(test::Attempts((nightly + 3) / 4, nightly)) : std::atoi(times);

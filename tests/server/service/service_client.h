@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plain client of lossd's services for tests: generated stubs and protobuf's own encoding, blocking calls,
-// and nothing that keeps a test from breaking the protocol's rules.
+// TestClient: a plain client of lossd's services for tests. It uses generated stubs, protobuf's own encoding
+// and blocking calls, and does not keep a test from breaking the protocol's rules.
 //
 // TestClient is thread-safe; a LossStream belongs to one thread.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_SERVICE_CLIENT_H_
@@ -29,7 +29,7 @@ class Channel;
 
 namespace lossd::app::testing {
 
-// What a ComputeLoss call answered. Errors carry their lossd.v1.ErrorDetail (wire::GetErrorDetail).
+// The answers to a ComputeLoss call. Errors carry their lossd.v1.ErrorDetail (wire::GetErrorDetail).
 struct LossAnswers {
   absl::Status status;
   std::optional<v1::MicrobatchAccepted> accepted;
@@ -39,42 +39,42 @@ struct LossAnswers {
   };
   std::vector<Slice> slices;  // in order of arrival
   std::optional<v1::MicrobatchSummary> summary;
-  std::vector<std::string> order;  // "accepted", "slice", "summary" as they came
+  std::vector<std::string> order;  // "accepted", "slice" and "summary" in the order in which they came
 };
 
 // One ComputeLoss call.
 class LossStream {
  public:
   virtual ~LossStream() = default;
-  // False if the call is over; Finish says why.
+  // False if the call is over; Finish returns the reason.
   virtual bool Send(const v1::ComputeLossRequest& request) = 0;
   virtual bool SendOpen(const v1::OpenMicrobatch& open) = 0;
   virtual bool SendSlice(int64_t begin, int64_t end, absl::string_view payload) = 0;
-  // Bytes that need not be a message.
+  // Sends bytes that need not be a message.
   virtual bool SendRaw(absl::string_view bytes) = 0;
   virtual void HalfClose() = 0;
   // Reads one answer; false at the end of the call.
   virtual bool ReadOne() = 0;
-  // Reads the other answers and the status.
+  // Reads the remaining answers and the status.
   virtual LossAnswers Finish() = 0;
   virtual void Cancel() = 0;
 };
 
-// One WriteTensor call, message by message. Destroyed before Finish, it is cancelled.
+// One WriteTensor call, message by message. If it is destroyed before Finish, the call is cancelled.
 class WriteStream {
  public:
   virtual ~WriteStream() = default;
-  // False if the call is over; Finish says why. `open` in the first message only.
+  // False if the call is over; Finish returns the reason. `open` is for the first message only.
   virtual bool Send(const v1::OpenTensor* open, absl::string_view payload) = 0;
   virtual absl::StatusOr<v1::WriteTensorResponse> Finish() = 0;
 };
 
-// Per call; zero: none.
+// The deadline of a call; zero: none.
 inline constexpr absl::Duration kTestDeadline = absl::Seconds(60);
 
 class TestClient {
  public:
-  // A connection of its own to "host:port".
+  // Connects to "host:port" with a connection of its own.
   static std::unique_ptr<TestClient> Connect(const std::string& target);
   static std::unique_ptr<TestClient> Over(std::shared_ptr<grpc::Channel> channel);
   virtual ~TestClient() = default;
@@ -93,7 +93,7 @@ class TestClient {
   virtual absl::Status ZeroGradients(const std::string& head, uint64_t step) = 0;
   virtual absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(const std::string& head,
                                                                     const std::string& name) = 0;
-  // Cancels the call once `on_progress` returns false.
+  // Cancels the call when `on_progress` returns false.
   virtual absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
       const v1::SaveCheckpointRequest& request,
       const std::function<bool(const v1::SaveProgress&)>& on_progress) = 0;
@@ -112,7 +112,7 @@ class TestClient {
   // The tensor's bytes in request.dtype, put together from all slices.
   virtual absl::StatusOr<std::string> ReadTensor(const v1::ReadTensorRequest& request) = 0;
   virtual std::unique_ptr<WriteStream> OpenWrite() = 0;
-  // Both send the payload in messages of `message_bytes`.
+  // WriteTensor and AddGradient send the payload in messages of `message_bytes`.
   absl::Status WriteTensor(const v1::OpenTensor& open, absl::string_view payload,
                            size_t message_bytes = kMessageBytes) {
     return SendTensor(open, payload, message_bytes);
@@ -123,7 +123,7 @@ class TestClient {
     return SendGradient(open, payload, message_bytes, deadline);
   }
 
-  // fp32 shorthands.
+  // Shorthands for fp32.
   absl::StatusOr<std::vector<float>> Read(const std::string& head, v1::Param param, v1::Role role);
   absl::Status Write(const std::string& head, v1::Param param, absl::Span<const float> values);
 
@@ -139,7 +139,7 @@ class TestClient {
                                                                absl::Duration deadline) = 0;
 };
 
-// The bytes of numbers.
+// The values as bytes.
 template <typename T>
 std::string Bytes(const std::vector<T>& values) {
   return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));

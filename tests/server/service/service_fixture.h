@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole server in this process, and the fixtures of tests that call it: heads with every parameter
-// (HeadsTest), and bad input (BadInputTest).
+// TestServer: a whole server in this process. And the fixtures of tests that call it: HeadsTest has heads
+// with every parameter; BadInputTest sends bad input.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_SERVICE_FIXTURE_H_
 #define LOSSD_TESTS_SERVER_SERVICE_SERVICE_FIXTURE_H_
 
@@ -42,7 +42,7 @@ inline ServerOptions SmallServer() {
   return options;
 }
 
-// The small server on the CPU. `devices` of it divide a head, by rows or by classes; one divides nothing.
+// A small server on the CPU. If there are several `devices`, they divide each head by rows or by classes.
 inline ServerOptions SmallCpuServer(bool deterministic, int devices, bool by_vocabulary) {
   ServerOptions options = SmallServer();
   options.deterministic = deterministic;
@@ -52,7 +52,7 @@ inline ServerOptions SmallCpuServer(bool deterministic, int devices, bool by_voc
   return options;
 }
 
-// A server on a free loopback port, with a folder of its own; gone with the object.
+// A server on a free loopback port, with a folder of its own. Both end with the object.
 class TestServer {
  public:
   explicit TestServer(ServerOptions options = SmallServer()) {
@@ -74,7 +74,8 @@ class TestServer {
   std::unique_ptr<Server> server_;
 };
 
-// A server on the CPU and a head of 13 by 57 with every parameter, for tests of heads through the service.
+// A server on the CPU, and a head with D = 13, V = 57 and every parameter, for tests of heads through the
+// service.
 class HeadsTest : public ::testing::Test {
  protected:
   static constexpr uint64_t kHidden = 13;
@@ -152,8 +153,8 @@ class HeadsTest : public ::testing::Test {
   std::unique_ptr<TestClient> client_ = server_.Connect();
 };
 
-// What clients can get wrong. Each case must end with its status code and an error that names field and
-// value, change no accumulator, and leave the server serving.
+// Tests of the mistakes that clients can make. Each mistake must end with its status code and an error that
+// names field and value. It must change no gradient, and the server must continue to serve.
 class BadInputTest : public ::testing::Test {
  protected:
   static constexpr int64_t kRows = 12;
@@ -169,13 +170,14 @@ class BadInputTest : public ::testing::Test {
     request.mutable_spec()->set_vocab_size(kClasses);
     request.mutable_spec()->set_bias(true);
     EXPECT_TRUE(client_->CreateHead(request).ok());
-    // Something to protect: gradients of one microbatch.
+    // Gradients of one microbatch, which the mistakes must not change.
     EXPECT_TRUE(RunGood(/*id=*/1, /*accumulate=*/true).status.ok());
     gradients_ = ReadGradients();
     EXPECT_NE(gradients_.find_first_not_of('\0'), std::string::npos);
   }
 
-  // Every test ends with the accumulators' bits unchanged and a server that computes.
+  // Every test ends with a check that the bits of the gradients are unchanged and that the server still
+  // computes.
   void TearDown() override {
     EXPECT_EQ(ReadGradients(), gradients_) << "an accumulator changed";
     const LossAnswers answers = RunGood(/*id=*/1000, /*accumulate=*/false);
@@ -184,7 +186,7 @@ class BadInputTest : public ::testing::Test {
     ExpectIdle();
   }
 
-  // Buffers and streams come back once the calls are over.
+  // Expects that buffers and streams are given back when the calls are over.
   void ExpectIdle() {
     const absl::Time limit = clocks::SteadyNow() + absl::Seconds(10);
     engine::EngineStats stats = server_.server().stats();
@@ -239,7 +241,7 @@ class BadInputTest : public ::testing::Test {
     return stream->Finish();
   }
 
-  // A call with this opening message and, if it gets that far, good slices.
+  // Makes a call with the changed opening message and, if the call gets that far, good slices.
   absl::Status RunWith(const std::function<void(v1::OpenMicrobatch&)>& spoil) {
     v1::OpenMicrobatch open = GoodOpen();
     spoil(open);
@@ -249,7 +251,7 @@ class BadInputTest : public ::testing::Test {
     return stream->Finish().status;
   }
 
-  // A good opening message, then what `act` sends, then the half-close.
+  // Makes a call with a good opening message, then what `act` sends, then the half-close.
   LossAnswers RunThen(const std::function<void(LossStream&)>& act) {
     const auto stream = client_->OpenLoss();
     stream->SendOpen(GoodOpen());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small head, random rows for it as the C++ client sends them, and trainings of that head, to compare what
-// several kinds of servers make of it.
+// A small head, random rows for it in the form of the C++ client, and training runs of that head, which tests
+// use to compare several kinds of servers.
 #ifndef LOSSD_TESTS_SERVER_SERVICE_SMALL_TRAINING_H_
 #define LOSSD_TESTS_SERVER_SERVICE_SMALL_TRAINING_H_
 
@@ -25,7 +25,7 @@ namespace lossd::app::testing {
 inline constexpr uint64_t kSmallHidden = 24;
 inline constexpr uint64_t kSmallVocab = 97;
 
-// Creates head "head", always with the same weights.
+// The request that creates head "head", always with the same weights.
 inline v1::CreateHeadRequest SmallHead() {
   v1::CreateHeadRequest request;
   request.mutable_spec()->set_name("head");
@@ -37,7 +37,7 @@ inline v1::CreateHeadRequest SmallHead() {
 
 struct SmallRows {
   std::vector<float> hidden;     // [rows, kSmallHidden]
-  std::vector<int32_t> targets;  // about every tenth row has none
+  std::vector<int32_t> targets;  // about every tenth row has no target
 };
 
 inline SmallRows MakeSmallRows(size_t rows, std::mt19937_64& rng) {
@@ -51,7 +51,7 @@ inline SmallRows MakeSmallRows(size_t rows, std::mt19937_64& rng) {
   return data;
 }
 
-// The rows as microbatch `id` of a step. They outlive it.
+// The rows as microbatch `id` of a step. `data` must outlive it.
 inline client::Microbatch SmallMicrobatch(const SmallRows& data, uint64_t step, uint64_t id) {
   client::Microbatch microbatch;
   microbatch.head = "head";
@@ -64,7 +64,8 @@ inline client::Microbatch SmallMicrobatch(const SmallRows& data, uint64_t step, 
   return microbatch;
 }
 
-// Opens a microbatch of head "head" with all of its rows, in fp32: the sum of their losses, and dL/dx.
+// The opening message of a microbatch of head "head" with all of its rows, in fp32, that asks for the sum of
+// the losses and dL/dx.
 inline v1::OpenMicrobatch OpenSum(const std::vector<int32_t>& targets) {
   v1::OpenMicrobatch open;
   open.set_head("head");
@@ -88,9 +89,10 @@ inline v1::ApplyStepRequest AdamStep(uint64_t step, size_t microbatches) {
 
 struct Trained {
   std::vector<std::vector<float>> tensors;  // the weight and its moments
-  std::vector<std::vector<float>> grads;    // of the hidden states, by microbatch, of the last step
-  std::vector<double> losses;               // of all microbatches
-  std::vector<double> norms;                // of the gradient, by step
+  // For each microbatch of the last step: the gradient of its hidden states.
+  std::vector<std::vector<float>> grads;
+  std::vector<double> losses;  // the losses of all microbatches
+  std::vector<double> norms;   // the norm of the gradient at each step
 };
 
 inline std::vector<std::vector<float>> Tensors(client::Client& client) {
@@ -112,7 +114,7 @@ inline std::unique_ptr<client::Client> Connect(const std::string& target, int ch
   return *std::move(client);
 }
 
-// Steps [first, end) with all of the microbatches, sent in the order and the slices that `rng` says.
+// Trains steps [first, end) with all microbatches. `rng` chooses the order and the slices.
 inline void Train(client::Client& client, const std::vector<SmallRows>& data, uint64_t first, uint64_t end,
                   std::mt19937_64& rng, Trained& trained) {
   trained.grads.resize(data.size());
@@ -150,7 +152,7 @@ inline std::vector<SmallRows> RandomData(std::mt19937_64& rng) {
   return data;
 }
 
-// Three steps of a new head.
+// Creates the head and trains it for three steps.
 inline Trained TrainAt(const std::string& target, const std::vector<SmallRows>& data, uint64_t seed,
                        v1::Split split = v1::SPLIT_UNSPECIFIED, const std::vector<uint32_t>& shares = {}) {
   std::mt19937_64 rng(seed);
@@ -170,7 +172,7 @@ inline void ExpectSameBits(const Trained& got, const Trained& want) {
   EXPECT_EQ(got.norms, want.norms);
 }
 
-// Relative to the largest of the values: sums of thousands of rows in another order.
+// The tolerance is relative to the largest value, because thousands of rows are added in different orders.
 inline void ExpectNear(const std::vector<float>& got, const std::vector<float>& want, double tolerance) {
   ASSERT_EQ(got.size(), want.size());
   double largest = 0.0;
@@ -182,23 +184,23 @@ inline void ExpectNear(const std::vector<float>& got, const std::vector<float>& 
   EXPECT_LE(difference, tolerance * largest);
 }
 
-// The gradient of the objective with respect to each row's loss; the same each time.
+// The gradient of the objective with respect to each row's loss. It is the same each time.
 inline std::vector<float> UpstreamGradients(size_t rows, bool ones) {
   std::vector<float> gradients(rows, 1.0f);
   for (size_t i = 0; i < rows && !ones; ++i) gradients[i] = static_cast<float>(i % 17) / 8.0f - 1.0f;
   return gradients;
 }
 
-// A training of the small head whose losses come before their gradients, or some of them.
+// A training of the small head in which all or some microbatches are deferred.
 class DeferredTraining {
  public:
-  // Of microbatches that come directly the objective is the sum of the losses, and so it is of deferred ones
-  // with `ones`.
+  // The objective of direct microbatches is the sum of their losses. With `ones`, it is the same for deferred
+  // ones.
   DeferredTraining(client::Client& client, const std::vector<SmallRows>& data, bool ones)
       : client_(client), data_(data), ones_(ones) {}
 
-  // Steps [0, end). `defers` says which microbatches are deferred; the rest is as `rng` says, with
-  // microbatches that are retained in vain, of which some are released.
+  // Trains steps [0, end). `defers` says which microbatches are deferred. `rng` chooses the rest. Other
+  // microbatches are retained without a use, and some of them are released.
   Trained Run(uint64_t end, const std::function<bool(size_t)>& defers, std::mt19937_64& rng) {
     Trained trained;
     trained.grads.resize(data_.size());
@@ -241,7 +243,7 @@ class DeferredTraining {
                Trained& trained) {
     const client::ComputeOptions retain = {.reduction = v1::REDUCTION_NONE, .retain = true};
     std::vector<std::vector<float>> losses(data_.size());
-    const uint64_t in_vain = data_.size();  // ids from here on
+    const uint64_t in_vain = data_.size();  // microbatch ids from here on are retained without a use
     Pending pending;
     for (const size_t i : Shuffled(data_.size(), rng)) {
       if (!defers(i)) continue;

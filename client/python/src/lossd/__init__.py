@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Client of lossd, a server that owns the loss head of a language model.
 
-lossd.Client speaks the protocol with NumPy arrays; lossd.torch (imported on its own) has the PyTorch module.
+lossd.Client speaks the protocol with NumPy arrays. lossd.torch, which must be imported separately, has the PyTorch module.
 """
 
 from lossd._embedded import EmbeddedClient, embedded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers give as arrays, checked and in the form that is sent. InvalidArgument names what is wrong."""
+"""Checks the arrays that callers give and converts them to the form that is sent. InvalidArgument names what is wrong."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lossd.v1 import types_pb2
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the host, or of a GPU as any library has it (`__cuda_array_interface__`); C-contiguous; referred to, not
-    copied."""
+    """A C-contiguous array in host memory, or in GPU memory of any library (`__cuda_array_interface__`). Refers to the memory
+    and does not copy it."""
 
-    owner: Any  # keeps the memory
+    owner: Any  # keeps the memory alive
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     address: int
     writeable: bool
-    device: str = ""  # the GPU, "GPU-..."; "": memory of the host
-    stream: int | None = None  # of the GPU: what it has been given comes before the rows are read
+    device: str = ""  # the UUID of the GPU, "GPU-..."; "": host memory
+    stream: int | None = None  # of the GPU: the rows are read after the work that was enqueued on it
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +39,7 @@ class Array:
 
 
 def array_of(name: str, array: Any) -> Array:
-    """InvalidArgument, naming the argument `name`, if it is not C-contiguous."""
+    """The Array of `array`. InvalidArgument, naming the argument `name`, if it is not C-contiguous."""
     if not is_cuda_array(array):
         if not array.flags.c_contiguous:
             raise errors.InvalidArgument(f"{name} must be C-contiguous")
@@ -59,7 +59,8 @@ def is_cuda_array(values: object) -> bool:
 
 
 def _kind_of(name: str, found: np.dtype[Any], dtype: DType | None, on_gpu: bool = False) -> DType:
-    """The type of elements that are `found` in memory: a GPU's array may have the bits of bf16 as any 16-bit integers."""
+    """The type of elements whose type in memory is `found`. An array on a GPU may hold the bits of bf16 as any 16-bit
+    integers."""
     bits = found == np.uint16 or (on_gpu and found.kind in "iu" and found.itemsize == 2)
     if bits and dtype == "bf16":
         return dtype
@@ -76,13 +77,13 @@ def _kind_of(name: str, found: np.dtype[Any], dtype: DType | None, on_gpu: bool 
 
 def as_array(name: str, values: NDArray[Any], dtype: DType | None) -> tuple[DType, NDArray[Any]]:
     array = np.asarray(values)
-    if array.dtype.name == "bfloat16":  # of ml_dtypes
+    if array.dtype.name == "bfloat16":  # the type of the package ml_dtypes
         array, dtype = array.view(np.uint16), dtype or "bf16"
     return _kind_of(name, array.dtype, dtype), np.ascontiguousarray(array)
 
 
 def as_rows(name: str, values: Any, dtype: DType | None) -> tuple[DType, Array]:
-    """A matrix of the host or of a GPU, and the type of its elements."""
+    """A matrix in memory of the host or of a GPU, and the type of its elements."""
     if is_cuda_array(values):
         found = array_of(name, values)
         kind = _kind_of(name, found.dtype, dtype, on_gpu=True)
@@ -95,7 +96,7 @@ def as_rows(name: str, values: Any, dtype: DType | None) -> tuple[DType, Array]:
 
 
 def rows_of_depths(values: Any, dtype: DType | None, depths: Sequence[Depth]) -> tuple[DType, list[Array]]:
-    """as_rows() of hidden states, or of a list or tuple with an array for each depth: then as many."""
+    """Like as_rows(), for hidden states that are one array, or a list or tuple with one array for each depth."""
     if not depths or not isinstance(values, (list, tuple)):
         kind, rows = as_rows("hidden", values, dtype)
         return kind, [rows]
@@ -114,7 +115,8 @@ def rows_of_depths(values: Any, dtype: DType | None, depths: Sequence[Depth]) ->
 
 
 def gradients_of(wanted: Any, kind: DType, hidden: Sequence[Array], apart: bool) -> tuple[Any, list[Array]]:
-    """gradient_rows() of hidden states: a list of arrays if these are `apart`, one for each depth; and where they are."""
+    """Like gradient_rows(), for hidden states that are one array or, if `apart`, one for each depth. Returns what the caller
+    gets, and the arrays that the gradients are written to."""
     if not apart:
         whole, place = gradient_rows(wanted, kind, hidden[0].shape, hidden[0])
         return whole, [] if place is None else [place]
@@ -131,20 +133,22 @@ def gradients_of(wanted: Any, kind: DType, hidden: Sequence[Array], apart: bool)
 
 def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, ...], hidden: Array | None,
                   name: str = "grad_hidden") -> tuple[Any, Array | None]:
-    """The array that gradients go to, as the caller has it and as it is sent; None: they are not wanted.
+    """The array for gradients: as the caller gets it, and as it is sent. None: no gradients are wanted.
 
-    `hidden`: the rows whose gradients they are, on the same device; None: the server has them. `name`: of the argument.
+    `hidden`: the rows whose gradients they are, which must be on the same device; None: only the server has them. `name`: the
+    name of the argument.
     """
     element = types.NUMPY_DTYPES[kind]
     if isinstance(wanted, (bool, np.bool_)):
-        if wanted and hidden is not None and is_cuda_array(hidden.owner):  # an empty one has no device
+        if wanted and hidden is not None and is_cuda_array(hidden.owner):  # an empty array has no device
             raise errors.InvalidArgument("grad_hidden is True; for a CUDA array it must be one, to be written into, or False")
         array = np.empty(shape, element) if wanted else None
         return array, None if array is None else array_of(name, array)
     if not isinstance(wanted, np.ndarray) and not is_cuda_array(wanted):
         raise TypeError(f"{name} is {wanted!r}; it must be an array{' or a bool' if name == 'grad_hidden' else ''}")
     found = array_of(name, wanted)
-    bits = is_cuda_array(wanted) and found.dtype.itemsize == element.itemsize == 2  # other 16-bit dtypes will do, as for bf16
+    # Other 16-bit dtypes hold the bits as well, as for bf16.
+    bits = is_cuda_array(wanted) and found.dtype.itemsize == element.itemsize == 2
     if found.shape != shape or not (bits or found.dtype == element):
         raise errors.InvalidArgument(f"{name} has shape {found.shape} and dtype {found.dtype}; {shape} and {element} are needed")
     if not found.writeable:
@@ -155,7 +159,7 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, ...], hidden: Arra
 
 
 def teacher_rows(values: Any, dtype: DType | None, kind: DType, count: int, hidden: Sequence[Array]) -> Array | None:
-    """Hidden states of a teacher; `kind`, `count`, `hidden`: of the hidden states beside them."""
+    """The hidden states of a teacher. `kind`, `count` and `hidden` belong to the student's hidden states."""
     if values is None:
         return None
     found, rows = as_rows("teacher_hidden", values, dtype)
@@ -170,12 +174,12 @@ def teacher_rows(values: Any, dtype: DType | None, kind: DType, count: int, hidd
 
 
 def _classes(name: str, values: ArrayLike, form: str, has_form: Callable[[NDArray[Any]], bool]) -> NDArray[np.int32]:
-    """Numbers of classes, in an array of the same shape."""
+    """Class numbers as int32, in an array of the same shape."""
     array = np.asarray(values)
     if not has_form(array) or (array.dtype.kind not in "iu" and array.size):
         raise errors.InvalidArgument(f"{name} has shape {array.shape} and dtype {array.dtype}; it must be {form}")
     classes = array.astype("<i4", order="C")
-    beyond = np.flatnonzero(classes != array)  # of the 32 bits in which they travel
+    beyond = np.flatnonzero(classes != array)  # they do not fit into the 32 bits in which they are sent
     if len(beyond):
         worst = int(beyond[0])
         raise errors.InvalidArgument(f"{name}[{worst}] is {int(array.reshape(-1)[worst])}: not a class")
@@ -187,7 +191,7 @@ def as_targets(targets: ArrayLike, name: str = "targets") -> NDArray[np.int32]:
 
 
 def as_ids(ids: ArrayLike) -> NDArray[np.int32]:
-    """Numbers of rows of a weight."""
+    """Row numbers of a weight. InvalidArgument if one is negative."""
     numbers = as_targets(ids, "ids")
     if (numbers < 0).any():
         row = int((numbers < 0).argmax())
@@ -197,14 +201,14 @@ def as_ids(ids: ArrayLike) -> NDArray[np.int32]:
 
 
 def as_classes(classes: ArrayLike | None, rows: int) -> NDArray[np.int32] | None:
-    """[K] or [rows, K]."""
+    """Class numbers of shape [K] or [rows, K]."""
     return None if classes is None else _classes(
         "classes", classes, f"[K] or [{rows}, K] of integers",
         lambda array: array.ndim == 1 or (array.ndim == 2 and len(array) == rows))
 
 
 def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: int) -> dict[str, NDArray[Any]]:
-    """target_classes and target_weights, [rows, K] each; {}: there are none."""
+    """The arguments target_classes and target_weights, [rows, K] each; {} if they are not given."""
     if (classes is None) != (weights is None):
         raise errors.InvalidArgument("target_classes and target_weights come together")
     if classes is None or weights is None:
@@ -218,7 +222,7 @@ def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: 
 
 
 def as_floats(name: str, values: ArrayLike, rows: int | None = None) -> NDArray[np.float32]:
-    """A copy, one for each of `rows` rows; None: of as many as there are."""
+    """A copy with one value for each of `rows` rows; None: of any length."""
     array = np.array(values, "<f4")
     if array.ndim != 1:
         raise errors.InvalidArgument(f"{name} has shape {array.shape}; it must be [N]")
@@ -228,7 +232,7 @@ def as_floats(name: str, values: ArrayLike, rows: int | None = None) -> NDArray[
 
 
 def row_arrays(names: Iterable[RowOutput], rows: int) -> dict[RowOutput, NDArray[Any]]:
-    """For results [rows] each."""
+    """The arrays for results of shape [rows]."""
     arrays: dict[RowOutput, NDArray[Any]] = {}
     for name in names:
         if name not in types.ROW_OUTPUTS:
@@ -238,7 +242,7 @@ def row_arrays(names: Iterable[RowOutput], rows: int) -> dict[RowOutput, NDArray
 
 
 def class_arrays(classes: NDArray[np.int32] | None, top_k: int, rows: int) -> dict[str, NDArray[Any]]:
-    """For results [rows, K] and [rows, top_k] each."""
+    """The arrays for results of shapes [rows, K] and [rows, top_k]."""
     arrays: dict[str, NDArray[Any]] = {}
     if classes is not None and classes.shape[-1]:
         arrays["class_logprobs"] = np.empty((rows, classes.shape[-1]), np.float32)

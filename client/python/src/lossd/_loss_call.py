@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the library: its connections and calls, the arguments of loss computations, and those under way."""
+"""NativeClient: the connections of a client of the library, its calls, the arguments of loss computations, and the
+computations in flight."""
 
 from __future__ import annotations
 
@@ -29,29 +30,31 @@ from lossd.v1.library import lossd_depth, lossd_loss, lossd_request, lossd_resul
 
 # ---- Arguments ----
 
-_COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")  # what a lossd_result has of a LossResult
+# The fields of LossResult that come from lossd_result.
+_COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")
 _LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63), "padding_idx": (0, 31),
-           "top_k": (0, 31)}  # the least, and bits
+           "top_k": (0, 31)}  # for each argument: its least value, and the number of bits
 
 
 class Asked:
-    """What one computation is asked, in a structure of the library, and the memory that it points to."""
+    """The arguments of one computation, in a structure of the library, and the memory that the structure points to."""
 
     def __init__(self, arguments: lossd_loss, open_: loss_pb2.OpenMicrobatch | loss_pb2.OpenBackward, rows: str = "hidden") -> None:
-        """`rows`: the caller's name of the rows, for errors."""
+        """`rows`: the caller's name for the rows, which errors use."""
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
         self.arguments = arguments
         self.rows = rows
-        self.streams: dict[int, int] = {}  # to wait for beside the one that the library waits for, each with an address of its GPU
+        # Streams of the GPU to wait for in addition to the one that the library waits for; each with an address of its GPU.
+        self.streams: dict[int, int] = {}
         self._kept: list[Array] = []
 
     def put(self, **arrays: NDArray[Any] | Array | None) -> None:
-        """Has fields of the structure point to arrays; to none if they are None or empty."""
+        """Makes fields of the structure point to arrays; to null if an array is None or empty."""
         for name, array in arrays.items():
             setattr(self.arguments, name, self.pointer_to(array_of(name, array) if isinstance(array, np.ndarray) else array))
 
     def pointer_to(self, memory: Array | None) -> int | None:
-        """The address of memory that is kept."""
+        """The address of the memory, which is kept alive from now on."""
         if memory is None or not memory.nbytes:
             return None
         self._kept.append(memory)
@@ -64,7 +67,8 @@ class Asked:
         return memory.address
 
     def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array | None], depths: Sequence[Depth]) -> None:
-        """Hidden states and their gradients: one piece, or one for each depth; no gradients if none are wanted."""
+        """Puts hidden states and their gradients: one piece, or one for each depth; an empty `grad_hidden` if no gradients
+        are wanted."""
         apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
         if not apart:
             self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
@@ -76,7 +80,7 @@ class Asked:
 
 
 def check_numbers(**numbers: int | None) -> None:
-    """InvalidArgument, naming it, for a number that is out of range; None is none."""
+    """InvalidArgument, naming the argument, if a number is out of range. None is allowed."""
     for name, value in numbers.items():
         if value is not None:
             whole_number(name, value, *_LIMITS[name])
@@ -98,27 +102,29 @@ A = ParamSpec("A")
 
 
 def _in_process(pid: int, function: Callable[..., Any], *arguments: Any) -> None:
-    if pid == os.getpid():  # a fork has no client
+    if pid == os.getpid():  # a forked process has no client
         function(*arguments)
 
 
 class NativeClient:
-    """The part of lossd.Client that is about connections and computations under way; threads, units and errors as there."""
+    """The part of lossd.Client that is about connections and computations in flight. Threads, units and errors are as
+    described there."""
 
     def __init__(self, retry: RetryOptions, max_pending: int, **options: Any) -> None:
-        """`options` are those of the library (lossd_client_connect)."""
+        """`options` are the options of the library (lossd_client_connect)."""
         if max_pending < 1:
             raise errors.InvalidArgument(f"max_pending is {max_pending}; it must be at least 1")
         self._library = _native.library()
         self._pid = os.getpid()
         self.closed = False  # whether close() was called
-        self._ended = ""  # why the server has ended, if something other than a call has told
+        self._ended = ""  # why the server has ended, if that is known from elsewhere than a call
         self._loss_timeout, self._transfer_timeout = options["loss_timeout"], options["transfer_timeout"]
         self._max_pending = max_pending
         self._lock = threading.Lock()
-        self._pending: set[Pending[Any]] = set()  # those under way, which keep their arrays; guarded by _lock
+        self._pending: set[Pending[Any]] = set()  # computations in flight, which keep their arrays alive; guarded by _lock
         self._pointer: int = self._library.lossd_client_new()
-        # At the end of the process the client is closed and not freed: daemon threads may still call it. Else the later one is first.
+        # At the end of the process, the client is closed but not freed, because daemon threads may still call it. Otherwise
+        # the finalizer that is made later runs first.
         weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_free, self._pointer).atexit = False
         weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_close, self._pointer, None)
         try:
@@ -138,42 +144,45 @@ class NativeClient:
 
     @property
     def run(self) -> str:
-        """The name under which this client trains: the argument `run`, or what stands for it."""
+        """The name under which this client trains: the argument `run`, or its default."""
         return self._run
 
     @property
     def transport(self) -> tuple[str, str]:
-        """How rows travel, "shared_memory" or "grpc", and why; decided with the first loss computation."""
+        """How rows are sent, "shared_memory" or "grpc", and why. Decided with the first loss computation."""
         found = self._described()
         return found[2], found[3]
 
     @property
     def cuda_transport(self) -> tuple[str, str]:
-        """How rows of CUDA arrays travel, and why: "cuda_ipc", through memory of a GPU of the server, or "grpc", as rows of
-        the host after a copy; decided with the first of them on each GPU, or with shares_gpu. If some go one way and some the
-        other, "grpc", and the reason has the way of each GPU."""
+        """How rows of CUDA arrays are sent, and why: "cuda_ipc": through memory of a GPU of the server; "grpc": copied to the
+        host and sent like rows of the host. Decided with the first such rows on each GPU, or by shares_gpu. If it differs
+        between GPUs, this is "grpc", and the reason names the way of each GPU."""
         found = self._described()
         return found[6], found[7]
 
     @property
     def connections(self) -> tuple[int, str]:
-        """How many connections loss computations are spread over, and why; changes unless `channels` says how many."""
+        """Over how many connections loss computations are spread, and why. The number may change unless `channels` fixes
+        it."""
         found = self._described()
         return int(found[4]), found[5]
 
     def _described(self) -> list[str]:
-        """The texts of lossd_client_describe."""
+        """The texts that lossd_client_describe returns."""
         return os.fsdecode(Call().run("lossd_client_describe", self._pointer)).split("\0")
 
     def shares_gpu(self, device: int | None = None) -> bool:
-        """Whether rows of CUDA arrays, of this GPU of the process (None: of the first one that is the server's), go through
-        memory of a GPU of the server. Opens that memory when asked first, which takes some milliseconds."""
+        """Whether rows of CUDA arrays on this GPU are sent through memory of a GPU of the server. `device`: the GPU's number
+        in this process; None: the first GPU that is also the server's. The first call opens that memory, which takes some
+        milliseconds."""
         with contextlib.suppress(errors.Cancelled):  # the client is closed
             return bool(Call().run("lossd_client_open_memory", self._pointer, -1 if device is None else device))
         return False
 
     def check_usable(self) -> None:
-        """ClientClosed or ForkedClient if no call can be made, Unavailable if the server is known to have ended."""
+        """ClientClosed or ForkedClient if the client cannot make calls. Unavailable if it is known that the server has
+        ended."""
         if self._pid != os.getpid():
             raise errors.ForkedClient(f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
                                       "or start processes with multiprocessing's spawn")
@@ -183,17 +192,19 @@ class NativeClient:
             raise errors.Unavailable(self._ended)
 
     def acknowledge_restart(self, head: str) -> None:
-        """The trainer starts the open step again: Restarted and StepDiscarded are not raised for it any more.
+        """Says that the trainer starts the open step again, so that Restarted and StepDiscarded are not raised for it any
+        more.
 
-        Not needed after load_checkpoint, create_head, reset_head, delete_head or zero_gradients of this client on the head.
+        Not needed after this client called load_checkpoint, create_head, reset_head, delete_head or zero_gradients for the
+        head.
         """
         self.check_usable()
         self._library.lossd_client_acknowledge_restart(self._pointer, head.encode())
 
     def close(self) -> None:
-        """Cancels what is under way, waits for it, and closes the connections. May be repeated."""
+        """Cancels the calls in flight, waits for them, and closes the connections. May be called again."""
         self.closed = True
-        if self._pid != os.getpid():  # a fork has no client
+        if self._pid != os.getpid():  # a forked process has no client
             return
         with self._lock:
             pending = list(self._pending)
@@ -203,12 +214,12 @@ class NativeClient:
         self._sweep()
 
     def _fail(self, why: str) -> None:
-        """The server is known to have ended: calls under way and later ones raise Unavailable with this reason."""
+        """Notes that the server has ended: calls in flight and later calls raise Unavailable with this reason."""
         self._ended = why
         self._library.lossd_client_close(self._pointer, None)
 
     def _meant(self, error: errors.LossdError) -> errors.LossdError:
-        """The error of a call as the caller should see it."""
+        """The error that the caller should see for an error of a call."""
         if isinstance(error, errors.Cancelled):
             if self.closed:
                 return errors.ClientClosed("this client was closed during the call")
@@ -219,7 +230,8 @@ class NativeClient:
     def _call(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
               payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
               on_progress: Callable[[bytes], None] | None = None) -> M:
-        """One method of the services (lossd_client_request). `payload`: a C-contiguous array, which is read or written."""
+        """Calls one method of the services (lossd_client_request). `payload`: a C-contiguous array that is read or
+        written."""
         self.check_usable()
         message = request.SerializeToString()
         asked = lossd_request(method=method.encode(), message=message, message_size=len(message),
@@ -242,7 +254,7 @@ class NativeClient:
             raise self._meant(error) from None
 
     def _launch(self, pending: P, timeout: float | None, ready: Callable[[], None] | None) -> P:
-        """Begins a computation, once there are fewer than max_pending."""
+        """Begins a computation as soon as there are fewer than max_pending."""
         seconds = self._loss_timeout if timeout is None else _positive(timeout)
         end = time.monotonic() + seconds
         self._sweep()
@@ -255,12 +267,12 @@ class NativeClient:
             pending._start(max(end - time.monotonic(), 1e-3), ready)
         except BaseException:  # an interrupt
             pending.cancel()
-            pending._await_end()  # the memory is free then
+            pending._await_end()  # after this, the memory is not in use any more
             raise
         return pending
 
     def _sweep(self) -> None:
-        """Lets go of computations that have ended, and that nobody has waited for."""
+        """Forgets computations that have ended without a call of wait()."""
         with self._lock:
             self._pending = {each for each in self._pending if not each.done()}
 
@@ -268,19 +280,19 @@ class NativeClient:
 # ---- Computations under way ----
 
 class Pending(Generic[R]):
-    """A computation under way. Its memory, inputs and outputs, is in use until it is done."""
+    """A computation in flight. Its inputs and outputs are in use until it is done."""
 
     _RESULT, _NAME = "the loss", "a loss computation that is under way"
 
     def __init__(self, client: NativeClient, asked: Asked, finish: Callable[[LossResult], R]) -> None:
-        # It runs in the library, on no thread of Python. `finish` makes the result of what the server says.
+        # The computation runs in the library, without a Python thread. `finish` makes the result from the server's answer.
         self._client = client
-        self._asked: Asked | None = asked  # is kept until the end
+        self._asked: Asked | None = asked  # kept until the end
         self._of_rows = asked.rows
         self._finish = finish
         self._call = Call()
         if not client._library.lossd_check_loss(ctypes.byref(asked.arguments), self._call.pointer):
-            self._call.answer()  # raises why not
+            self._call.answer()  # raises the reason
         self._lock = threading.Lock()  # guards what follows
         self._value: R | None = None
         self._error: BaseException | None = None
@@ -296,10 +308,10 @@ class Pending(Generic[R]):
         return self._call.wait(0.0) != 0
 
     def wait(self, timeout: float | None = None) -> R:
-        """Blocks until the result is there and returns it, or raises what went wrong. May be repeated.
+        """Blocks until the result is there and returns it, or raises the computation's error. May be called again.
 
-        TimeoutError after `timeout` seconds; the computation goes on. An interrupt (KeyboardInterrupt) ends the
-        computation before it is passed on, so that the memory is free; a second one is passed on at once.
+        TimeoutError after `timeout` seconds; the computation continues. An interrupt (KeyboardInterrupt) first ends the
+        computation, so that its memory is free, and is raised then. A second interrupt is raised at once.
         """
         try:
             ended = self._await_end(timeout)
@@ -318,11 +330,11 @@ class Pending(Generic[R]):
             return self._value
 
     def cancel(self) -> None:
-        """Asks for an early end with Cancelled; no effect when done. wait() says when it has ended."""
+        """Asks the computation to end early with Cancelled; no effect when it is done. wait() returns when it has ended."""
         self._call.cancel()
 
     def _start(self, timeout: float, ready: Callable[[], None] | None) -> None:
-        """`ready` runs on a thread of its own before the computation begins."""
+        """Begins the computation. `ready` runs first, on a thread of its own."""
         assert self._asked is not None
         asked, client = self._asked, self._client
         asked.arguments.timeout = timeout
@@ -349,7 +361,7 @@ class Pending(Generic[R]):
             begin_when_ready()
 
     def _await_end(self, timeout: float | None = None) -> bool:
-        """Whether it has ended within so many seconds; None: waits without a limit."""
+        """Whether the computation ends within `timeout` seconds; None: waits without a limit."""
         if not _native.await_end(self._call.wait, timeout):
             return False
         self._asked = None
@@ -362,7 +374,7 @@ class Pending(Generic[R]):
             summary = loss_pb2.MicrobatchSummary.FromString(self._call.answer())
             self._value = self._finish(_result_of(summary, self._call.result()))
         except errors.LossdError as error:
-            if error.field.startswith("open.targets") and self._of_rows != "hidden":  # rows of an embedding
+            if error.field.startswith("open.targets") and self._of_rows != "hidden":  # for rows of an embedding
                 error.reword(error.message.replace("open.targets", "ids", 1))
             if error.field == "hidden_size":
                 said = f"{self._of_rows}: a row has {error.value} elements"
@@ -371,7 +383,7 @@ class Pending(Generic[R]):
 
 
 def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossResult:
-    """Fields have the names that they have in the messages."""
+    """The result of a call. Its fields have the same names as in the messages."""
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
         return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)
                 if each.name in message.DESCRIPTOR.fields_by_name}
@@ -384,17 +396,17 @@ def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossR
 
 
 class PendingLoss(Pending[LossResult]):
-    """A loss computation under way. Its memory, inputs and outputs, is in use until it is done."""
+    """A loss computation in flight. Its inputs and outputs are in use until it is done."""
 
 
 class PendingRows(Pending[EmbedResult]):
-    """Rows of an embedding on their way. The memory that they go to is in use until they are there."""
+    """Rows of an embedding that were asked for. The memory for them is in use until they are there."""
 
     _RESULT, _NAME = "the last row", "rows that are on their way"
 
 
 def waiting(begin: Callable[Concatenate[C, A], Pending[R]], result: type[R]) -> Callable[Concatenate[C, A], R]:
-    """The method that has the arguments of `begin`, a method NAME_async, and waits for the result of what that begins."""
+    """Makes the blocking method for `begin`, a method NAME_async: it has the same arguments, and waits for the result."""
     @functools.wraps(begin)
     def blocking(self: C, /, *arguments: A.args, **named: A.kwargs) -> R:
         begun: Pending[R] = getattr(self, begin.__name__)(*arguments, **named)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library liblossd.so, which has the client and the server (client/library/lossd_client.h, server/app/lossd.h), and calls of it.
-Its functions run without the interpreter's lock.
+"""Loads the library liblossd.so, which has the client and the server (client/library/lossd_client.h, server/app/lossd.h), and
+calls its functions. They run without the interpreter's lock.
 
-Python runs signal handlers on the main thread, after any call of a function there. So functions of the library that may take long
-return at once, and waits for them are cut into short ones (await_end); and locks that an exception of a handler may leave taken, as
-those of Condition and Future, are not used on the main thread.
+Python runs signal handlers on the main thread, between two calls of functions there. So library functions that may take long
+return at once, and waits for them are cut into short ones (await_end). The main thread uses no locks that an exception in a
+handler may leave taken, such as those of Condition and Future.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ from lossd.v1.library import FUNCTIONS, lossd_result
 
 VERSION: str = metadata.version("lossd")
 
-_PLACES = ("/usr/lib/lossd/liblossd.so", "/usr/local/lib/lossd/liblossd.so")  # of the Debian package, and of `make install`
+# Installed by the Debian package, and by `make install`.
+_PLACES = ("/usr/lib/lossd/liblossd.so", "/usr/local/lib/lossd/liblossd.so")
 _NOT_HERE = ("lossd needs the library liblossd.so: the wheel lossd_server-*.whl of a release or of `make packages` brings it, as do "
              "the Debian package and `make install`, and the environment variable LOSSD_LIBRARY names it")
 _PATH = (str, os.PathLike)
-_TEXTS: Mapping[str, Any] = {  # of the options of a client
+_TEXTS: Mapping[str, Any] = {  # the types of a client's options
     "target": str, "context": str, "token": str, "transport": str, "run": str, "ca": _PATH, "cert": _PATH, "key": _PATH}
 
 
 def _library_path() -> str:
-    """The library: that of LOSSD_LIBRARY, that of the package lossd-server, or the system's."""
+    """The path of the library: LOSSD_LIBRARY, or the library of the package lossd-server, or the system's."""
     if given := os.environ.get("LOSSD_LIBRARY"):
         if not Path(given).is_file():
             raise errors.Unavailable(f"LOSSD_LIBRARY is {given}, and there is no such file")
         return given
-    with contextlib.suppress(ImportError, AttributeError):  # it is not there, or of an earlier version
+    with contextlib.suppress(ImportError, AttributeError):  # the package is not installed, or is an earlier version
         return str(importlib.import_module("lossd_server").library())
     return next(filter(os.path.isfile, _PLACES), "liblossd.so")
 
 
 @functools.lru_cache(maxsize=None)
 def library() -> ctypes.CDLL:
-    """Unavailable, saying where it is looked for, if the library is not there or of another version."""
+    """The loaded library. Unavailable, naming the places, if the library is missing or is another version."""
     path = _library_path()
     try:
-        # Its own gRPC, protobuf and Abseil go before those that another package has put before all (TensorFlow does).
+        # Loads the library's own gRPC, protobuf and Abseil in preference to copies that another package has made global, as
+        # TensorFlow does.
         loaded = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
     except OSError as error:
         raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
@@ -69,15 +71,15 @@ def library() -> ctypes.CDLL:
 
 
 def current_gpu() -> tuple[int, str] | None:
-    """The GPU that the calling thread works on: its number and its UUID; None: it works on none."""
+    """The GPU that the calling thread uses: its number and its UUID. None: the thread uses no GPU."""
     name = ctypes.create_string_buffer(64)
     number = library().lossd_current_gpu(name)
     return None if number < 0 else (number, name.value.decode())
 
 
 def gpu_of(name: str, address: int) -> str:
-    """The UUID of the GPU whose memory is at this address. InvalidArgument, naming the argument `name`, if it is none's;
-    Unavailable, saying why, if there is no driver."""
+    """The UUID of the GPU that has memory at this address. InvalidArgument, naming the argument `name`, if no GPU has;
+    Unavailable, with the reason, if there is no driver."""
     uuid = ctypes.create_string_buffer(64)
     try:
         Call().run("lossd_gpu_of", address, uuid)
@@ -87,8 +89,9 @@ def gpu_of(name: str, address: int) -> str:
 
 
 def option_texts(options: Mapping[str, Any]) -> Any:
-    """Options of a client or a server as the library takes them, texts "name=value"; None: an option is not given. InvalidArgument,
-    naming it, if the text of a client's option is none, and for a certificate no path either."""
+    """Options of a client or a server in the form that the library takes, texts "name=value". None means that an option is
+    not given. InvalidArgument, naming the option, if a text option of a client is not a string (for certificates also a path
+    is allowed)."""
     texts = []
     for name, value in options.items():
         if value is None:
@@ -103,8 +106,8 @@ def option_texts(options: Mapping[str, Any]) -> Any:
 
 
 def await_end(wait: Callable[[float], int], timeout: float | None = None) -> bool:
-    """Whether `wait`, which waits for a number of seconds in the library, says so within the timeout; None: there is none. Signal
-    handlers run between two waits."""
+    """Waits until `wait` returns true, and returns whether that was within the timeout (None: no limit). `wait` waits in the
+    library for the given number of seconds. Signal handlers run between two of these waits."""
     most = 0.05 if threading.current_thread() is threading.main_thread() else math.inf
     end = math.inf if timeout is None else time.monotonic() + timeout
     while not wait(min(most, max(0.0, end - time.monotonic()))):
@@ -114,18 +117,18 @@ def await_end(wait: Callable[[float], int], timeout: float | None = None) -> boo
 
 
 class Call:
-    """One function of the library that may be cancelled, and what it has become (lossd_call). Thread-safe."""
+    """One call of a library function that can be cancelled, and its outcome (lossd_call). Thread-safe."""
 
     def __init__(self, *kept: Any) -> None:
         """`kept`: memory that the function uses until the call has ended."""
         self._library = library()
-        # Where no signal handler runs, functions carry out what they do themselves.
+        # On threads without signal handlers, library functions do their work before they return.
         self.pointer: int = self._library.lossd_call_new(threading.current_thread() is not threading.main_thread())
         self._pid = os.getpid()
         self._kept = kept
 
     def __del__(self) -> None:
-        # A fork has the object, and not the threads that it belongs to.
+        # A forked process has a copy of the object, but not the threads that belong to it.
         if getattr(self, "_pid", -1) == os.getpid():
             self._library.lossd_call_free(self.pointer)
 
@@ -133,13 +136,15 @@ class Call:
         self._library.lossd_call_cancel(self.pointer)
 
     def wait(self, seconds: float) -> int:
-        """Whether it has ended within so many seconds. An interrupt does not shorten them."""
+        """Whether the call ends within this number of seconds. An interrupt does not make the wait shorter."""
         return int(self._library.lossd_call_wait(self.pointer, seconds))
 
     def run(self, function: str, *arguments: Any, meanwhile: Callable[[], None] | None = None) -> bytes:
-        """The answer of a function that takes the call last. `meanwhile` is called a few times a second, and after the end.
+        """Calls a function whose last argument is the call, and returns its answer. `meanwhile` is called a few times a
+        second, and once after the end.
 
-        An exception of a signal handler or of `meanwhile` cancels the call, and is passed on when it has ended; a second one at once.
+        An exception of a signal handler or of `meanwhile` cancels the call, and is raised when the call has ended. A second
+        exception is raised at once.
         """
         try:
             getattr(self._library, function)(*arguments, self.pointer)
@@ -155,13 +160,13 @@ class Call:
         return self.answer()
 
     def result(self) -> lossd_result:
-        """Of a call that has ended, which keeps what it points to."""
+        """The result of a call that has ended. The call owns the memory that the result points to."""
         result = lossd_result()
         self._library.lossd_call_result(self.pointer, ctypes.byref(result))
         return result
 
     def answer(self) -> bytes:
-        """Of a call that has ended. Raises its error."""
+        """The answer of a call that has ended. Raises the call's error."""
         found = self.result()
         if found.code == 0:
             return ctypes.string_at(found.answer, found.answer_size)
@@ -169,7 +174,8 @@ class Call:
                                  ctypes.string_at(found.detail or b"", found.detail_size), found.reason)
 
     def progress(self) -> bytes | None:
-        """What it has told since the last time; None: nothing. Before its end, too."""
+        """The progress that the call has reported since the last time; None: nothing new. May be called before the call has
+        ended."""
         size = ctypes.c_size_t()
         address = self._library.lossd_call_progress(self.pointer, ctypes.byref(size))
         return None if address is None else ctypes.string_at(address, size.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of a lossd server: class Client."""
+"""Client: the connection of a trainer or another program to a lossd server."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ _DEFAULT_OPTIONS = LossOptions()
 
 
 class Client(HeadCalls):
-    """Connections to a lossd server, which computes losses and gradients, and steps the heads that it owns.
+    """Connections to a lossd server, which computes losses and gradients, and applies optimizer steps to the heads that it
+    owns.
 
         with lossd.Client("127.0.0.1:7070") as client:
             client.create_head("lm", hidden_size=64, vocab_size=1000)
             result = client.compute_loss("lm", hidden, targets, step=0, id=1, accumulate=True, grad_hidden=True)
             client.apply_step("lm", 0, lossd.AdamW(lr=1e-3), expected_microbatches=[1])
 
-    lossd.torch has a module and an optimizer for PyTorch on top.
+    lossd.torch builds a PyTorch module and an optimizer on this class.
 
-    Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors.
-    Calls that only read, and those that the server does once (apply_step, add_gradient, reset_head, set_shares,
-    delete_checkpoint, loss computations), are repeated when the connection breaks, within the timeout; the others never are.
+    Every method may be called from any thread at any time; calls run concurrently. Errors are the classes of lossd.errors. If
+    the connection breaks, the client repeats calls within their timeout: calls that only read, and calls that the server
+    carries out once however often they arrive (apply_step, add_gradient, reset_head, set_shares, delete_checkpoint, loss
+    computations). Other calls are never repeated.
 
-    Bad input raises before anything is sent where that can be known. Times are seconds, sizes are bytes. Symbols: N rows of
-    a microbatch, D hidden size, V vocabulary size.
+    Bad input that the client can recognize raises before anything is sent. Times are in seconds, sizes in bytes. Symbols: N
+    rows of a microbatch, D hidden size, V vocabulary size.
 
-    A client cannot be copied, pickled or used after a fork: each process makes its own.
+    A client cannot be copied, pickled or used after a fork: each process creates its own.
     """
 
     def __init__(
@@ -51,46 +53,48 @@ class Client(HeadCalls):
             transfer_timeout: float = 1800.0, loss_timeout: float = 600.0, dead_peer_timeout: float = 30.0,
             retry: RetryOptions = RetryOptions(), expected_incarnation: int = 0, max_pending: int = 64,
             transport: str | None = None, shared_memory_bytes: int | None = None, run: str | None = None) -> None:
-        """Connects, or says what is wrong: Unavailable if nobody is there, within some two seconds unless
-        `wait_for_server`; Restarted if another server is expected.
+        """Connects. Unavailable if no server answers, after about two seconds unless `wait_for_server`. Restarted if the
+        server is another process than `expected_incarnation`.
 
         Args:
-          target: host:port, or any gRPC target name; None: that of `context`, else of the environment variable
-            LOSSD_SERVER, else of the context that LOSSD_CONTEXT names, or 127.0.0.1:7070.
-          context: name of a server that `lossctl context add` has stored with its certificates and token; not with
-            `target`. What the arguments below and their variables say goes before what is stored. The current context of
-            lossctl counts for lossctl only.
-          ca: path of the PEM file with the authorities that sign servers' certificates. The connection has TLS if there
-            is one. None: LOSSD_CA; "": none. The server's certificate must be for the host of `target`.
+          target: host:port, or any gRPC target name. None: the target of `context`, else of the environment variable
+            LOSSD_SERVER, else of the context that LOSSD_CONTEXT names, else 127.0.0.1:7070.
+          context: the name of a server that `lossctl context add` has stored with its certificates and token. Not together
+            with `target`. The arguments below, and their environment variables, take precedence over the stored values. The
+            current context of lossctl has no effect here.
+          ca: path of the PEM file with the authorities that sign servers' certificates. If it is given, the connection uses
+            TLS. None: LOSSD_CA; "": none. The server's certificate must be for the host of `target`.
           cert, key: paths of the client's own certificate and of its key. None: LOSSD_CERT and LOSSD_KEY; "": none.
-          token: for servers that know clients by tokens. None: LOSSD_TOKEN; "": none. Sent only over TLS, or to a
+          token: for servers that identify clients by tokens. None: LOSSD_TOKEN; "": none. Sent only over TLS, or to a
             loopback address.
-          channels: connections to the server, in [1, 64]; a loss computation spreads its rows over them.
-            None: one, and as many as 8 while each further one makes rows that travel in messages go faster.
-          connect_timeout: for a server that is there, to answer on all connections.
-          wait_for_server: wait for one that is not there yet, too: for all of `connect_timeout`.
-          max_message_bytes: of one message, sent or received.
-          call_timeout: for descriptions, gradient norm, steps.
-          transfer_timeout: for creation, tensors, checkpoints.
-          loss_timeout: for a loss computation, attempts and waits together.
-          dead_peer_timeout: a connection whose peer takes no data for so long is given up.
-          retry: how calls that may be repeated are repeated when a connection breaks.
-          expected_incarnation: of the server, as results and descriptions name it, if the caller knows it from before:
-            connecting, and calls that accumulate or apply gradients, fail as after a restart if it is another process
-            by now. 0: the server is taken as it is found.
-          max_pending: loss computations under way; starting another one waits until one has ended, at most for its
-            timeout. On a deterministic server they may all wait for a microbatch with a smaller id, so not more than
-            max_pending - 1 are started before that one.
-          transport: how rows travel: "grpc", in messages; "shared_memory", in memory that client and server share, which
-            both have to be on one host for (Unavailable if there is none); "cuda_ipc", for rows of CUDA arrays of any GPU, in
-            memory of the server's nearest GPU, which this process has to see (Unavailable else), other rows as with "auto";
-            "auto": in memory of a GPU of the server if they lie on that one, else in shared memory, if it can be had.
-            None: the environment variable LOSSD_TRANSPORT, or "auto".
-          shared_memory_bytes: asked for, of the host's memory and of each GPU's as they are needed; the server may give less.
-            None: 4 MiB of each at first, and up to 256 MiB as calls need them: about four times the rows of the largest.
-          run: names the program that trains, in at most 128 printable characters: a head says who applied its last step,
-            and errors say who trains it besides. Processes of one training may share a name. None: the environment variable
-            LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>". "": no name.
+          channels: the number of connections to the server, in [1, 64]. A loss computation spreads its rows over them. None:
+            starts with one, and adds connections, up to 8, as long as another one makes rows that are sent in messages
+            faster.
+          connect_timeout: the limit for a running server to answer on all connections.
+          wait_for_server: also wait, for all of `connect_timeout`, for a server that is not running yet.
+          max_message_bytes: the largest message, sent or received.
+          call_timeout: the limit for descriptions, gradient norm and steps.
+          transfer_timeout: the limit for creation, tensors and checkpoints.
+          loss_timeout: the limit for a loss computation, with all its attempts and waits.
+          dead_peer_timeout: a connection is closed if the server accepts no data for this time.
+          retry: how calls are repeated when a connection breaks.
+          expected_incarnation: the incarnation of the server, from results and descriptions, if the caller knows it from
+            before. If the server is another process now, connecting, and calls that accumulate or apply gradients, fail as
+            after a restart. 0: any server.
+          max_pending: the most loss computations in flight. Starting another one waits until one has ended, at most for its
+            timeout. On a deterministic server, all of them may wait for a microbatch with a smaller id, so at most
+            max_pending - 1 may be started before that microbatch.
+          transport: how rows are sent. "grpc": in messages. "shared_memory": in memory that client and server share, for
+            which both must be on one host (Unavailable if this is not possible). "cuda_ipc": rows of CUDA arrays of any GPU
+            in memory of the server's nearest GPU, which this process must see (Unavailable if this is not possible); other
+            rows as with "auto". "auto": rows that lie on a GPU of the server in memory of that GPU, other rows in shared
+            memory if that is possible. None: the environment variable LOSSD_TRANSPORT, or "auto".
+          shared_memory_bytes: the size of the shared memory to ask the server for. It applies to host memory and, when a GPU
+            is first used, to the memory of each GPU. The server may give less. None: 4 MiB of each at first; it grows as
+            calls need it, to about four times the rows of the largest call, and at most to 256 MiB.
+          run: a name for the program that trains, of at most 128 printable characters. A head records which run applied its
+            last step, and errors name another run that trains it. Processes of one training may have the same name. None: the
+            environment variable LOSSD_RUN, else "<host>:<pid>-<8 hexadecimal digits>". "": no name.
         """
         super().__init__(
             retry, max_pending, target=target, context=context, ca=ca, cert=cert, key=key, token=token, transport=transport, run=run,
@@ -125,53 +129,56 @@ class Client(HeadCalls):
             target_weights: ArrayLike | None = None, depths: Sequence[Depth] = ()) -> PendingLoss:
         """Starts a loss computation.
 
-        Rows are split over streams and slices; long runs of ignored rows are not sent. A stream that breaks with
-        Unavailable, or that the transport refuses (ResourceExhausted that is not the server's), is sent again while the
-        server has not been restarted and the gradients of the step have not been discarded; the server accumulates no row
-        twice. A computation that neither accumulates nor retains begins again if the weights change under it
-        (RetryOptions): its results are those of one version of the weights.
+        The client divides the rows into streams and slices; long runs of ignored rows are not sent. If a stream breaks
+        (Unavailable), or the transport and not the server refuses it (ResourceExhausted), the client sends it again, unless
+        the server was restarted or the gradients of the step were discarded. The server accumulates no row twice. A
+        computation that neither accumulates nor retains begins again if the weights change meanwhile (RetryOptions), so its
+        results belong to one version of the weights.
 
         Args:
-          hidden: [N, D], float32 or float16; bf16 as uint16 with dtype="bf16", or as ml_dtypes.bfloat16. Sent from
-            where it lies if it is C-contiguous; must not change before the computation is done. Or a C-contiguous CUDA
-            array (anything with `__cuda_array_interface__`; bf16 as 16-bit integers), whose rows go through memory of the
-            server's GPU if `cuda_transport` says so.
-          targets: [N] classes in [0, V) or options.ignore_index. Copied, like row_weights.
-          step: the open step that the gradients belong to. Required with `accumulate`.
-          id: names the microbatch within (head, step). Sending the same id again with the same contents is safe.
-          row_weights: [N], multiply the rows' losses and gradients.
-          advantages, old_logprobs, ref_logprobs: [N], what options.objective takes with each row (lossd.Objective): the
-            advantage, and the log-probabilities that the policy which sampled the target and the reference gave it.
-          reduction: "sum", "mean" (divided by `normalizer`), or "none": no gradients yet (see `retain`), and the
+          hidden: [N, D], float32 or float16; bf16 as uint16 with dtype="bf16", or as ml_dtypes.bfloat16. A C-contiguous array
+            is sent without a copy, and must not change before the computation is done. It may also be a C-contiguous CUDA
+            array (any object with `__cuda_array_interface__`; bf16 as 16-bit integers). Its rows are sent through memory of
+            the server's GPU if `cuda_transport` says so.
+          targets: [N] classes in [0, V), or options.ignore_index. Targets and row_weights are copied.
+          step: the open step to which the gradients belong. Required with `accumulate`.
+          id: names the microbatch within (head, step). The same id may be sent again with the same contents.
+          row_weights: [N], factors of the rows' losses and gradients.
+          advantages, old_logprobs, ref_logprobs: [N], what options.objective needs for each row (lossd.Objective): the
+            advantage, the log-probability of the target under the policy that sampled it, and under the reference.
+          reduction: "sum"; "mean" (divided by `normalizer`); or "none": no gradients are computed yet (see `retain`), and the
             result's loss is the sum.
-          normalizer: what a mean divides by. None: the number of valid targets of the microbatch. With class
-            weights it must be given: the sum of the weights of valid targets.
-          grad_output: the gradient of the final objective with respect to this loss; multiplies every gradient.
-          accumulate: add dL/dW, dL/db, ... to the head's accumulators, at most once per row, whatever breaks.
-          retain: with reduction "none": keep the hidden states on the server for backward(), under `id`.
-          grad_hidden: True: return dL/dx; or a C-contiguous array [N, D] of the same dtype to write it into. For a CUDA
-            array it is a CUDA array.
-          rows: results wanted for every row.
-          classes: classes whose log-probabilities are wanted (LossResult.class_logprobs): [K], the same for all rows, or
-            [N, K]. K is at most 256; a class may come more than once.
-          top_k: how many of the most probable classes are wanted (LossResult.top_classes, top_logprobs): at most 128, and
-            at most V. Of equal logits the smaller class comes first.
-          streams: concurrent streams, fewer if rows are few; beyond one for each computation a client has 64 together. None: one
-            for each connection, and in shared memory one for each 8 MiB of rows, up to four and to half of the machine's cores.
-          slice_bytes: of hidden states that are sent at once, at most. None: 1 MiB in messages, 4 MiB in shared memory, and
-            in memory of the GPU as much as a quarter of it holds.
-          ready: blocks until `hidden` may be read and `grad_hidden` be written; runs on a thread of the client.
-          teacher_hidden: [N, D of the teacher], with options.distillation: the rows' hidden states of the teacher, of the
-            same dtype and on the same device as `hidden`, and under the same rules.
-          target_classes, target_weights: [N, K] each, with options.rest: soft targets, which take the place of `targets` in
-            the loss. A class is in [0, V), in any order, or -1 in an entry that names none and has weight 0; weights of a
-            class that a row names more than once add up. Weights are finite and not negative. K is at most 256, and at most
-            V. Copied. `targets` says which rows are ignored, and whose results "logprob" and correct_rows are. A row whose
-            target, or a class with a weight, has the probability 0 fails.
-          depths: divide the rows, in order, into parts of the loss with weights, normalizers and sums of their own
-            (LossResult.depths), such as those of models that predict several tokens: at most 64. One pass over the weights
-            serves them all. Then `hidden` may be a list or tuple with an array [rows, D] for each depth, which need not
-            lie one behind the other; `grad_hidden` is True, or a list of as many arrays. Not with reduction "none".
+          normalizer: what a mean is divided by. None: the number of valid targets of the microbatch. With class weights it
+            must be given: the sum of the weights of the valid targets.
+          grad_output: the gradient of the final objective with respect to this loss. It multiplies every gradient.
+          accumulate: add dL/dW, dL/db, ... to the head's gradients. Each row is added at most once, even if connections
+            break.
+          retain: with reduction "none": keep the hidden states on the server, under `id`, for backward().
+          grad_hidden: True: return dL/dx. Or a C-contiguous array [N, D] of the same dtype, to write dL/dx into; if `hidden`
+            is a CUDA array, it must be one, too.
+          rows: the results that are wanted for every row.
+          classes: classes whose log-probabilities are wanted (LossResult.class_logprobs): [K], the same for all rows, or [N,
+            K]. K is at most 256; a class may occur more than once.
+          top_k: how many of the most probable classes are wanted (LossResult.top_classes, top_logprobs): at most 128, and at
+            most V. If logits are equal, the smaller class comes first.
+          streams: the most concurrent streams; there are fewer if the rows are few. Each computation has at least one;
+            additional streams are limited to 64 for the whole client. None: one for each connection; in shared memory one for
+            each 8 MiB of rows, up to four and up to half of the machine's cores.
+          slice_bytes: the most bytes of hidden states that are sent at once. None: 1 MiB in messages, 4 MiB in shared memory;
+            in memory of the GPU, what a quarter of that memory holds.
+          ready: a function that blocks until `hidden` may be read and `grad_hidden` may be written. It runs on a thread of
+            the client.
+          teacher_hidden: [N, D of the teacher], with options.distillation: the teacher's hidden states of the rows. They have
+            the dtype and the device of `hidden`, and the same rules apply.
+          target_classes, target_weights: [N, K] each, with options.rest: soft targets, which replace `targets` in the loss. A
+            class is in [0, V), in any order; -1 marks an unused entry, whose weight must be 0. If a row names a class more
+            than once, the weights add up. Weights are finite and not negative. K is at most 256, and at most V. Copied.
+            `targets` still says which rows are ignored, and results "logprob" and correct_rows refer to it. A row fails if
+            its target, or a class with a weight, has the probability 0.
+          depths: divide the rows, in order, into at most 64 parts of the loss, each with its own weight, normalizer and sums
+            (LossResult.depths). This is for models that predict several tokens. One pass over the weights computes all
+            depths. `hidden` may then be a list or tuple with an array [rows, D] for each depth, which need not be adjacent in
+            memory; `grad_hidden` is True, or a list with as many arrays. Not with reduction "none".
         """
         self.check_usable()
         _loss_call.check_numbers(step=step, id=id, streams=streams, slice_bytes=slice_bytes, top_k=top_k)
@@ -221,17 +228,18 @@ class Client(HeadCalls):
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (), streams: int | None = None,
             slice_bytes: int | None = None, timeout: float | None = None) -> LossResult:
-        """compute_loss() of rows whose loss is their divergence from a teacher's softmax, a frozen head of the server.
+        """Like compute_loss(), but the loss of a row is its divergence from the softmax of a teacher, a frozen head of the
+        server.
 
             client.create_head("teacher", hidden_size=4096, vocab_size=32000, frozen=True)
             result = client.distill("student", hidden, teacher_hidden, lossd.Distillation("teacher", "reverse_kl"),
                                     step=0, id=1, accumulate=True, grad_hidden=True)
 
         Args:
-          teacher_hidden: [N, D of the teacher], as compute_loss() has it.
-          targets: [N]; those that are options.ignore_index mark rows that are left out. None: no row is, and correct_rows
-            is 0. Needed for distillation.target_weight and for rows "logprob".
-          options: distillation takes the place of what it says of that; the other arguments are those of compute_loss().
+          teacher_hidden: [N, D of the teacher], as in compute_loss().
+          targets: [N]; rows whose target is options.ignore_index are ignored. None: no row is ignored, and correct_rows is 0.
+            Required for distillation.target_weight and for rows "logprob".
+          options: `distillation` replaces options.distillation. The other arguments are those of compute_loss().
         """
         options, rows = replace(options, distillation=distillation), list(rows)
         if targets is None:
@@ -250,15 +258,15 @@ class Client(HeadCalls):
             self, head: str, id: int, grad_loss: ArrayLike, *, hidden_size: int, dtype: DType = "fp32",
             grad_lse: ArrayLike | None = None, grad_entropy: ArrayLike | None = None, step: int | None = None, accumulate: bool = False,
             grad_hidden: bool | NDArray[Any] = False, streams: int | None = None, timeout: float | None = None) -> PendingLoss:
-        """Starts the second half of a deferred computation: the upstream gradient of each row is known now.
+        """Starts the second half of a deferred computation, when the upstream gradient of each row is known.
 
-        compute_loss with reduction "none" and retain=True comes first, within the same step; release_microbatch
-        afterwards. NotFound if the rows are not retained (any more).
+        Before it, call compute_loss with reduction "none" and retain=True in the same step; after it, release_microbatch.
+        NotFound if the server does not retain the rows, or does not any more.
 
         Args:
           grad_loss: [N], finite: the objective's gradient with respect to each row's loss.
-          hidden_size, dtype: as when the rows were retained.
-          grad_lse, grad_entropy: [N], with respect to each row's log sum exp and entropy. None: 0.
+          hidden_size, dtype: the same as when the rows were retained.
+          grad_lse, grad_entropy: [N], the objective's gradient with respect to each row's log-sum-exp and entropy. None: 0.
         """
         self.check_usable()
         upstream = _arrays.as_floats("grad_loss", grad_loss)
@@ -282,30 +290,30 @@ class Client(HeadCalls):
     backward = waiting(backward_async, LossResult)
 
     def release_microbatch(self, head: str, id: int, timeout: float | None = None) -> bool:
-        """Lets go of retained rows. False if there were none."""
+        """Frees retained rows. False if there were none."""
         request = loss_pb2.ReleaseMicrobatchRequest(head=head, microbatch_id=id)
         return self._call("ReleaseMicrobatch", request, loss_pb2.ReleaseMicrobatchResponse, timeout).released
 
-    # ---- Rows of the weight, as of an embedding ----
+    # ---- Embedding rows ----
 
     def embed_async(self, head: str, ids: ArrayLike, *, dtype: DType = "bf16", step: int | None = None, out: Any = None,
                     streams: int | None = None, timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingRows:
-        """Asks for rows of a head's weight [V, D], which serves as an embedding: row n of the result is that of ids[n].
+        """Asks for rows of a head's weight [V, D], used as an embedding: row n of the result is row ids[n] of the weight.
 
-        All rows are of one version of the weights: the call begins again if they change under it (RetryOptions). It changes
-        nothing on the server. The first call about a head asks for its D, unless `out` says it.
+        All rows are of one version of the weights: if the weights change meanwhile, the call begins again (RetryOptions). It
+        changes nothing on the server. The first call for a head also asks the server for its D, unless `out` has that shape.
 
-        InvalidArgument if an id is negative or not below V, with its place and value, and for heads with a draft vocabulary;
-        Unimplemented for heads that live in memory of the host.
+        InvalidArgument, with place and value, if an id is negative or not below V; also if the head has a draft vocabulary.
+        Unimplemented if the head is stored in host memory.
 
         Args:
-          ids: [N] integers in [0, V), in any order; one may come several times. Copied.
-          dtype: of the rows, which are rounded to it: "fp32", "fp16", or "bf16" (its bits, as uint16).
-          step: the step that has to be open (FailedPrecondition if another one is). None: any.
-          out: a C-contiguous array [N, D] of that dtype, or such a CUDA array (bf16: any of 16 bits), to write the rows into.
-            None: a new array.
-          streams, timeout: as compute_loss_async().
-          ready: blocks until `out` may be written; runs on a thread of the client.
+          ids: [N] integers in [0, V), in any order; an id may occur more than once. Copied.
+          dtype: the type to which the rows are rounded: "fp32", "fp16", or "bf16" (its bits, as uint16).
+          step: the step that must be open (FailedPrecondition if another one is). None: any.
+          out: a C-contiguous array [N, D] of that dtype, or such a CUDA array (for bf16 any 16-bit type), into which the rows
+            are written. None: a new array.
+          streams, timeout: as in compute_loss_async().
+          ready: a function that blocks until `out` may be written. It runs on a thread of the client.
         """
         self.check_usable()
         numbers = _arrays.as_ids(ids)
@@ -336,25 +344,25 @@ class Client(HeadCalls):
             self, head: str, ids: ArrayLike, gradients: Any, *, step: int, id: int, scale: float = 1.0,
             padding_idx: int | None = None, dtype: DType | None = None, streams: int | None = None,
             timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingLoss:
-        """Begins to add the gradients of rows that embed() gave: `scale` times gradients[n] joins the gradient of row ids[n] of
-        the weight, in fp32.
+        """Starts adding the gradients of rows that embed() returned: `scale` * gradients[n] is added to the gradient of row
+        ids[n] of the weight, in fp32.
 
-        It is a microbatch of the step as those of compute_loss(accumulate=True) are: each row counts once, whatever breaks, and
-        apply_step can expect its id. Of the result, the counts of rows (valid_rows are those that are no padding), where the
-        server stood, and the times mean something; losses are 0.
+        The call is a microbatch of the step, like compute_loss(accumulate=True): each row is added once, even if connections
+        break, and apply_step can expect its id. In the result, the row counts (valid_rows are the rows that are not padding),
+        the server's incarnation and step, and the times are set; losses are 0.
 
-        InvalidArgument as in embed_async(); NonFinite if a gradient that counts is not finite.
+        InvalidArgument as in embed_async(). NonFinite if a gradient of a row that is not padding is not finite.
 
         Args:
-          ids: [N] integers in [0, V), as embed() was given them. Copied.
-          gradients: [N, D], float32 or float16; bf16 as `hidden` of compute_loss_async(), of which all holds, also for CUDA
-            arrays.
-          step: the open step that the gradients belong to.
-          id: names the microbatch within (head, step); no loss of the step has the same. Sending it again with the same contents
-            is safe.
-          padding_idx: rows with this id are padding, whose gradients are left out. None: none are.
-          dtype: of the gradients, where the array does not say it.
-          streams, timeout, ready: as compute_loss_async().
+          ids: [N] integers in [0, V), the same as for embed(). Copied.
+          gradients: [N, D], float32 or float16, or bf16, like `hidden` of compute_loss_async(), whose rules apply, also for
+            CUDA arrays.
+          step: the open step to which the gradients belong.
+          id: names the microbatch within (head, step). No loss computation of the step may have the same id. The same id may
+            be sent again with the same contents.
+          padding_idx: gradients of rows with this id are not added. None: all are added.
+          dtype: the type of the gradients, if the array does not say it.
+          streams, timeout, ready: as in compute_loss_async().
         """
         self.check_usable()
         numbers = _arrays.as_ids(ids)
@@ -378,17 +386,17 @@ class Client(HeadCalls):
     # ---- Server ----
 
     def get_server(self, timeout: float | None = None) -> ServerDescription:
-        """What the server is, has and allows."""
+        """The server's description: its version, devices, memory and limits."""
         return read(ServerDescription, self._call("GetServer", server_pb2.GetServerRequest(), server_pb2.ServerDescription, timeout))
 
     def list_streams(self, max_streams: int = 0, timeout: float | None = None) -> StreamList:
-        """Who sends rows now, and the loss computations that are open: at most `max_streams` of them (0: 1000)."""
+        """The clients that send rows now, and at most `max_streams` of the open loss computations (0: 1000)."""
         request = server_pb2.ListStreamsRequest(max_streams=max_streams)
         return read(StreamList, self._call("ListStreams", request, server_pb2.ListStreamsResponse, timeout))
 
 
 def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:
-    """The gradients of all rows, None if those of each depth lie apart; and those of each depth."""
-    if not isinstance(gradient, np.ndarray):  # of an array on a GPU only its maker can make parts
+    """The gradients of all rows (None if each depth has an array of its own), and the gradients of each depth."""
+    if not isinstance(gradient, np.ndarray):  # an array on a GPU can only be divided by the library that made it
         return (None, gradient) if isinstance(gradient, list) else (gradient, [])
     return gradient, np.split(gradient, np.cumsum([depth.rows for depth in depths], dtype=np.int64)[:-1])

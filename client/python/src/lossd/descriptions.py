@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all results and descriptions can do, and how a description is made of the protocol's message.
+"""Shown: the base class of all results and descriptions; and read(), which makes a description from a message of the
+protocol.
 
-Their classes are in lossd.v1.descriptions, which describe.py makes from the .proto files, and in lossd.types. Descriptions are
-immutable, comparable, hashable and can be pickled. Sizes are bytes, times are seconds.
+The classes of descriptions are in lossd.v1.descriptions, which describe.py makes from the .proto files; the classes of
+results are in lossd.types. Descriptions are immutable, comparable, hashable and can be pickled. Sizes are in bytes, times in
+seconds.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from google.protobuf.message import Message
 
 T = TypeVar("T", bound="Shown")
 
-_kinds: dict[str, type[Shown]] = {}  # by the names of their classes
+_kinds: dict[str, type[Shown]] = {}  # by class name
 
 
 class Shown:
-    """A dataclass that is shown, in a terminal and in a notebook, by the fields with repr=True whose values are not their
+    """A dataclass whose text, in a terminal and in a notebook, has the fields with repr=True whose values are not their
     defaults."""
 
     def __init_subclass__(cls) -> None:
@@ -30,7 +32,7 @@ class Shown:
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in self._facts())})"
 
     def _repr_html_(self) -> str:
-        """A table, which Jupyter shows. Text of the server's is escaped."""
+        """A table for Jupyter. Text from the server is escaped."""
         rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in self._facts())
         return f'<table><tr><th colspan="2">{type(self).__name__}</th></tr>{rows}</table>'
 
@@ -40,7 +42,7 @@ class Shown:
 
 
 class ShownMemory(Shown):
-    """MemoryUsage, whose fields are numbers of bytes."""
+    """The base class of MemoryUsage, whose fields are numbers of bytes."""
 
     @property
     def total(self: Any) -> int:
@@ -51,14 +53,14 @@ class ShownMemory(Shown):
 
 
 class ShownChoice(Shown):
-    """Choice, whose text is a line."""
+    """The base class of Choice, whose text is one line."""
 
     def __str__(self: Any) -> str:
         return f"{self.what}: {self.choice}{f' ({self.reason})' if self.reason else ''}"
 
 
 class ShownHead(Shown):
-    """HeadDescription, of which repr() has what tells heads apart."""
+    """The base class of HeadDescription. Its repr() shows what distinguishes heads."""
 
     def __repr__(self: Any) -> str:
         facts = ", ".join([f"{self.compute_dtype}, {self.spec.optimizer_state}", *self._special(), *self._progress()])
@@ -108,7 +110,7 @@ def text_of_bytes(count: int) -> str:
 
 
 def read(kind: type[T], message: Message) -> T:
-    """The object that describes what a message says. A word that this client does not know is given as its number."""
+    """The description that a message contains. An enumerator that this client does not know is given as its number."""
     values = {each.name: _value(each, message, message.DESCRIPTOR.fields_by_name[each.name])
               for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**values)

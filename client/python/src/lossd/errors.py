@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of the client: one class per status code of the protocol, with the server's structured detail.
+"""The exceptions of the client: one class for each status code of the protocol, with the server's structured detail.
 
-Every exception is a LossdError. Where Python has a class for the same thing, ours derives from it too, so
+Every exception is a LossdError. If Python has a class for the same kind of error, the exception also derives from it, so that
 `except ValueError` and `except ConnectionError` work as expected.
 """
 
@@ -17,9 +17,9 @@ class LossdError(Exception):
       message:       what was wrong, in words.
       field:         path of the offending field, e.g. "open.targets[17]"; empty if there is none.
       value:         the value found there, as text; may be empty.
-      incarnation:   of the server that answered; 0 if none did.
-      current_step:  the head's open step, where the server said so.
-      missing:       what ApplyStep misses, e.g. ("microbatch 7: rows [128, 256)",).
+      incarnation:   the incarnation of the server that answered; 0 if none answered.
+      current_step:  the head's open step, if the server names it.
+      missing:       the rows that ApplyStep misses, e.g. ("microbatch 7: rows [128, 256)",).
     """
 
     def __init__(self, message: str, detail: types_pb2.ErrorDetail | None = None) -> None:
@@ -37,7 +37,7 @@ class LossdError(Exception):
         self.args = (message,)
 
     def add(self, more: str) -> None:
-        """Continues the message."""
+        """Appends to the message."""
         self.reword(self.message + more)
 
     def __str__(self) -> str:
@@ -45,58 +45,59 @@ class LossdError(Exception):
 
 
 class InvalidArgument(LossdError, ValueError):
-    """A field or a value breaks a rule; nothing changed."""
+    """A field or a value breaks a rule. Nothing has changed."""
 
 
 class NonFinite(LossdError, ArithmeticError):
-    """A row's loss or gradient is not finite; nothing of its slice was accumulated. Skip the step or lower the loss scale."""
+    """A row's loss or gradient is not finite. Nothing of its slice was accumulated. Skip the step or lower the loss scale."""
 
 
 class NotFound(LossdError, LookupError):
-    """No such head, tensor, checkpoint or retained row."""
+    """There is no such head, tensor, checkpoint or retained row."""
 
 
 class AlreadyExists(LossdError):
-    """The name is taken."""
+    """The name is already in use."""
 
 
 class FailedPrecondition(LossdError):
-    """Wrong step, frozen head, same microbatch id with other contents, or rows missing (see `missing`)."""
+    """The step is wrong, the head is frozen, the microbatch id was sent with other contents, or rows are missing (see
+    `missing`)."""
 
 
 class ResourceExhausted(LossdError):
-    """Too many calls, too large a message, or no memory for it on the server."""
+    """There are too many calls, the message is too large, or the server has no memory for it."""
 
 
 class Unavailable(LossdError, ConnectionError):
-    """No connection, the server is draining, or the connection broke and repeating did not help."""
+    """There is no connection, the server is draining, or the connection broke and repeating the call did not help."""
 
 
 class DeadlineExceeded(LossdError, TimeoutError):
-    """The call's timeout passed."""
+    """The call took longer than its timeout."""
 
 
 class Cancelled(LossdError):
-    """The caller cancelled the call, or closed the client under it."""
+    """The caller cancelled the call, or closed the client during the call."""
 
 
 class Aborted(LossdError):
-    """What the call works with was changed under it: the gradients of its step, or the weights."""
+    """What the call works with changed during the call: the gradients of its step, or the weights."""
 
 
 class Restarted(Aborted):
-    """The server is another process than before: gradients of the open step are lost.
+    """The server was restarted, so the gradients of the open step are lost.
 
     Restore the head from a checkpoint, or repeat the step after Client.acknowledge_restart().
     """
 
 
 class StepDiscarded(Aborted):
-    """Another caller has zeroed the gradients of the open step, reset the head, or loaded a checkpoint: rows of this client
-    are lost.
+    """Another caller has zeroed the gradients of the open step, reset the head, or loaded a checkpoint. The rows that this
+    client had accumulated are lost.
 
-    Calls of the step fail until the trainer starts it again: after zero_gradients, reset_head or load_checkpoint of this
-    client, or Client.acknowledge_restart().
+    Calls of the step fail until this client starts the step again with zero_gradients, reset_head, load_checkpoint or
+    Client.acknowledge_restart().
     """
 
 
@@ -109,7 +110,7 @@ class PermissionDenied(LossdError, PermissionError):
 
 
 class DataLoss(LossdError, OSError):
-    """A checkpoint does not hold what was saved; the tensor or file is named."""
+    """A checkpoint does not contain what was saved; the message names the tensor or the file."""
 
 
 class Internal(LossdError, RuntimeError):
@@ -117,7 +118,7 @@ class Internal(LossdError, RuntimeError):
 
 
 class Unimplemented(LossdError, NotImplementedError):
-    """The server does not know the call: it is of another version, or no lossd."""
+    """The server does not know the call: it is another version of lossd, or not lossd."""
 
 
 class ClientClosed(LossdError):
@@ -125,15 +126,17 @@ class ClientClosed(LossdError):
 
 
 class ForkedClient(LossdError, RuntimeError):
-    """The client was made before a fork; connections do not survive one. Connect in the child, or use spawn."""
+    """The client was created before a fork, and its connections do not survive a fork. Create a client in the child, or use
+    spawn."""
 
 
-_CLASSES: dict[int, type[LossdError]] = {  # by gRPC's status codes
+_CLASSES: dict[int, type[LossdError]] = {  # by gRPC status code
     1: Cancelled, 3: InvalidArgument, 4: DeadlineExceeded, 5: NotFound, 6: AlreadyExists, 7: PermissionDenied, 8: ResourceExhausted,
     9: FailedPrecondition, 10: Aborted, 11: NonFinite, 12: Unimplemented, 14: Unavailable, 15: DataLoss, 16: Unauthenticated}
 _REASONS: dict[int, type[LossdError]] = {1: Restarted, 2: StepDiscarded}
 
 
 def from_native(code: int, message: str, packed: bytes = b"", reason: int = 0) -> LossdError:
-    """The error of a function of the library. `code`: gRPC's; `packed`: an ErrorDetail; `reason`: what an Aborted is (lossd_result)."""
+    """The error for the result of a library function. `code`: the gRPC status code; `packed`: an ErrorDetail; `reason`: the
+    kind of Aborted (lossd_result)."""
     return _REASONS.get(reason, _CLASSES.get(code, Internal))(message, types_pb2.ErrorDetail.FromString(packed))

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPU that each thread chose last. The linker sends calls of cudaSetDevice to host_collectives_test.cc,
-// which writes it down; nccl_test.cc answers cudaGetDevice with it, also where there is no GPU.
+// device_of_thread: the GPU that each thread has chosen last. The linker redirects calls of cudaSetDevice to
+// host_collectives_test.cc, which sets the variable; cudaGetDevice in nccl_test.cc returns it. This also
+// works without a GPU.
 #ifndef LOSSD_TESTS_KERNELS_CUDA_DEVICE_THREAD_DEVICE_H_
 #define LOSSD_TESTS_KERNELS_CUDA_DEVICE_THREAD_DEVICE_H_
 

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulation's device: a backend with trivial arithmetic that writes down what it accumulated, in which
-// order and from whom, and fails when the plan says so. Every call to it is a place where other tasks may go
-// on.
+// Device: the backend of the simulation. Its arithmetic is trivial. It records what it accumulated, in which
+// order and from which stream, and fails when the plan says so. At every call of it, the scheduler may let
+// other tasks run.
 //
-// A row's hidden state is (its name, the number of the stream that sent it). For a row with a target, loss =
-// name * row weight, argmax = name % kVocab, lse = the version of the weights, and dL/dx = (scale * name, a
-// number that says where in which chunk the row was computed). A row whose name is not finite is bad.
+// The hidden state of a row is (its name, the number of the stream that sent it). For a row with a target,
+// loss = name * row weight, argmax = name % kVocab, lse = the version of the weights, and dL/dx = (scale *
+// name, a number that identifies the chunk, and the place in it, where the row was computed). A row whose
+// name is not finite is bad.
 //
-// A row of the weight as an embedding is (the version of the weights, its id + 1). The gradient of such a row
-// is (its name, the number of the stream that sent it), as a hidden state.
+// Embedding rows: a row of the weight is (the version of the weights, its id + 1). The gradient of such a row
+// is (its name, the number of the stream that sent it), like a hidden state.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_DEVICE_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_DEVICE_H_
 
@@ -30,9 +31,9 @@ namespace lossd::engine::simulation {
 
 inline constexpr int64_t kHidden = 2;
 inline constexpr int64_t kVocab = 4;
-inline constexpr int64_t kMostRows = 64;  // of a microbatch or contribution
+inline constexpr int64_t kMostRows = 64;  // of one microbatch or contribution
 
-// Microbatches and contributions name their rows alike: they have ids in common.
+// The name of a row. Microbatches and contributions share their ids, so their names never collide.
 inline float NameOf(uint64_t id, int64_t row) {
   return static_cast<float>(static_cast<int64_t>(id) * kMostRows + row);
 }
@@ -41,34 +42,34 @@ inline float NameOf(uint64_t id, int64_t row) {
 struct Added {
   struct Row {
     int64_t name = 0;
-    bool accumulated = false;  // false: computed for its results alone
-    int64_t stream = 0;        // who sent it
+    bool accumulated = false;  // false: computed only for its results
+    int64_t stream = 0;        // the stream that sent it
     int32_t target = 0;
-    float scale = 1.0f;  // of the gradient of a row of an embedding
+    float scale = 1.0f;  // only for the gradient of an embedding row
   };
   bool contribution = false;
-  bool row_gradients = false;  // of rows of an embedding
-  std::vector<Row> rows;       // those with a target, in order
+  bool row_gradients = false;  // the gradients of embedding rows
+  std::vector<Row> rows;       // the rows with a target, in order
 };
 
 // What was accumulated between two moments at which the gradients were zero.
 struct Generation {
   std::vector<Added> added;
-  std::map<int64_t, int> times;  // by name
-  // Rows, by name, of calls that have ended well. They may still be on their way into the gradients, but no
-  // operation may find them missing unless the gradients are broken.
+  std::map<int64_t, int> times;  // how often each row was accumulated, by name
+  // The names of rows whose calls have ended well. They may not have reached the gradients yet, but every
+  // later operation must find them there, unless the gradients are broken.
   std::set<int64_t> promised;
-  int64_t rows = 0;     // of microbatches
+  int64_t rows = 0;     // rows of microbatches
   bool broken = false;  // the device failed while it accumulated
   bool has_bad_rows = false;
-  bool closed_lazily = false;  // by a step with lazy rows
+  bool closed_lazily = false;  // a step with lazy rows closed it
 };
 
-// What is wrong with a generation that no chunk is on its way to.
+// What is wrong with a generation, to which no chunk in flight belongs any more.
 std::string CheckPromises(const Generation& generation);
 
 struct Failures {
-  std::set<int64_t> results, done;  // chunks, by number, that fail before or after their results
+  std::set<int64_t> results, done;  // numbers of chunks that fail before or after their results
   std::set<int64_t> steps, zeros, adds;
 };
 
@@ -98,7 +99,8 @@ class DeviceHead final : public kernels::HeadKernels {
   absl::Status ZeroMoments() override;
 
   Generation& generation() { return *generations_.back(); }
-  // Counted over the life of the device; a number names a generation of one head.
+  // The number of the present generation. Generations of all heads are counted together over the life of the
+  // device.
   int64_t generation_number() const { return generation_number_; }
   int64_t version() const { return version_; }
 
@@ -109,13 +111,13 @@ class DeviceHead final : public kernels::HeadKernels {
                     Added& added);
   void EmbedSlice(kernels::Slice& slice);
   void TakeRowGradients(const kernels::Chunk& chunk, kernels::Slice& slice, Added& added);
-  // Notes the rows of a slice; those of a slice with a bad row are left out.
+  // Records the rows of a slice. Nothing of a slice with a bad row is recorded.
   void NoteRows(const kernels::Chunk& chunk, const kernels::Slice& slice, std::vector<Added::Row> rows,
                 Added& added);
-  // What kernels::Slice says of the rows of an embedding.
+  // Checks the fields of kernels::Slice that are for embedding rows.
   void CheckEmbedding(const kernels::Chunk& chunk, const kernels::Slice& slice);
   void Restart();
-  // No other work of the head may be on the device.
+  // Reports a violation if other work of the head is on the device.
   void CheckIdle(const char* what);
 
   Device* const device_;
@@ -128,7 +130,7 @@ class DeviceHead final : public kernels::HeadKernels {
 
 class Device final : public kernels::Backend {
  public:
-  // `violation` is told of breaches of the contract of kernels/backend.h.
+  // `violation` is called for each breach of the contract of kernels/backend.h.
   Device(Scheduler* scheduler, std::function<void(std::string)> violation)
       : scheduler_(scheduler), violation_(std::move(violation)) {}
 
@@ -144,32 +146,33 @@ class Device final : public kernels::Backend {
   absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override;
   absl::Status PlanHostMemory(kernels::MemoryKind, int64_t) override { return absl::OkStatus(); }
 
-  // The task that computes, if `asynchronous`: ends after Stop.
+  // The task that computes chunks if `asynchronous` is set. It ends after Stop.
   void Work();
   void Stop() { stopping_ = true; }
 
-  // What was accumulated in a generation, also if its head is gone.
+  // What was accumulated in a generation, also if its head does not exist any more.
   const Generation& Of(int64_t generation) const { return *generations_[static_cast<size_t>(generation)]; }
-  // A call that has ended well says that the row is in the generation's gradients, or will be.
+  // Records that a call has ended well, so that the row must be in the generation's gradients, or reach them
+  // later.
   void Promise(int64_t generation, int64_t name) {
     generations_[static_cast<size_t>(generation)]->promised.insert(name);
   }
-  // The vocabulary of the head of each generation.
+  // For each generation, the vocabulary size of its head.
   const std::map<int64_t, int64_t>& vocab_of_generation() const { return vocab_of_generation_; }
-  // The head that was created last with this vocab_size; heads are told apart by it.
+  // The last created head with this vocab_size, by which heads are identified.
   DeviceHead* Find(int64_t vocab_size) const;
 
-  // Set before the first head.
+  // Set these before the first head is created.
   int chunks_in_flight = 1;
   int64_t chunk_rows = 4;
   bool asynchronous = false;
   Failures failures;
 
-  int64_t chunks = 0;          // so far
-  int64_t failed_results = 0;  // likewise
-  int64_t broken = 0;          // times a device failure left gradients or weights half-changed
+  int64_t chunks = 0;          // the number of chunks so far
+  int64_t failed_results = 0;  // how many of them failed before their results
+  int64_t broken = 0;          // how often a failure of the device left gradients or weights half-changed
   int64_t computed_rows = 0, computed_valid_rows = 0, added_rows = 0;
-  std::map<kernels::Embedding, int64_t> rows_of_kind;  // computed
+  std::map<kernels::Embedding, int64_t> rows_of_kind;  // the number of computed rows of each kind
 
  private:
   friend class DeviceHead;

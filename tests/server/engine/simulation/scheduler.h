@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides which of the simulation's tasks goes on, one at a time, by a seed: the same seed gives the same
-// run. A task is a fiber; it goes on until it waits or yields.
+// Scheduler: decides which of the simulation's tasks runs, one at a time, by a seed. The same seed gives the
+// same run. A task is a fiber that runs until it waits or yields.
 //
-// As Runtime it runs the engine's loops as tasks, lets callers that block wait as tasks, and has a clock that
-// advances by a millisecond a turn. So it finds every schedule whose switches are at the engine's calls out
-// (of the device, observers, copy functions), at waits and between the turns of its loops. The engine holds
-// no lock there.
+// The engine uses it as its Runtime: the scheduler runs the engine's loops as tasks, makes callers that block
+// wait as tasks, and has a clock that advances by a millisecond in each turn. So a simulation can find every
+// schedule that switches tasks where the engine calls out (to the device, observers and copy functions),
+// where it waits, and between the turns of its loops. The engine holds no lock at these places.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_SCHEDULER_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_SCHEDULER_H_
 
@@ -20,21 +20,21 @@
 
 namespace lossd::engine::simulation {
 
-// A function with a stack of its own, which gives up control and gets it back where it was: what a thread is
-// in the simulation, without a thread. Switching costs less than a microsecond. Not thread-safe: all fibers
-// of a process belong to one thread.
+// A function with a stack of its own that can give up control and later continue at the same place. In the
+// simulation it is what a thread is otherwise. A switch takes less than a microsecond. Not thread-safe: all
+// fibers of a process belong to one thread.
 class Fiber {
  public:
-  // `body` runs by and by, in calls of Resume.
+  // `body` runs in parts, in calls of Resume.
   explicit Fiber(std::function<void()> body);
-  // A fiber that has not ended keeps its stack and what is on it for good.
+  // If the fiber has not ended, its stack and the objects on it are never freed.
   ~Fiber();
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Goes on with the body until it calls Suspend or ends. Not from a fiber.
+  // Runs the body until it calls Suspend or ends. Must not be called from a fiber.
   void Resume();
-  // Goes back to who called Resume. From within the body.
+  // Returns to the caller of Resume. Must be called from the body.
   void Suspend();
   bool ended() const { return ended_; }
 
@@ -57,22 +57,23 @@ class Scheduler final : public Runtime {
 
   // ---- Tasks ----
   void Spawn(std::string name, std::function<void()> body);
-  // From a task: lets others go on, perhaps.
+  // Called by a task. May let other tasks run first.
   void Yield();
-  // From a task: goes on when `condition` is true; it must not change anything. `what` is waited for, for
-  // people.
+  // Called by a task. Returns when `condition` is true; `condition` must not change anything. `what`
+  // describes for people what the task waits for.
   void WaitUntil(std::string what, Condition condition);
 
-  // Runs until no task can go on, `max_turns` are over or Stop was called. True if all tasks have ended.
+  // Runs tasks until none can run, `max_turns` turns have passed, or Stop was called. True if all tasks have
+  // ended.
   bool Run(int64_t max_turns);
   void Stop() { stopped_ = true; }
-  // A line for each task that has not ended, and what it waits for.
+  // One line for each task that has not ended: what it waits for.
   std::string DescribeWaiting() const;
 
   // ---- Chance ----
-  // In [0, below).
+  // A random number in [0, below).
   uint64_t Draw(uint64_t below) { return below == 0 ? 0 : random_() % below; }
-  // How many turns there have been: the simulation's time.
+  // The number of turns so far, which is the time of the simulation.
   int64_t turns() const { return turns_; }
   bool out_of_turns() const { return out_of_turns_; }
 
@@ -86,9 +87,9 @@ class Scheduler final : public Runtime {
   struct Task {
     std::string name;
     std::unique_ptr<Fiber> fiber;
-    Condition condition;  // null: it can go on
+    Condition condition;  // null: the task can run
     std::string waits_for;
-    uint64_t weight = 1;  // how often it is its turn: some tasks are slow, some fast
+    uint64_t weight = 1;  // how often the task is chosen: some tasks are slow, some fast
   };
 
   Task* Pick();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tasks of one simulation share: the engine, the device, what is known of each head, the violations
-// that were found, and the trace.
+// World: what the tasks of one simulation share: the engine, the device, what is known about each head, the
+// violations that were found, and the trace.
 #ifndef LOSSD_TESTS_SERVER_ENGINE_SIMULATION_WORLD_H_
 #define LOSSD_TESTS_SERVER_ENGINE_SIMULATION_WORLD_H_
 
@@ -23,7 +23,7 @@
 
 namespace lossd::engine::simulation {
 
-// For notes: a status without its payloads, and everything else as it is.
+// The text of a status for notes, without its payloads. Other values stay as they are.
 inline std::string Plain(const absl::Status& status) {
   return absl::StrCat(absl::StatusCodeToString(status.code()), status.ok() ? "" : ": ", status.message());
 }
@@ -32,7 +32,7 @@ const T& Plain(const T& part) {
   return part;
 }
 
-// One head, seen by its trainers and operators.
+// The knowledge that the trainers and operators of one head have of it.
 struct HeadWorld {
   int index = 0;
   std::string name;
@@ -40,13 +40,14 @@ struct HeadWorld {
   std::vector<Duty> duties;
   HeadFacts facts;
   std::vector<Call> calls;
-  bool needs_repair = false;  // a trainer was told that the gradients or the weights are not to be trusted
-  bool locked = false;        // by a load, a deletion or a creation, which take turns as in server/admin
-  bool abandoned = false;     // somebody else closed the step, or deleted the head: nobody sends the rest
-  bool trained = false;       // its steps are over
+  bool needs_repair = false;  // a trainer was told that the gradients or the weights cannot be trusted
+  bool locked = false;        // by a load, a deletion or a creation; they take turns as in server/admin
+  // Another task closed the step or deleted the head, so the rest of the step is not sent.
+  bool abandoned = false;
+  bool trained = false;  // all its steps are done
 };
 
-// Adds up what the engine reports.
+// Sums up the engine's reports.
 class Totals final : public SilentObserver {
  public:
   explicit Totals(Scheduler* scheduler) : scheduler_(scheduler) {}
@@ -72,17 +73,17 @@ class World {
   Totals totals{&scheduler};
   std::unique_ptr<Engine> engine;
   std::vector<HeadWorld> heads;
-  bool closing = false;   // all steps are over: calls that still wait reach their deadlines
+  bool closing = false;   // all steps are done: calls that still wait reach their deadlines
   bool stopping = false;  // the server shuts down
-  std::deque<absl::AnyInvocable<void()>> memory_ready;  // what OnMemory was given
-  int64_t receiving = 0;                                // of them, those that run now
-  std::map<int64_t, int64_t> generation_of_stream;      // by number
-  VersionNames version_names;                           // of all heads
-  int64_t streams = 0;                                  // so far, and their last number
-  int64_t live_calls = 0;                               // on_queued functions that the engine has
-  int64_t results = 0;                                  // slices and ends that were checked
+  std::deque<absl::AnyInvocable<void()>> memory_ready;  // the functions that OnMemory got
+  int64_t receiving = 0;                                // how many of them are running now
+  std::map<int64_t, int64_t> generation_of_stream;      // by stream number
+  VersionNames version_names;                           // of all heads together
+  int64_t streams = 0;     // the number of streams so far, which is also the last stream's number
+  int64_t live_calls = 0;  // the number of on_queued functions that the engine has
+  int64_t results = 0;     // the number of slices and ends that were checked
 
-  // The simulation's time, finer than the scheduler's: another one for each event.
+  // The time of the simulation in finer steps than the scheduler's turns: each event has another one.
   int64_t Tick() { return ++ticks_; }
   bool ending() const { return closing || stopping; }
   DeviceHead* On(const HeadWorld& head) const { return device.Find(head.config.vocab_size); }
@@ -91,7 +92,7 @@ class World {
   void Note(const Parts&... parts) {
     if (tracing_) trace_.push_back(absl::StrCat("  ", scheduler.turns(), " ", Plain(parts)...));
   }
-  // `wrong` as CheckSlice and its like return it.
+  // Reports a violation if `wrong` is not empty. CheckSlice and the other rules return `wrong`.
   template <typename... Parts>
   void Judge(const std::string& wrong, const Parts&... who) {
     if (!wrong.empty()) Violation(absl::StrCat(who..., ": ", wrong));
@@ -106,7 +107,7 @@ class World {
   std::vector<std::string> violations_, trace_;
 };
 
-// A change of a head, from here to the end of the scope.
+// Records a change of a head that lasts until the end of the scope.
 class ChangeScope {
  public:
   ChangeScope(World& world, HeadWorld& head, Change::What what);
@@ -122,38 +123,38 @@ class ChangeScope {
   const int64_t begin_;
 };
 
-// What a part of a duty has come to.
+// The progress of one part of a duty.
 struct Part {
   const Duty* duty = nullptr;
   RowRange rows;
   bool done = false;
-  bool retained = false;  // its rows are, and its backward is still to come
-  int64_t opened = 0;     // the call that did it
+  bool retained = false;  // its rows are retained, and its backward is still to come
+  int64_t opened = 0;     // when the call that completed it was opened
   int attempts = 0;
 };
 
 // ---- Tasks ----
 
-// What a stream does besides what it should.
+// The ways in which a stream misbehaves.
 struct Habits {
   bool cut = false, bad_row = false, break_a_rule = false;
 };
 enum class StreamKind : uint8_t { kAccumulates, kLossOnly, kRetains, kBackward, kEmbeds };
-// Opens a stream, sends its rows and waits for its end. `opened`: when, if it was.
+// Opens a stream, sends its rows and waits for its end. If it was opened, stores the time in `opened`.
 absl::Status RunStream(World& world, HeadWorld& head, const Duty& duty, RowRange rows, StreamKind kind,
                        uint64_t step, Habits habits, int64_t* opened);
-// Opens a stream that is to be refused, and judges that it is, and has changed nothing.
+// Opens a stream that must be refused. Checks that it is refused and that nothing has changed.
 void RunRefused(World& world, HeadWorld& head, const Action& action);
-// Adds rows of a contribution.
+// Sends the rows of a contribution.
 absl::Status RunContribution(World& world, HeadWorld& head, const Duty& duty, RowRange rows, uint64_t step,
                              bool cut, int64_t* opened);
 
-// Sees to it that all duties are done in each step, and applies the steps.
+// Makes sure that all duties of each step are done, and applies the steps.
 void Train(World& world, HeadWorld& head);
-// Does what an action says that is no duty.
+// Carries out an action that is not a duty.
 void Disturb(World& world, HeadWorld& head, const Action& action);
 
-// ---- Administration: calls, and notes of what they answered ----
+// ---- Administrative calls; each records its answer ----
 absl::StatusOr<StepResult> ApplyStep(World& world, HeadWorld& head, const StepRequest& request, bool whole);
 absl::Status Zero(World& world, HeadWorld& head, uint64_t step);
 absl::Status Load(World& world, HeadWorld& head, uint64_t step);

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a tiny character model of Python's own source text, whose loss head is on a lossd server.
+"""Trains a tiny character model on the source text of Python's standard library. Its loss head is on a lossd server.
 
     python -m lossd.quickstart                        # starts a server in this process, trains for 30 seconds
     python -m lossd.quickstart --server HOST:PORT     # uses a server that runs already
     python -m lossd.quickstart --plot loss.png        # also draws the curve with matplotlib
 
-Everything but the head is NumPy, so it needs nothing but the packages lossd and lossd-server.
+Everything except the head is NumPy, so only the packages lossd and lossd-server are needed.
 
-Exit status: 0 if the model learnt, 1 if it did not, 2 if it could not run.
+Exit status: 0 if the model learned, 1 if it did not, 2 if it could not run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from lossd.quickstart.text import CLASSES, Text
 
 HIDDEN = 128
 ROWS = 1024  # of a step
-LEARNT = 0.7  # of the first losses: a model that has learnt is below
+LEARNT = 0.7  # the model has learned if its loss is below this part of its first losses
 
 
 class NoPlot(Exception):
-    """The curve cannot be drawn where it was asked for."""
+    """The curve cannot be drawn into the given file."""
 
 
 def seconds_above_zero(text: str) -> float:
@@ -64,7 +64,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def own_server(stack: ExitStack) -> lossd.EmbeddedClient:
-    """A client of a server in this process, both until the stack is left."""
+    """Starts a server in this process and returns its client. Both end with the stack."""
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lossd-quickstart."))
     client = stack.enter_context(lossd.embedded(http="127.0.0.1:0", checkpoint_dir=folder))
     print(f"started a server in this process: status page on http://{client.http_address}/")
@@ -72,8 +72,8 @@ def own_server(stack: ExitStack) -> lossd.EmbeddedClient:
 
 
 def train(client: lossd.Client, seconds: float, steps: int | None, seed: int) -> list[float]:
-    """The loss of every step, in nats. Makes a head and removes it."""
-    head = f"quickstart-{secrets.token_hex(4)}"  # others may try the same server
+    """Trains a new head and deletes it. Returns the loss of every step, in nats."""
+    head = f"quickstart-{secrets.token_hex(4)}"  # other programs may use the same server
     client.create_head(head, hidden_size=HIDDEN, vocab_size=CLASSES, seed=seed)
     try:
         return train_head(client, head, seconds, steps, seed)
@@ -112,7 +112,7 @@ def mean_of_last(losses: list[float], count: int = 50) -> float:
 
 
 def sample(client: lossd.Client, head: str, trunk: Trunk, text: Text, seed: int, length: int = 160) -> list[int]:
-    """Characters that the model writes, drawn by the weights that the server has."""
+    """Characters that the model writes with the weights that the server has."""
     weight = client.read_tensor(head, "weight")
     return trunk.write(weight, text.beginning(CONTEXT), length, seed)
 
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     with ExitStack() as stack:
         try:
             if options.plot is not None:
-                check_plot(options.plot)  # before half a minute of training
+                check_plot(options.plot)  # before training, which takes half a minute
             client = stack.enter_context(lossd.Client(options.server)) if options.server else own_server(stack)
             server = client.get_server()
             print(f"lossd {server.version} at {client.target}, {server.backend} backend: {server.device}")

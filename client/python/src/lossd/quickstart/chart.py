@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A curve of losses in characters, for a terminal."""
+"""draw(): a curve of losses made of characters, for a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def draw(losses: list[float], width: int = 80, height: int = 12) -> str:
-    """Losses over steps: a column is the mean of those that fall on it. "" if there are none."""
+    """A chart of losses over steps, as text. Each column is the mean of the losses that fall on it. "" if there are no
+    losses."""
     if not losses:
         return ""
     label = 9

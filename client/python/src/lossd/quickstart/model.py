@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the model that stays with the trainer: embeddings of the characters before, and one layer."""
+"""The part of the model that the trainer computes: embeddings of the preceding characters, and one layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-CONTEXT = 12  # characters that predict the next one
+CONTEXT = 12  # the number of characters that predict the next one
 _WIDTH = 24  # of an embedding
 _RATE, _BETA1, _BETA2, _EPSILON = 2e-3, 0.9, 0.999, 1e-8  # of Adam
 
@@ -33,7 +33,7 @@ class Trunk:
         return self._hidden
 
     def backward(self, grad_hidden: NDArray[Any]) -> None:
-        """Takes a step. grad_hidden: dL/d(hidden) of the last forward."""
+        """Computes gradients and takes an optimizer step. grad_hidden: dL/d(hidden) of the last forward."""
         grad = grad_hidden * (1.0 - self._hidden * self._hidden)
         grad_inputs = (grad @ self._values["layer"].T).reshape(-1, _WIDTH)
         grad_embedding = np.zeros_like(self._values["embedding"])
@@ -43,7 +43,7 @@ class Trunk:
             self._update(name, gradient)
 
     def write(self, weight: NDArray[Any], beginning: list[int], length: int, seed: int) -> list[int]:
-        """Draws characters, one after the other. weight: [classes, hidden], the head's."""
+        """Draws characters one after the other. weight: [classes, hidden], the head's weight."""
         random = np.random.default_rng(seed)
         codes = list(beginning)
         for _ in range(length):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text that is there wherever Python is: the source of its standard library."""
+"""A text that every Python installation has: the source of its standard library."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Printable ASCII and the end of a line; what else there is counts as a blank.
+# Printable ASCII and the end of a line. Any other character counts as a space.
 _CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 CLASSES = len(_CHARACTERS)
-_BYTES = 1_000_000  # of text, at most
+_BYTES = 1_000_000  # the most text that is used
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Text:
         return cls(table[np.frombuffer(text.encode("latin-1", errors="replace"), dtype=np.uint8)], files)
 
     def batches(self, context: int, rows: int, seed: int) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """Without end: contexts [rows, context] and the characters that follow them [rows]."""
+        """Yields batches without end: contexts [rows, context], and the characters that follow them [rows]."""
         random = np.random.default_rng(seed)
         while True:
             at = random.integers(0, len(self.codes) - context, size=rows)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many layers each stage of a pipeline gets, and which part of a head that lies on the stages' own GPUs."""
+"""balance(): divides the layers of a model over the stages of a pipeline, and the classes of a head over the stages' GPUs."""
 
 from __future__ import annotations
 
@@ -7,42 +7,45 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_WHOLE = 1000  # the sum of the shares, but for rounding
+_WHOLE = 1000  # the sum of the shares, up to rounding
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What balance() says of each stage."""
+    """The result of balance(): a value for each stage."""
 
-    layers: tuple[int, ...]  # how many layers it has; stages have them in order
-    shares: tuple[int, ...]  # of the head's classes: Client.create_head(shares=)
-    seconds: tuple[float, ...]  # that it takes for a microbatch, its share of the head included
-    bound: float  # seconds that no division of layers and head goes below: all time divided by the number of stages
+    layers: tuple[int, ...]  # the number of its layers; the stages have the layers in order
+    shares: tuple[int, ...]  # its share of the head's classes: Client.create_head(shares=)
+    seconds: tuple[float, ...]  # its time for a microbatch, with its share of the head
+    bound: float  # no division is faster than this, in seconds: the total time divided by the number of stages
 
 
 def balance(layer_seconds: Sequence[float], head_seconds: float, stages: int, *, stage_seconds: Sequence[float] = (),
             least_share: int = 0) -> Balance:
-    """Divides the layers of a model and the classes of its head over the GPUs of a pipeline, so that all end together.
+    """Divides the layers of a model and the classes of its head over the GPUs of a pipeline, so that all stages finish
+    together.
 
-    For a server whose devices are the pipeline's own GPUs, one for each stage, and a head that is split by vocabulary. The
-    layers go to the stages in order so that the slowest stage is as fast as can be; the head fills what the others have left.
+    Use it for a server whose devices are the pipeline's own GPUs, one for each stage, and a head that is split by vocabulary.
+    The layers stay in order, and are divided so that the slowest stage is as fast as possible. The head fills the time that
+    the other stages have left.
 
         divided = lossd.torch.balance([0.0021] * 26, 0.0114, stages=4)
         client.create_head("lm", ..., split="vocabulary", shares=divided.shares)
 
-    A stage that takes L seconds without the head gets the part (T - L) / head_seconds of it, or its least share if that is
-    more; the parts add up to 1, which says what T is. `lossctl shares HEAD --balance` corrects shares by the same formula from what the
-    devices of a server were measured to take for their classes.
+    A stage that takes L seconds without the head gets the part (T - L) / head_seconds of the head, or `least_share` if that
+    is more. T is chosen so that the parts add up to 1. `lossctl shares HEAD --balance` corrects shares with the same formula,
+    from the times that the devices of a server took for their classes.
 
     Args:
-      layer_seconds: of each layer, in order: forward and backward of a microbatch.
-      head_seconds: of the whole head on one GPU, likewise.
-      stage_seconds: what each stage does besides, such as the embedding on the first one; empty: nothing.
-      least_share: of every stage, in thousandths of the head. 0: a stage that is late without it gets none.
+      layer_seconds: of each layer, in order: the time of forward and backward of a microbatch.
+      head_seconds: the time of the whole head for a microbatch on one GPU.
+      stage_seconds: the time that each stage needs for other work, such as the embedding on the first stage. Empty: none.
+      least_share: the least share of every stage, in thousandths of the head. 0: a stage that is late even without the head
+        gets none.
 
     Raises:
-      ValueError: a time is negative or not finite, there are fewer layers than stages, or stage_seconds has another
-        number of entries than there are stages.
+      ValueError: a time is negative or not finite, there are fewer layers than stages, or stage_seconds does not have one
+        entry for each stage.
     """
     times = _checked("layer_seconds", layer_seconds)
     besides = _checked("stage_seconds", stage_seconds or [0.0] * stages)
@@ -78,19 +81,21 @@ def _loads(times: list[float], besides: list[float], layers: tuple[int, ...]) ->
 
 
 def _divide(times: list[float], besides: list[float], bound: float) -> tuple[int, ...]:
-    """At least one layer each. The slowest stage is as fast as can be; then, as long as none is slower than that or than
-    `bound`, which the head fills, stages are as even as can be."""
+    """The number of layers of each stage, at least one. The slowest stage is as fast as possible. Then the stages are as even
+    as possible, with a limit: no stage is slower than that, or than `bound`, if that is more. The head fills the time up to
+    `bound`."""
     slowest = max(_loads(times, besides, _best(times, besides, math.inf, squares=False)))
     return _best(times, besides, max(slowest, bound) * (1 + 1e-12), squares=True)
 
 
 def _best(times: list[float], besides: list[float], limit: float, *, squares: bool) -> tuple[int, ...]:
-    """The division whose largest load, or whose sum of squared loads, is least, with no load above `limit`."""
+    """The division with the smallest largest load, or the smallest sum of squared loads, and no load above `limit`."""
     sums = [0.0]
     for time in times:
         sums.append(sums[-1] + time)
     count = len(times)
-    costs = [0.0 if end == 0 else math.inf for end in range(count + 1)]  # of the layers before `end`, by the stages so far
+    # costs[end]: the cost of the layers before `end`, on the stages so far.
+    costs = [0.0 if end == 0 else math.inf for end in range(count + 1)]
     choices: list[list[int]] = []
     for more in besides:
         reached, begins = [math.inf] * (count + 1), [0] * (count + 1)
@@ -112,9 +117,10 @@ def _best(times: list[float], besides: list[float], limit: float, *, squares: bo
 
 
 def _fill(loads: list[float], head: float, least: float) -> list[float]:
-    """The part of the head's time that each stage takes, `least` or more, so that those that take more end together."""
+    """The part of the head's time that each stage takes. Each takes at least `least`, and the stages that take more finish
+    together."""
     lowest = min(loads)
-    above = [load - lowest for load in loads]  # beside the lowest load, a short time of the head would be rounded away
+    above = [load - lowest for load in loads]  # next to the lowest load, a short time of the head would be lost in rounding
     order = sorted(above)
     rest = max(0.0, head - least * len(loads))
     level = 0.0
@@ -126,6 +132,6 @@ def _fill(loads: list[float], head: float, least: float) -> list[float]:
 
 
 def _shares(parts: list[float], head: float, least: int) -> tuple[int, ...]:
-    if max(parts) == 0:  # there is no head to speak of
+    if max(parts) == 0:  # the head takes no time
         return (max(least, 1),) * len(parts)
     return tuple(max(least, round(_WHOLE * (part / head))) for part in parts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One lossd server inside the processes of a torch.distributed group."""
+"""colocate(): one lossd server whose ranks are the processes of a torch.distributed group."""
 
 from __future__ import annotations
 
@@ -24,51 +24,53 @@ _CHOSEN = {"rank", "ranks", "local_rank", "leader", "rank_listen", "rank_secret_
 _NOT_ON_GPUS = ("several ranks inside the trainer's processes compute on GPUs only beside trainers that have loaded their code before and "
                 "keep pace with their GPUs, or all stand still; docs/training/colocated.md says how. backend=\"cuda\" says that they do, "
                 'backend="cpu" computes on the CPU, and one server on these GPUs needs neither')
-_computing: weakref.WeakSet[EmbeddedClient] = weakref.WeakSet()  # clients whose processes compute on GPUs as one of several ranks
-# Shared memory of one size. Memory that grows with the rows is replaced while ranks train, and CUDA gives the old memory back only
-# once all work on the GPU has ended: also a collective that waits for a rank that waits for the head.
+# Clients in processes that compute on GPUs as one of several ranks.
+_computing: weakref.WeakSet[EmbeddedClient] = weakref.WeakSet()
+# Shared memory of one fixed size. Memory that grows with the rows would be replaced while ranks train. CUDA frees the old
+# memory only when all work on the GPU has ended, including a collective that waits for a rank that waits for the head.
 _CLIENT = {"shared_memory_bytes": 256 << 20}
-_LOOPBACK = "127.{}.{}.{}"  # all of 127.0.0.0/8 is this host: two groups hardly ever draw the same address
+_LOOPBACK = "127.{}.{}.{}"  # all of 127.0.0.0/8 is this host: two groups rarely draw the same address
 
 
 def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: str | os.PathLike[str] | None = None,
              restore: str | None = None, backend: str | None = None, device: str | int | None = None, threads: int | None = None,
              deterministic: bool | None = None, http: str | None = None, log_level: str | None = None,
              flags: Mapping[str, Any] | None = None, client: Mapping[str, Any] | None = None) -> EmbeddedClient:
-    """Makes the processes of a group one lossd server, and returns a client of it in each. Every rank calls it.
+    """Makes the processes of a group one lossd server, and returns a client of it in each process. Every rank must call it.
 
         client = lossd.torch.colocate()
         if dist.get_rank() == 0:
             client.create_head("lm", hidden_size=64, vocab_size=1000)
         dist.barrier()
 
-    The devices of all ranks compute together: with split "vocabulary" each has a part of the classes, with "rows" each has all
-    classes and computes a part of the rows. There is no program to start and no launcher of its own: a process computes its part of the head
-    beside its own work. Rank 0 of the group serves the clients.
+    The devices of all ranks compute together. With split "vocabulary" each device has a part of the classes; with "rows" each
+    has all classes and computes a part of the rows. No other program must be started: each process computes its part of the
+    head next to its own work. Rank 0 of the group serves the clients.
 
-    A rank whose thread works on a GPU opens the memory for its rows at once, 256 MiB that its GPU pins: while ranks train, a GPU may have
-    no time for that. `client` may say another size, `{"shared_memory_bytes": ...}`.
+    If a rank's thread uses a GPU, its client allocates the memory for its rows at once: 256 MiB, pinned by its GPU. While the
+    ranks train, a GPU may have no time for that. `client` may set another size, `{"shared_memory_bytes": ...}`.
 
-    The ranks end together. When a rank closes its client or ends, the server drains for at most `drain_timeout` and ends in all of
-    them, so a save of the head comes before, and then a barrier. When a rank dies or hangs, the calls of the others end with
-    Unavailable or Internal once it is lost: within `rank_silence_timeout` (30 s).
+    All ranks end together. When a rank closes its client or ends, the server drains for at most `drain_timeout` and then ends
+    in all ranks. So save the head before, and then call a barrier. If a rank dies or hangs, the calls of the other ranks fail
+    with Unavailable or Internal when the rank counts as lost: within `rank_silence_timeout` (30 s).
 
-    On GPUs, the trainer's code and the head can wait for each other in CUDA's driver. All ranks then stand still, until the server
-    says after `collective_timeout` that a rank is lost. A trainer that does three things avoids this (docs/training/colocated.md).
-    backend="cuda" says that the trainer does them; colocate() refuses GPUs without it. Each rank then takes the GPU that its thread
-    works on; a rank that works on none yet takes the GPU with the number LOCAL_RANK, or with the rank's number in the group.
+    On GPUs, the trainer's code and the head can wait for each other in CUDA's driver. Then all ranks stand still, until the
+    server reports after `collective_timeout` that a rank is lost. A trainer avoids this by doing three things
+    (docs/training/colocated.md). backend="cuda" says that the trainer does them; without it, colocate() refuses GPUs. Each
+    rank takes the GPU that its thread uses. If the thread uses none yet, the rank takes the GPU with the number LOCAL_RANK,
+    or else with the rank's number in the group.
 
     Args:
-      group: the ranks; None: all of them. They are processes of one host.
-      split: how heads that do not say lie on the devices: "vocabulary", "rows", or "any".
-      checkpoint_dir, restore, backend, device, threads, deterministic, http, log_level, flags, client: as lossd.embedded();
-        every rank gives the same, but for `device`, `threads` and `client`. Flags of several ranks are `collectives`,
-        `rank_timeout` (here "1m"), `rank_silence_timeout`, `collective_timeout`.
+      group: the group of ranks; None: all ranks. They must be processes of one host.
+      split: the split of heads that are created without one: "vocabulary", "rows", or "any".
+      checkpoint_dir, restore, backend, device, threads, deterministic, http, log_level, flags, client: as in
+        lossd.embedded(). Every rank must give the same, except `device`, `threads` and `client`. Flags for several ranks are
+        `collectives`, `rank_timeout` (here "1m"), `rank_silence_timeout`, `collective_timeout`.
 
     Raises:
-      Unimplemented: there are several ranks, and a GPU, and `backend` does not say.
-      Unavailable, InvalidArgument, ResourceExhausted: as lossd.embedded(), in the rank that it is about; the other ranks raise
-        Unavailable or DeadlineExceeded with the text of that one.
+      Unimplemented: there are several ranks and a GPU, and `backend` is not given.
+      Unavailable, InvalidArgument, ResourceExhausted: as in lossd.embedded(), in the rank that fails. The other ranks raise
+        Unavailable or DeadlineExceeded with the text of its error.
       FailedPrecondition: the ranks are not on one host, or the group is not one of torch.distributed that this process is in.
     """
     check_client(client)
@@ -102,9 +104,10 @@ def computes_here() -> bool:
 
 
 def _start_all(group: Any, rank: int, size: int, options: dict[str, Any], secret: str) -> Member:
-    """Starts this rank. Where one does not start, all raise: that one its own error, the others one that names it."""
+    """Starts this rank. If a rank does not start, all ranks raise: that rank its own error, the others an error that names
+    it."""
     member, problem = None, None
-    with tempfile.NamedTemporaryFile("w", prefix="lossd-rank-") as file:  # which its owner alone can read
+    with tempfile.NamedTemporaryFile("w", prefix="lossd-rank-") as file:  # only its owner can read it
         file.write(secret)
         file.flush()
         of_rank = {"rank_secret_file": file.name} if size > 1 else {}
@@ -126,7 +129,7 @@ def _start_all(group: Any, rank: int, size: int, options: dict[str, Any], secret
 
 
 def _place_in(group: Any) -> tuple[int, int]:
-    """The rank in the group, and how many there are."""
+    """The rank of this process in the group, and the number of ranks."""
     if not dist.is_available() or not dist.is_initialized():
         raise errors.FailedPrecondition("torch.distributed has no group yet: torch.distributed.init_process_group() makes one; "
                                         "a process that is alone takes lossd.embedded()")
@@ -137,7 +140,7 @@ def _place_in(group: Any) -> tuple[int, int]:
 
 
 def _this_host() -> str:
-    """A name of the host, and what tells it from others that are called the same."""
+    """A name of the host that is unique, even if another host has the same host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
@@ -156,7 +159,7 @@ def _gathered(group: Any, size: int, value: T) -> list[T]:
 
 
 def _from_first(group: Any, rank: int, make: Callable[[], T]) -> T:
-    """What the group's first rank makes, in all of them."""
+    """Calls `make` in the group's first rank, and returns its value in all ranks."""
     values: list[Any] = [make() if rank == 0 else None]
     dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
     value: T = values[0]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that train one head together, and what averaging the trunk's gradients means for its loss.
+"""DataParallel: the ranks that train one head together.
 
-DistributedDataParallel and fully_shard average the gradients of the trunk over ranks, while the server adds up the
-gradients of the head. So that both become those of one process on all rows, the loss of a rank is size times its
-share of the loss of all rows: the average of the ranks' losses is the loss of all rows, and so is that of their
-gradients. The head's gradient, which is size times too large then, is divided when the step is applied.
+DistributedDataParallel and fully_shard average the trunk's gradients over the ranks, but the server adds up the gradients of
+the head. Both must become the gradients of one process that has all rows. Therefore the loss of a rank is `size` times its
+share of the loss of all rows. Then the average of the ranks' losses is the loss of all rows, and the averaged gradients of
+the trunk are right. The head's gradient is `size` times too large, and is divided when the step is applied.
 
-Where gradients of the trunk are added up instead, as over shards of one sequence under tensor parallelism, the loss of a
-rank is its share, and nothing is divided. A group may have ranks of both kinds; averaged_over is the number that
-the gradients of such a group are divided by.
+If the trunk's gradients are added up and not averaged, as over shards of one sequence under tensor parallelism, the loss of a
+rank is just its share, and nothing is divided. A group may have ranks of both kinds; `averaged_over` is the number by which
+the sum of the gradients of such a group is divided.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ UNSAID: Any = _Unsaid()
 
 
 class DataParallel:
-    """A group of ranks; one alone without torch.distributed. Its methods are collective: every rank calls them."""
+    """A group of ranks; a single rank without torch.distributed. Its methods are collective: every rank must call them."""
 
     def __init__(self, group: Any, averaged_over: int | None = None) -> None:
         """
         Args:
           group: a ProcessGroup, a DeviceMesh of one dimension, or None for one rank alone.
-          averaged_over: what the sum of the trunk's gradients over the ranks is divided by. None: their number.
+          averaged_over: the number by which the sum of the trunk's gradients over the ranks is divided. None: the number of
+            ranks.
         """
         if group is not None and hasattr(group, "mesh_dim_names"):  # a DeviceMesh
             if group.ndim != 1:
@@ -58,7 +59,7 @@ class DataParallel:
 
     @contextlib.contextmanager
     def before_total(self, total_follows: bool = True, values: int = 1) -> Iterator[None]:
-        """If what is inside fails, the total() or totals() that the other ranks are going to wait in fails too."""
+        """If the block fails, the other ranks' call of total() or totals() that follows fails, too, instead of waiting."""
         try:
             yield
         except BaseException:
@@ -67,7 +68,7 @@ class DataParallel:
             raise
 
     def total(self, value: float) -> float:
-        """The sum of the ranks' values. RuntimeError if another rank failed before it."""
+        """The sum of the ranks' values. RuntimeError if another rank failed before it called total()."""
         return self.totals(value)[0]
 
     def totals(self, *values: float) -> list[float]:
@@ -86,7 +87,7 @@ class DataParallel:
         return found
 
     def at_own_rank(self, value: float) -> list[float]:
-        """For totals() that are the values of each rank."""
+        """The arguments of totals() with which it returns the value of each rank."""
         return [float(value) if rank == self.rank else 0.0 for rank in range(self.size)]
 
     def barrier(self) -> None:
@@ -94,7 +95,7 @@ class DataParallel:
         self.total(0.0)
 
     def any(self, value: bool) -> bool:
-        """Whether it is true in some rank."""
+        """Whether the value is true in at least one rank."""
         return self.total(float(value)) > 0
 
     def _device(self) -> torch.device:
@@ -103,7 +104,7 @@ class DataParallel:
 
 
 def check_said(head: str) -> None:
-    """ValueError if several ranks run and LossHead was not told what they are to its head."""
+    """ValueError if several ranks run and LossHead was not told which of them train its head together."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LossHead.depth_losses is given and returns: hidden states of several depths, their targets, and the loss of each."""
+"""The arguments and the result of LossHead.depth_losses: hidden states of several depths, their targets, and the loss of
+each."""
 
 from __future__ import annotations
 
@@ -20,20 +21,21 @@ _MOST_DEPTHS = 64  # of a microbatch
 
 @dataclass
 class DepthLosses:
-    """The loss of several depths, which has a backward, and what it is made of. Tensors of all depths are on the CPU."""
+    """The loss of several depths, which can be differentiated, and its parts. Tensors with an entry for each depth are on the
+    CPU."""
 
     loss: torch.Tensor  # the sum of weights[k] * losses[k]; part of the graph
-    losses: torch.Tensor  # (K,) float32: of each depth, before its weight; no part of the graph
-    accuracy: torch.Tensor  # (K,) float32: share of valid rows whose largest logit is the target's; 0 without such rows
-    valid_rows: torch.Tensor  # (K,) int64: rows with a target, of this trainer
-    extras: LossExtras | None = None  # what LossHead was told in `extras`; tensors of rows have the shape (K, ...)
+    losses: torch.Tensor  # (K,) float32: the loss of each depth, before its weight; not part of the graph
+    accuracy: torch.Tensor  # (K,) float32: the share of valid rows whose largest logit is the target's; 0 without valid rows
+    valid_rows: torch.Tensor  # (K,) int64: this trainer's rows with a target
+    extras: LossExtras | None = None  # what LossHead(extras=) asked for; tensors of rows have the shape (K, ...)
 
 
 @dataclass(frozen=True)
 class DepthRows:
-    """The rows of one call, checked."""
+    """The checked rows of one call."""
 
-    parts: tuple[torch.Tensor, ...]  # one (K, ..., D), or K of (..., D)
+    parts: tuple[torch.Tensor, ...]  # one tensor (K, ..., D), or K tensors (..., D)
     labels: list[NDArray[np.int32]]  # [rows] of each depth
     row_weights: NDArray[np.float32] | None  # [all rows]
     weights: list[float]
@@ -44,13 +46,14 @@ class DepthRows:
 
 
 def any_part(hidden: Any) -> torch.Tensor:
-    """The tensor of what was given that says whether hidden states need a gradient. TypeError if there is none."""
+    """Of the given hidden states, a tensor that requires a gradient if there is one, else the first one. TypeError if there
+    are none."""
     parts = _parts(hidden)
     return next((part for part in parts if part.requires_grad), parts[0])
 
 
 def shifted(labels: NDArray[np.int32], by: int, ignore_index: int) -> NDArray[np.int32]:
-    """Those `by` positions further along the last dimension; ignore_index where there is none."""
+    """The labels moved `by` positions forward along the last dimension, with ignore_index in the last positions."""
     if by == 0:
         return labels
     found = np.full_like(labels, ignore_index)
@@ -60,7 +63,7 @@ def shifted(labels: NDArray[np.int32], by: int, ignore_index: int) -> NDArray[np
 
 def read(head: str, hidden_size: int, hidden: Any, targets: Any, row_weights: Any, weights: Any, *, shift: bool,
          vocab_size: int, ignore_index: int) -> DepthRows:
-    """TypeError, ValueError or lossd.InvalidArgument, naming the argument, if they are not rows of depths."""
+    """Checks the arguments. TypeError, ValueError or lossd.InvalidArgument names the argument that is wrong."""
     parts = _parts(hidden)
     views = parts if len(parts) > 1 else parts[0].unbind(0)
     count = len(views)
@@ -87,7 +90,7 @@ def read(head: str, hidden_size: int, hidden: Any, targets: Any, row_weights: An
 
 
 def _parts(hidden: Any) -> tuple[torch.Tensor, ...]:
-    """One tensor (K, ..., D), or K > 1 of (..., D)."""
+    """The hidden states as one tensor (K, ..., D), or as K > 1 tensors (..., D)."""
     if isinstance(hidden, torch.Tensor):
         if hidden.dim() < 2:
             raise ValueError(f"hidden has shape {tuple(hidden.shape)}; it must be (K, ..., D), or K tensors (..., D)")
@@ -121,7 +124,7 @@ def _weights(weights: Any, count: int) -> list[float]:
 
 
 def losses_of(job: Job) -> DepthLosses:
-    """Waits for the result."""
+    """Waits for the result and returns it."""
     output = job.output()
     loss, extras = output if isinstance(output, tuple) else (output, None)
     depths = job.result().depths

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LossHead is given: checks before anything is sent, what travels of it, and tensors as memory that is sent from and
-written into."""
+"""The inputs of a LossHead: checks before anything is sent, the form in which they are sent, and access to the memory of
+tensors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ T = TypeVar("T")
 
 
 def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose TypeError for an unknown keyword argument names the one that was probably meant.
+    """The function, with a better TypeError for an unknown keyword argument: it suggests the argument that was probably
+    meant.
 
-    Its signature and documentation stay visible.
+    The signature and documentation of the function stay visible.
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     called = function.__qualname__.removesuffix(".__init__")
@@ -51,7 +52,7 @@ def _suggestion(name: str, names: list[str]) -> str:
 
 
 def check_words(client: Any, head: Any, reduction: Any, state: Any) -> None:
-    """TypeError or ValueError that names the argument."""
+    """TypeError or ValueError, naming the argument, if one is wrong."""
     if not hasattr(client, "compute_loss_async"):
         raise TypeError(f"client is {_a(client)}; it must be a lossd.Client: LossHead(client, head)")
     if not isinstance(head, str):
@@ -62,7 +63,7 @@ def check_words(client: Any, head: Any, reduction: Any, state: Any) -> None:
 
 
 def check_numbers(required: dict[str, Any], optional: dict[str, Any]) -> None:
-    """TypeError if one is not a number; an optional one may be None."""
+    """TypeError if a value is not a number. Optional values may be None."""
     for name, value in {**required, **optional}.items():
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
             continue
@@ -73,7 +74,7 @@ def check_numbers(required: dict[str, Any], optional: dict[str, Any]) -> None:
 
 
 def number(name: str, value: Any) -> float:
-    """Of a number, or a tensor or array that holds one."""
+    """The value of a number, or of a tensor or array with one element."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -92,7 +93,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def names_of_extras(extras: Any, known: tuple[str, ...]) -> tuple[Any, ...]:
-    """`extras` as a tuple of some of those `known`."""
+    """`extras` as a tuple. ValueError if a name is not one of `known`."""
     if isinstance(extras, str) or not isinstance(extras, Iterable):
         shown = (extras,) if isinstance(extras, str) else ("lse",)
         raise TypeError(f"extras is {extras!r}; it must be a tuple or list of names: extras={shown!r}")
@@ -108,7 +109,7 @@ def _a(value: Any) -> str:
 
 
 def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which targets are among the classes of a head, which are ascending."""
+    """For each target, whether it is one of the classes of a head, which are ascending."""
     places = np.minimum(np.searchsorted(classes, targets), len(classes) - 1)
     found: NDArray[np.bool_] = classes[places] == targets
     return found
@@ -118,7 +119,7 @@ def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np
 
 
 def check_tensors(hidden: Any, targets: Any, optional: dict[str, Any]) -> None:
-    """TypeError or RuntimeError if they are not what can be sent."""
+    """TypeError or RuntimeError if the tensors cannot be sent."""
     for name, value in ({"hidden": hidden, "targets": targets} | optional).items():
         if value is None and name in optional:
             continue
@@ -132,7 +133,7 @@ def check_tensors(hidden: Any, targets: Any, optional: dict[str, Any]) -> None:
 
 
 def _is_transformed(tensor: torch.Tensor) -> bool:
-    functorch = getattr(torch._C, "_functorch", None)  # torch 1.13 has it, without all of these
+    functorch = getattr(torch._C, "_functorch", None)  # torch 1.13 lacks some of these functions
     for name in ("is_functorch_wrapped_tensor", "is_batchedtensor", "is_gradtrackingtensor"):
         is_so = getattr(functorch, name, None)
         if is_so is not None and is_so(tensor):
@@ -161,7 +162,7 @@ def check_shapes(head: str, hidden_size: int, shift: bool, hidden: torch.Tensor,
 
 
 def check_labels(labels: NDArray[np.int32], vocab_size: int, ignore_index: int) -> None:
-    """What the server would say, before anything is sent."""
+    """Raises the error that the server would raise for wrong labels, before anything is sent."""
     wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     if not wrong.any():
         return
@@ -172,7 +173,7 @@ def check_labels(labels: NDArray[np.int32], vocab_size: int, ignore_index: int) 
 
 
 def check_ids(ids: Any) -> None:
-    """TypeError or RuntimeError if they cannot be ids of rows."""
+    """TypeError or RuntimeError if `ids` cannot be row numbers."""
     if not isinstance(ids, torch.Tensor):
         raise TypeError(f"ids is {_a(ids)}; it must be a tensor: torch.as_tensor(ids)")
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
@@ -183,7 +184,7 @@ def check_ids(ids: Any) -> None:
 
 
 def ids_of_rows(ids: torch.Tensor, vocab_size: int) -> NDArray[np.int32]:
-    """One behind the other. InvalidArgument if one is no row of the weight."""
+    """The ids as a flat array. InvalidArgument if one is not a row of the weight."""
     array: NDArray[Any] = ids.detach().to("cpu").numpy()
     wrong = (array < 0) | (array >= vocab_size)
     if wrong.any():
@@ -198,7 +199,8 @@ def ids_of_rows(ids: torch.Tensor, vocab_size: int) -> NDArray[np.int32]:
 
 
 def labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:
-    """One label a row of hidden states. Shifted ones are ignored at the last position; hidden states stay in place."""
+    """One label for each row of hidden states. With `shift` each position gets the next label, and the last one
+    ignore_index."""
     array: NDArray[Any] = targets.detach().to("cpu").numpy()
     found = as_targets(array.reshape(-1)).reshape(array.shape)
     if shift:
@@ -216,13 +218,13 @@ def weights(row_weights: torch.Tensor | None) -> NDArray[np.float32] | None:
 
 
 def autocast(hidden: torch.Tensor) -> torch.Tensor:
-    """As a linear layer would take it."""
+    """The hidden states in the dtype in which a linear layer would use them under autocast."""
     dtype = autocast_dtype(hidden.device)
     return hidden if dtype is None or hidden.dtype is dtype else hidden.to(dtype)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """None: there is no autocast for the device."""
+    """The dtype of autocast for the device. None: autocast is off."""
     find = _autocast_dtype if hasattr(torch, "get_autocast_dtype") else _old_autocast_dtype
     return find(device.type)
 
@@ -239,9 +241,9 @@ def _old_autocast_dtype(kind: str) -> torch.dtype | None:
 
 # Tensors as memory that the client sends from and writes into.
 #
-# A CPU tensor is used where it lies. So is a CUDA tensor if the client can copy between it and memory of the server's GPU.
-# Otherwise it goes through pinned host memory, which torch caches: freed blocks are taken again only after the copies that use
-# them have run.
+# A CPU tensor is used without a copy. A CUDA tensor is, too, if the client can copy between it and memory of the server's
+# GPU. Other tensors are copied through pinned host memory, which torch caches: it reuses a freed block only after the copies
+# that use the block have run.
 
 Array = NDArray[Any]
 
@@ -249,7 +251,7 @@ DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.float16: "fp16"
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """A contiguous CPU tensor's memory, of the dtype that lossd.Client takes; bf16 as uint16."""
+    """The memory of a contiguous CPU tensor, with the dtype that lossd.Client takes; bf16 as uint16."""
     if tensor.dtype is torch.bfloat16:
         bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
         return bits
@@ -258,31 +260,32 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """The reverse of as_array."""
+    """The inverse of as_array."""
     if dtype is torch.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
-Place: TypeAlias = Literal["host", "device"]  # where a CUDA tensor's rows are when the client sends them
+Place: TypeAlias = Literal["host", "device"]  # where the client finds the rows of a CUDA tensor when it sends them
 
 
 def place_of(tensor: torch.Tensor, client: lossd.Client) -> Place:
-    """The device if the client can copy from there to the server's GPU; may open the memory that takes."""
+    """"device" if the client can copy from the tensor's GPU to the server's GPU, else "host". May open the memory for
+    that."""
     return place_on(tensor.device, client)
 
 
 def place_on(device: torch.device, client: lossd.Client) -> Place:
-    """place_of() of tensors on a device."""
+    """Like place_of(), for tensors on a device."""
     return "device" if device.type == "cuda" and client.shares_gpu(device.index) else "host"
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Rows [N, D] as lossd.Client takes them."""
+    """Rows [N, D] in the form that lossd.Client takes."""
 
     array: Any
-    ready: Callable[[], None] | None  # blocks until they may be read, and memory that was made before be written
+    ready: Callable[[], None] | None  # blocks until they may be read, and until new memory may be written
 
 
 def to_send(tensor: torch.Tensor, place: Place) -> Sent:
@@ -293,7 +296,7 @@ def to_send(tensor: torch.Tensor, place: Place) -> Sent:
 
 
 def both(*waits: Callable[[], None] | None) -> Callable[[], None] | None:
-    """Waits for all of them, in their order."""
+    """A function that calls all the given ones in order. None if there are none."""
     present = [wait for wait in waits if wait is not None]
 
     def wait_for_all() -> None:
@@ -304,7 +307,7 @@ def both(*waits: Callable[[], None] | None) -> Callable[[], None] | None:
 
 
 def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, targets: Any, extras: Sequence[str]) -> None:
-    """TypeError or ValueError if rows of `hidden` cannot be distilled so, or have no such extras."""
+    """TypeError or ValueError if `hidden` cannot be distilled with these arguments, or cannot have these extras."""
     if not isinstance(distillation, lossd.Distillation):
         raise TypeError(f"distillation is {_a(distillation)}; it must be a lossd.Distillation")
     if not isinstance(teacher_hidden, torch.Tensor):
@@ -323,7 +326,7 @@ def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, 
 
 
 def soft_targets(classes: Any, weights: Any, hidden: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Both [N, K]. TypeError or ValueError if rows of `hidden` cannot have them."""
+    """Classes and weights as arrays [N, K]. TypeError or ValueError if they do not fit `hidden`."""
     for name, value in (("target_classes", classes), ("target_weights", weights)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is {_a(value)}; it must be a tensor")
@@ -341,33 +344,33 @@ def soft_targets(classes: Any, weights: Any, hidden: torch.Tensor) -> tuple[NDAr
 
 
 def as_sent(tensor: torch.Tensor) -> Any:
-    """A contiguous tensor as lossd.Client takes it; on a GPU bf16 as int16."""
+    """A contiguous tensor in the form that lossd.Client takes. On a GPU bf16 becomes int16."""
     if tensor.device.type == "cpu":
         return as_array(tensor)
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
 def settle(memory: torch.Tensor | None) -> None:
-    """Blocks until nothing that was enqueued before uses memory that was just made."""
+    """Blocks until no work that was enqueued earlier uses newly allocated memory."""
     wait = None if memory is None else settled(memory)
     if wait is not None:
         wait()
 
 
 def settled(memory: torch.Tensor) -> Callable[[], None] | None:
-    """What does so; None: nothing can."""
+    """A function that blocks like settle(). None: there is nothing to wait for."""
     return _work_so_far(memory.device) if memory.device.type == "cuda" else None
 
 
 def _work_so_far(device: torch.device) -> Callable[[], None]:
-    """Blocks until what the current stream was given before this call has run."""
-    event = torch.cuda.Event(blocking=True)  # who waits takes no CPU time
+    """A function that blocks until the work that was enqueued on the current stream before this call has run."""
+    event = torch.cuda.Event(blocking=True)  # a blocking wait takes no CPU time
     event.record(torch.cuda.current_stream(device))
     return event.synchronize
 
 
 def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """The tensor in host memory, contiguous, and what to wait for before it may be read (None: nothing)."""
+    """A contiguous copy in host memory, and a function to call before it is read (None: not needed)."""
     tensor = tensor.detach().contiguous()
     if tensor.device.type == "cpu":
         return tensor, None
@@ -379,11 +382,11 @@ def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | No
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, place: Place) -> torch.Tensor:
-    """Memory for a tensor on its way to or from `device`."""
+    """Uninitialized memory for a tensor that is sent to or received from `device`."""
     if place == "device":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return host if device.type == "cpu" else host.to(device, non_blocking=True)  # no copy if it is there
+    return host if device.type == "cpu" else host.to(device, non_blocking=True)  # no copy if it is already there

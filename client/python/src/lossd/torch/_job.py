@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call of a LossHead does: a microbatch from start() to the end of backward, and its place in the graph."""
+"""Job: what one call of a LossHead does with a microbatch, from start() to the end of backward, and its place in the autograd
+graph."""
 
 from __future__ import annotations
 
@@ -22,21 +23,22 @@ from lossd.torch._step_tracker import Continuation, StepTracker, Watch
 from lossd.types import DType, LossResult, Reduction, RowOutput
 
 
-# What the server's gradient of a head is multiplied by when HeadOptimizer applies a step.
+# The factors by which HeadOptimizer multiplies the server's gradient of a head when it applies a step.
 
 
 class GradientScale:
-    """The product of factors that are known apart. Not thread-safe."""
+    """A product of factors that different parts know. Not thread-safe."""
 
     def __init__(self, ranks: int, averaged_over: int) -> None:
-        self.replicas = 1.0 / averaged_over  # the ranks' losses are averaged, and the server adds up
-        self._copies = ranks  # of a finished gradient: each rank adds its own
-        self.schedule = 1.0  # of a pipeline schedule, which divides the trunk's gradients after the step
-        self._step = -1  # that _loss belongs to
-        self._loss: float | None = None  # what losses of the step were multiplied by after forward, if one had backward
+        self.replicas = 1.0 / averaged_over  # the ranks' losses are averaged, but the server adds their gradients up
+        self._copies = ranks  # of a finished gradient: each rank adds its own copy
+        self.schedule = 1.0  # the factor of a pipeline schedule, which divides the trunk's gradients after the step
+        self._step = -1  # the step that _loss belongs to
+        self._loss: float | None = None  # the factor of the step's losses after forward; None: no loss had its backward yet
 
     def meet_loss(self, step: int, factor: float) -> bool:
-        """Notes that a loss of `step` was multiplied by `factor` after forward; False if others had another factor."""
+        """Records that a loss of `step` was multiplied by `factor` after forward. False if other losses of the step had
+        another factor."""
         if self._step != step:
             self.forget_losses()
         if self._loss is not None and not math.isclose(self._loss, factor, rel_tol=1e-6):
@@ -45,7 +47,7 @@ class GradientScale:
         return True
 
     def forget_losses(self) -> None:
-        """The gradients of the step are gone."""
+        """Call it when the gradients of the step are discarded."""
         self._loss = None
 
     def of_losses(self, step: int) -> float:
@@ -55,17 +57,18 @@ class GradientScale:
         return self.replicas * self.schedule * self.of_losses(step)
 
     def of_rows(self, step: int) -> float:
-        """What multiplies a gradient of rows of an embedding when it is added to the server's, which lacks what losses were
-        multiplied by after forward, as this one does not. Losses that have their backward later have to be multiplied alike.
+        """The factor for a gradient of embedding rows before it is added to the server's gradient. The server's gradient
+        lacks the factor by which losses were multiplied after forward, but a gradient of rows has it already. Losses of the
+        step that have their backward later must be multiplied by the same factor.
 
-        0 if the losses of the step were multiplied by 0: what is added then is lost.
+        0 if the losses of the step were multiplied by 0: then the gradient of rows cannot be added.
         """
         factor = self.of_losses(step)
         self.meet_loss(step, factor)
         return 1.0 / factor if factor else 0.0
 
     def of_finished_gradient(self, step: int) -> float:
-        """What multiplies a gradient that lacks nothing, and that every rank adds, when it is added to the server's."""
+        """The factor for a complete gradient, which every rank adds, before it is added to the server's gradient."""
         undone = self._copies * self.replicas * self.schedule * self.of_losses(step)
         if undone == 0:
             raise RuntimeError("the losses of this step were multiplied by 0, so no other gradient can be added to theirs")
@@ -78,7 +81,7 @@ EXTRAS: tuple[Extra, ...] = (
     "z_loss", "accuracy", "dropped_mass", "gradient_error", "ratio", "clipped", "old_kl", "ref_kl", "lse", "entropy",
     "logprob", "argmax")
 _ROW_EXTRAS: tuple[RowOutput, ...] = ("lse", "entropy", "logprob", "argmax")
-# By the names of lossd.ObjectiveSums.
+# The extras that are fields of lossd.ObjectiveSums, with their names there.
 _OBJECTIVE_EXTRAS: dict[Extra, Literal["clipped_rows", "ratio", "old_kl", "ref_kl"]] = {
     "ratio": "ratio", "clipped": "clipped_rows", "old_kl": "old_kl", "ref_kl": "ref_kl"}
 _DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
@@ -86,25 +89,26 @@ _DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
 
 @dataclass
 class LossExtras:
-    """What was asked for besides the loss; the rest is None. Scalars, or tensors of the targets' shape."""
+    """The extras that LossHead(extras=) asked for; other fields are None. They are scalars, or tensors of the targets'
+    shape."""
 
-    z_loss: torch.Tensor | None = None  # the z-loss part of the loss, scaled as the loss is
-    accuracy: torch.Tensor | None = None  # share of valid rows whose largest logit is the target's
-    # Probability that filtered gradients left out, mean over valid rows; 0 if no gradient was computed. What computes
-    # gradients in backward (deferred, reduction none) fills it there; before that it is NaN.
+    z_loss: torch.Tensor | None = None  # the part of the loss that is z-loss, scaled like the loss
+    accuracy: torch.Tensor | None = None  # the share of valid rows whose largest logit is the target's
+    # The probability that filtered gradients left out, mean over valid rows; 0 if no gradient was computed. If gradients are
+    # computed in backward (deferred, or reduction "none"), it is NaN until then.
     dropped_mass: torch.Tensor | None = None
-    # Predicted relative error of sampled gradients; 0 if nothing was sampled. NaN until backward where dropped_mass is.
+    # The predicted relative error of sampled gradients; 0 if nothing was sampled. NaN until backward, like dropped_mass.
     gradient_error: torch.Tensor | None = None
-    # Of policy_loss, means over the rows that have a target and a weight that is not 0: the ratio, the share of rows whose
-    # ratio was clipped, ratio - 1 - log ratio, which estimates the divergence from the policy that sampled, and the
-    # estimate of that from the reference. 0 where the objective has none.
+    # Only of policy_loss. All are means over the rows that have a target and a weight that is not 0, and 0 if the objective
+    # does not have them. ratio: the ratio. clipped: the share of rows whose ratio was clipped. old_kl: ratio - 1 - log ratio,
+    # which estimates the divergence from the policy that sampled. ref_kl: the estimate of the divergence from the reference.
     ratio: torch.Tensor | None = None
     clipped: torch.Tensor | None = None
     old_kl: torch.Tensor | None = None
     ref_kl: torch.Tensor | None = None
     lse: torch.Tensor | None = None  # log sum exp of the logits
-    entropy: torch.Tensor | None = None  # of the softmax, nats
-    logprob: torch.Tensor | None = None  # log p of the target
+    entropy: torch.Tensor | None = None  # of the softmax, in nats
+    logprob: torch.Tensor | None = None  # the log-probability of the target
     argmax: torch.Tensor | None = None  # int32; -1 for ignored rows
 
 
@@ -112,7 +116,7 @@ LossOutput: TypeAlias = "torch.Tensor | tuple[torch.Tensor, LossExtras]"
 
 
 class Module(Protocol):
-    """What a job takes from its LossHead."""
+    """The members of LossHead that a Job uses."""
 
     client: lossd.Client
     head_name: str
@@ -130,19 +134,20 @@ class Module(Protocol):
     transport: dict[str, Any]  # arguments of Client.compute_loss_async
 
     def has_target(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> NDArray[np.bool_]:
-        """Which rows are not ignored."""
+        """For each row, whether it is not ignored."""
 
 
 class Job:
-    """One microbatch from start() to the end of backward."""
+    """The computation of one microbatch, from start() to the end of backward."""
 
     def __init__(self, module: Module, parts: tuple[torch.Tensor, ...], labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
                  numbers: Mapping[str, Any], taught: torch.Tensor | None = None, depths: Sequence[lossd.Depth] = (),
                  shift: bool = False) -> None:
-        """`parts`: the hidden states, as they travel; one tensor, or one of the same shape for each of `depths`. `numbers`: of options.objective or options.rest, arrays that Client.compute_loss takes under these names. `taught`: hidden states of
-        options.distillation's teacher, (..., its D), as they travel. `shift`: `labels` were shifted, so the last position predicts
-        nothing."""
+        """`parts`: the hidden states in the form in which they are sent: one tensor, or one tensor of the same shape for each
+        of `depths`. `numbers`: what options.objective or options.rest needs, as arrays under the names of
+        Client.compute_loss. `taught`: the hidden states of options.distillation's teacher, (..., its D), as they are sent.
+        `shift`: `labels` were shifted, so the last position predicts nothing."""
         self.module = module
         self.options = options
         self.shift = shift
@@ -168,15 +173,17 @@ class Job:
         self.writes_hidden = plan.hidden and computes
         self.pending: lossd.PendingLoss | None = None
         self._anchor = Anchor(plan.head or plan.evaluates)
-        self._known: LossResult | None = None  # of the first pass, in a second one
-        self._gradient: list[torch.Tensor] | None = None  # of each part, where the client writes it
-        self._lazy_loss: torch.Tensor | None = None  # memory of a loss that waits for its value
-        self._dropped_mass: torch.Tensor | None = None  # the caller's, if wanted; likewise below
+        self._known: LossResult | None = None  # in a repeated pass: the result of the first pass
+        # For each part, the memory into which the client writes its gradient.
+        self._gradient: list[torch.Tensor] | None = None
+        self._lazy_loss: torch.Tensor | None = None  # the tensor of a loss that has no value yet
+        # The tensor that the caller has, if asked for; the same holds for the next one.
+        self._dropped_mass: torch.Tensor | None = None
         self._gradient_error: torch.Tensor | None = None
 
     @functools.cached_property
     def counted(self) -> NDArray[np.bool_]:
-        """Which rows have a gradient."""
+        """For each row, whether it has a gradient."""
         return self._valid if self.row_weights is None else self._valid & (self.row_weights != 0)
 
     @property
@@ -192,7 +199,7 @@ class Job:
         return self.module.steps.wire_id(self.number)
 
     def _pass_key(self) -> bytes:
-        """Of the computation among the first passes under checkpoints."""
+        """The key of the computation in FirstPasses."""
         options = self.options
         text = f"{options.objective} {options.distillation} {options.rest} {options.ignore_index} {self.depths}"
         return FirstPasses.key(self.labels, self.hidden, text)
@@ -242,7 +249,7 @@ class Job:
         return sent[0] if len(sent) == 1 else sent
 
     def result(self) -> LossResult:
-        """Waits for it."""
+        """Waits for the result."""
         return self._wait()
 
     def _wait(self) -> LossResult:
@@ -273,14 +280,14 @@ class Job:
         try:
             yield
         except BaseException as error:
-            if self.step == steps.step:  # else it is over
+            if self.step == steps.step:  # otherwise the step is over
                 steps.failed(self.number)
                 if isinstance(error, (lossd.Restarted, lossd.StepDiscarded)):
                     steps.lost(str(error))
             raise
 
     def cancel(self) -> None:
-        """Asks for an early end; no effect when it has ended."""
+        """Asks the computation to end early; no effect when it has ended."""
         if self.pending is not None:
             self.pending.cancel()
 
@@ -296,7 +303,7 @@ class Job:
         return lazy
 
     def fill_lazy_loss(self) -> None:
-        """Waits for the loss if the graph was made without it."""
+        """If lazy_output() returned a loss without a value, waits for the value and writes it."""
         if self._lazy_loss is not None:
             self._lazy_loss.fill_(self._wait().loss)
             self._lazy_loss = None
@@ -314,7 +321,7 @@ class Job:
         return loss, self._extras(result, rows)
 
     def _deferred_loss(self, rows: dict[RowOutput, torch.Tensor]) -> torch.Tensor:
-        """Replaces lse and entropy in `rows` by tensors that carry gradients."""
+        """Replaces lse and entropy in `rows` by tensors through which gradients flow."""
         names = [name for name in _DIFFERENTIABLE if name in rows]
         rows.update(zip(names, Deferred.apply(self._anchor.tensor, self.hidden, self, names,
                                                 [rows[name] for name in names])))
@@ -324,21 +331,22 @@ class Job:
         return total / self.normalizer if self.normalizer else total
 
     def check_backward(self) -> None:
-        """RuntimeError if it asks for what was not computed."""
+        """RuntimeError if backward needs a gradient that was not computed."""
         if self.plan.evaluates and (self.module.deferred or self._anchor.is_asked_for()):
             refuse_evaluation(self.module.head_name, self.module.deferred)
 
     def had_backward(self) -> None:
-        """Its gradients are where they belong."""
+        """Notes that the gradients have arrived where they belong."""
         self.module.steps.had_backward(self.number)
         if self.plan.head:
             self.module.watch.had_backward(head_alone=not self.plan.hidden or self.hidden.is_leaf)
 
     def meet(self, got: float) -> float:
-        """What the announced gradients are to be multiplied by, as backward brings `got` for the loss."""
+        """The factor for the gradients that were computed in forward, now that backward brings `got` as the gradient of the
+        loss."""
         self._check_not_discarded("the weight gradient that the server had accumulated in forward")
         if not self.counted.any():
-            return 1.0  # all of its gradients are 0, whatever multiplies them
+            return 1.0  # all of its gradients are 0, so the factor does not matter
         if math.isclose(got, self.grad_output, rel_tol=1e-6):
             factor = 1.0
         else:
@@ -363,7 +371,7 @@ class Job:
                 f"backward of this loss, and discarded {what}. Call zero_grad() before forward or after step()")
 
     def gradients(self, factor: float = 1.0) -> list[torch.Tensor | None]:
-        """What backward hands to the hidden states, to each part of them, times `factor`."""
+        """The gradients, times `factor`, that backward returns for each part of the hidden states."""
         if self._gradient is None:
             return [None] * len(self.parts)
         written, self._gradient = self._gradient, None
@@ -373,7 +381,7 @@ class Job:
         return [_input.to_device(gradient, part.device).reshape(part.shape) for gradient, part in zip(written, self.parts)]
 
     def run_backward(self, upstream: dict[RowOutput, torch.Tensor | None]) -> None:
-        """Deferred mode: the rows' upstream gradients have come."""
+        """Computes the gradients of a deferred microbatch, when the upstream gradients of its rows are known."""
         module, steps = self.module, self.module.steps
         if steps.step != self.step:
             raise RuntimeError(
@@ -403,7 +411,7 @@ class Job:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
             if self._gradient_error is not None:
                 self._gradient_error.fill_(result.gradient_error)
-        elif self.writes_hidden:  # of no rows the server knows nothing
+        elif self.writes_hidden:  # if there are no rows, the server does not know the microbatch
             self._gradient_memory("host")
         if self.plan.head:
             steps.arrived(self.number, rows, waits_for_backward=False)
@@ -437,14 +445,14 @@ class Job:
                    for depth, found in zip(self.depths, result.depths) if found.normalizer)
 
     def scalar(self, value: float) -> torch.Tensor:
-        # Unlike torch.tensor, full does not wait for the device.
+        # Unlike torch.tensor, torch.full does not wait for the device.
         return torch.full((), value, dtype=torch.float32, device=self.hidden.device)
 
     def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.hidden.device)
 
     def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
-        """As the targets; with shift the last position, which predicts nothing, is cut off."""
+        """The rows in the shape of the targets. With shift, the last position, which predicts nothing, is cut off."""
         shaped = rows.reshape(self.shape)
         return shaped[..., :-1] if self.shift else shaped
 
@@ -454,6 +462,7 @@ def _per_valid_row(result: LossResult, total: float) -> float:
 
 
 def _where(counts: NDArray[np.bool_], gradient: torch.Tensor) -> NDArray[np.float32]:
-    """0 for the other rows, whatever arrives there: their results are constants, and a mean of none divides by 0."""
+    """The upstream gradient, with 0 for rows that do not count. Their results are constants, and a mean over no rows would
+    bring NaN."""
     values: NDArray[np.float32] = gradient.detach().to("cpu", torch.float32).numpy()
     return values if counts.all() else np.where(counts, values, np.float32(0))

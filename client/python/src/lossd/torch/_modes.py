@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward is for: a step, an evaluation, or a checkpoint's second pass; and what follows for its backward."""
+"""The purpose of a forward (Plan): a step, an evaluation, or the repeated pass of a checkpoint; and what its backward
+does."""
 
 from __future__ import annotations
 
@@ -26,30 +27,31 @@ if TYPE_CHECKING:
     from lossd.torch._job import Job
 
 
-# What torch.compile leaves alone.
+# Code that torch.compile must not trace.
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def outside_of_compile(function: F) -> F:
-    """A function that runs as it is when a compiled one calls it: the graph is cut there once, and nothing is said.
+    """Makes a function run uncompiled when compiled code calls it. The graph is cut there once, without a warning.
 
-    What talks to a server cannot be compiled. Without this, torch.compile would follow the calls into the client and cut
-    the graph in many places. torch 1.13 has no compiler, torch 2.0 no torch.compiler.disable.
+    Code that talks to a server cannot be compiled. Without this function, torch.compile would trace the calls into the client
+    and cut the graph in many places. torch 1.13 has no compiler, and torch 2.0 has no torch.compiler.disable.
     """
     disable = getattr(getattr(torch, "compiler", None), "disable", None)
     return function if disable is None else cast(F, disable(function))
 
 
-# What the functions of torch that are running now, above a call, say of it. Nothing else tells.
+# What the call stack says: which functions of torch are running above a call. torch has no other way to tell.
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-# What runs a function again so that tensors are there that its backward needs: in torch 1.13 and 2.0, and later.
+# The functions that run a function again to restore tensors that its backward needs; names in torch 1.13 and 2.0, and in
+# later versions.
 _RECOMPUTES = frozenset(("unpack", "unpack_hook", "recompute_fn"))
 
 
 def _frames() -> Iterator[FrameType]:
-    """The caller's frame, and those above it on this thread."""
+    """The frame of the caller, and the frames above it on this thread."""
     frame = inspect.currentframe()
     frame = None if frame is None else frame.f_back
     while frame is not None:
@@ -58,18 +60,18 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Pass(enum.Enum):
-    """Which pass of torch.utils.checkpoint a forward belongs to."""
+    """The pass of torch.utils.checkpoint to which a forward belongs."""
 
-    ORDINARY = enum.auto()  # there is no checkpoint, or this is the only forward with gradients
-    FIRST = enum.auto()  # the function may be run again, for the tensors that it saves
-    REPEATED = enum.auto()  # it runs again; what it returns goes nowhere
+    ORDINARY = enum.auto()  # not under a checkpoint, or the only forward with gradients
+    FIRST = enum.auto()  # the function may be run again, to restore the tensors that it saves
+    REPEATED = enum.auto()  # the function runs again, and its result is not used
 
 
 def checkpoint_pass() -> Pass:
-    """Of a forward with gradients.
+    """The pass to which a forward with gradients belongs.
 
-    A reentrant checkpoint (use_reentrant=True) has no gradients in its first pass, and its second one is what counts: it
-    runs in `backward`. What is nearest to the forward decides, for checkpoints in checkpoints.
+    A reentrant checkpoint (use_reentrant=True) has no gradients in its first pass. Only its second pass counts, which runs in
+    `backward`. If checkpoints are nested, the innermost one decides.
     """
     inside = False
     for frame in _frames():
@@ -85,18 +87,19 @@ def checkpoint_pass() -> Pass:
 
 
 class Asked(enum.Enum):
-    """What a pipeline schedule wants of a loss."""
+    """What a pipeline schedule needs of a loss."""
 
-    LOSS = enum.auto()  # that will have its backward
-    VALUE = enum.auto()  # schedule.eval(), or a schedule without backward
+    LOSS = enum.auto()  # a loss that will have its backward
+    VALUE = enum.auto()  # only the value: schedule.eval(), or a schedule without backward
     SHAPE = enum.auto()
 
 
 def asked_by_schedule() -> Asked:
     """
-    Before its first step a schedule whose stages were made without example arguments calls the loss once with memory
-    that holds anything, to see the shape of the gradient. Those rows must not reach the server, and only the caller's
-    name tells them. Should the name change, the step has one microbatch too many and is refused (StepTracker.group).
+    What a schedule of torch.distributed.pipelining that calls a loss needs of it. If its stages were made without example
+    arguments, the schedule calls the loss once before its first step, with uninitialized memory, to find the shape of the
+    gradient. These rows must not reach the server, and only the name of the calling function identifies the call. If that
+    name changes in torch, the step has one microbatch too many and is refused (StepTracker.group).
     """
     for frame in _frames():
         if frame.f_code.co_name == "_backward_metadata_inference":
@@ -109,11 +112,11 @@ def asked_by_schedule() -> Asked:
 
 
 _REQUIRES_GRAD = torch.nn.Module.requires_grad_.__code__
-_FRAMES_OF_COLLECTION = 16  # that it takes at most from there to a module's named_modules()
+_FRAMES_OF_COLLECTION = 16  # there are at most this many frames between it and a module's named_modules()
 
 
 def wanted_of_parameters() -> bool | None:
-    """Whether Module.requires_grad_(True or False) of a module is collecting its parameters. None: it is not."""
+    """The argument of the Module.requires_grad_() that is collecting parameters now. None: there is no such call."""
     for frame in itertools.islice(_frames(), _FRAMES_OF_COLLECTION):
         if frame.f_code is _REQUIRES_GRAD:
             return bool(frame.f_locals["requires_grad"])
@@ -126,14 +129,14 @@ class _Freezable(Protocol):
 
 
 def heed_requires_grad(head: _Freezable) -> None:
-    """If requires_grad_() of a module is collecting its parameters now, it holds for the head."""
+    """If requires_grad_() of a module is collecting parameters now, applies it to the head."""
     wanted = wanted_of_parameters()
     if wanted is not None and not (wanted and head.frozen_on_server):
         head.train_head = wanted
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning that names the line of the program, not one of torch or lossd."""
+    """Issues a warning that names the line of the user's program, not a line of torch or lossd."""
     level = 1
     for level, frame in enumerate(_frames(), start=1):
         if not str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "lossd"):
@@ -141,11 +144,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-# The place of a loss in autograd's graph: what backward brings to a Job, and what it takes from there.
+# The autograd functions of a loss: what backward passes to a Job, and what it takes from the Job.
 
 
 class Direct(torch.autograd.Function):
-    """Gradients that are known already."""
+    """Gradients that are already known when backward comes."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, job: Job, loss: float | None, *hidden: torch.Tensor) -> torch.Tensor:
@@ -166,7 +169,7 @@ class Direct(torch.autograd.Function):
 
 
 class Deferred(torch.autograd.Function):
-    """Gradients that the server computes when the upstream gradients of the rows are known."""
+    """Gradients that the server computes in backward, when the upstream gradients of the rows are known."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, names: list[RowOutput],
@@ -192,7 +195,7 @@ _SECOND_BACKWARD = (
 
 
 class _NotTwice(torch.autograd.Function):
-    """Passes a gradient on and raises if it is differentiated itself."""
+    """Passes a gradient on, and raises if the gradient itself is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -204,7 +207,7 @@ class _NotTwice(torch.autograd.Function):
 
 
 def _once_differentiable(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    if gradient is None or not torch.is_grad_enabled():  # enabled with create_graph=True only
+    if gradient is None or not torch.is_grad_enabled():  # it is enabled only with create_graph=True
         return gradient
     marked: torch.Tensor = _NotTwice.apply(torch.zeros((), requires_grad=True), gradient)
     return marked
@@ -212,15 +215,15 @@ def _once_differentiable(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is asked of one microbatch."""
+    """What has to be computed for one microbatch."""
 
-    hidden: bool  # the hidden states' gradient
-    head: bool  # the head's gradient joins the step
-    # The head is trained, but the module is in evaluation mode. Its gradient is not accumulated, and a backward that would
-    # have given one to a local head is refused.
+    hidden: bool  # compute the gradient of the hidden states
+    head: bool  # add the gradient of the head to the step
+    # The head is trained, but the module is in evaluation mode. The head's gradient is not accumulated. A backward that would
+    # give a gradient to a local head is refused.
     evaluates: bool = False
-    # The function around it runs for its first or second time under torch.utils.checkpoint (use_reentrant=False). What the
-    # second one returns goes nowhere, but tensors that are saved on the way have to be the same.
+    # Which pass of torch.utils.checkpoint (use_reentrant=False) this is. The result of the repeated pass is not used, but the
+    # tensors that are saved in it must be the same as in the first pass.
     checkpoint: Pass = Pass.ORDINARY
 
     @property
@@ -242,12 +245,12 @@ class Plan:
 
     @property
     def counts_with_ranks(self) -> bool:
-        """Whether the ranks of a group compute it together."""
+        """Whether the ranks of a group count their rows together."""
         return (self.hidden or self.head) and not self.evaluates and not self.repeats
 
 
 def plan(trained: bool, training: bool, hidden: torch.Tensor) -> Plan:
-    """`trained`: the head is. `training`: the module's mode."""
+    """The plan for a forward. `trained`: whether the head is trained. `training`: the mode of the module."""
     if not torch.is_grad_enabled() or not (trained or hidden.requires_grad):
         return Plan(hidden=False, head=False)
     return Plan(hidden=hidden.requires_grad, head=trained and training, evaluates=trained and not training,
@@ -255,22 +258,23 @@ def plan(trained: bool, training: bool, hidden: torch.Tensor) -> Plan:
 
 
 class Anchor:
-    """Ties a loss into the graph where the head's gradient would be one's; knows whether a backward asks for it."""
+    """Connects a loss to the graph at the place where a local head would be, and knows whether a backward needs that
+    place."""
 
     def __init__(self, trained: bool) -> None:
         self.tensor = torch.zeros((), requires_grad=trained)
         if trained:
             with torch.enable_grad():
-                self.tensor = self.tensor.view(())  # not a leaf: torch tells nothing of leaves
+                self.tensor = self.tensor.view(())  # not a leaf, because torch does not say whether a leaf is needed
 
     def is_asked_for(self) -> bool:
-        """Within a backward: not, if it is torch.autograd.grad, or backward(inputs=...), of other tensors alone."""
+        """Within a backward: false if it is torch.autograd.grad, or backward(inputs=...), of other tensors only."""
         node: Any = self.tensor.grad_fn
         return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
 def refuse_evaluation(head: str, deferred: bool) -> None:
-    """Of a backward."""
+    """Raises the error for the backward of a loss in evaluation mode."""
     alone = ("make the LossHead with train_head=False" if deferred else
              "ask for that with torch.autograd.grad(loss, hidden)")
     raise RuntimeError(
@@ -280,7 +284,7 @@ def refuse_evaluation(head: str, deferred: bool) -> None:
 
 
 class FirstPasses:
-    """What first passes under checkpoints have given in the open step, for their second ones. Bounded."""
+    """The results of first passes under checkpoints in the open step, for their repeated passes. Bounded."""
 
     _MOST = 256
 
@@ -298,13 +302,13 @@ class FirstPasses:
             self._step = step
             self._given.clear()
         given = self._given.setdefault(key, [])
-        if len(given) < 2:  # of two it is not known which is which
+        if len(given) < 2:  # with two results for a key it would not be clear which one is meant
             given.append((dataclasses.replace(result, grad_hidden=None), normalizer))
         if len(self._given) > self._MOST:
             self._given.popitem(last=False)
 
     def find(self, key: bytes) -> tuple[LossResult | None, float | None]:
-        """The result, or None where it is not known; and what a mean was divided by."""
+        """The result, or None if it is not known; and the divisor of the mean."""
         given = self._given.get(key, [])
         if not given:
             return None, None

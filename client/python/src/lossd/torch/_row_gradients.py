@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of rows of an embedding on their way to the server."""
+"""RowGradients: the gradients of embedding rows that are being sent to the server."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lossd.torch._step_tracker import StepTracker
 
 
 class RowGradients:
-    """Those of one head, in the order in which they were sent. Thread-safe.
+    """The gradients of one head that are being sent, in the order in which they were sent. Thread-safe.
 
-    There are at most as many as the client has computations under way (max_pending).
+    There are at most max_pending of them, the client's limit for computations in flight.
     """
 
     def __init__(self, steps: StepTracker, explain: Callable[[lossd.LossdError], None]) -> None:
-        """`explain` adds to an error what is behind it."""
+        """`explain` adds the cause to an error."""
         self._steps = steps
         self._explain = explain
         self._lock = threading.Lock()
         self._sent: deque[tuple[lossd.PendingLoss, int, int, Any]] = deque()  # guarded by _lock
 
     def add(self, pending: lossd.PendingLoss, number: int, step: int, memory: Any) -> None:
-        """Microbatch `number` of `step`. `memory`: what it is sent from, which has to stay until then."""
+        """Adds microbatch `number` of `step`. `memory` is what it is sent from; it is kept alive until then."""
         with self._lock:
             self._sent.append((pending, number, step, memory))
 
     def settle(self, wait: bool = True) -> None:
-        """Waits for all, or with wait=False looks at those that have ended; raises the first error of them."""
+        """Waits for all of them; with wait=False only checks those that have ended. Raises the first error."""
         while True:
             with self._lock:
                 if not self._sent or not (wait or self._sent[0][0].done()):
@@ -51,7 +51,7 @@ class RowGradients:
                 self._steps.arrived(number, result.valid_rows, waits_for_backward=False)
 
     def drop(self) -> None:
-        """Ends those that are on their way, whatever becomes of them: the step is given up."""
+        """Cancels all of them and ignores their results, because the step is given up."""
         while True:
             with self._lock:
                 if not self._sent:
@@ -63,7 +63,7 @@ class RowGradients:
             self._remove(pending)
 
     def _remove(self, pending: lossd.PendingLoss) -> bool:
-        """Whether it was still there."""
+        """Removes one. False if it was already removed."""
         with self._lock:
             found = next((each for each in self._sent if each[0] is pending), None)
             if found is not None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter that stands for a server's in a trainer, and its gradient: the 2-norm of theirs.
+"""StandIn: a scalar parameter that stands for the server's parameters in a trainer. Its gradient is the 2-norm of their
+gradient.
 
-What multiplies that gradient is what the server's is multiplied by at the step. That is right for a clip by a global
-2-norm, for GradScaler, and for whatever else multiplies all gradients by one number that does not come from another norm.
-An infinity norm or a 1-norm cannot be told from a 2-norm, so the gradient notes what was done with it.
+Whatever multiplies this gradient in the trainer multiplies the server's gradient at the step. That is right for clipping by a
+global 2-norm, for GradScaler, and for anything else that multiplies all gradients by one number, unless the number comes from
+another norm. The value alone does not tell an infinity norm or a 1-norm from a 2-norm, so the gradient records what is done
+with it (Notes).
 """
 
 from __future__ import annotations
@@ -14,41 +16,43 @@ from typing import Any
 
 import torch
 
-# In-place functions that multiply by a number. The rest of those that end in "_" change a gradient in another way.
+# In-place functions that multiply by a number. Other functions that end in "_", except _NEUTRAL, change a gradient in another
+# way.
 _SCALINGS = frozenset((
     "mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__", "__itruediv__", "_foreach_mul_", "_foreach_div_",
     "_amp_non_finite_check_and_unscale_", "_amp_foreach_non_finite_check_and_unscale_"))
 _NEUTRAL = frozenset(("requires_grad_", "detach_", "retain_grad", "squeeze_", "unsqueeze_"))
-# Functions whose results are multiples of the gradient, which is not negative; and those whose results are the same one.
+# Functions whose results are multiples of the gradient; and functions whose result is the gradient itself, which is not
+# negative.
 _PRODUCTS = frozenset((
     "mul", "div", "multiply", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__"))
 _SAME = frozenset((
     "detach", "clone", "view", "view_as", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "to", "float",
     "double", "cpu", "cuda", "to_dense", "coalesce", "expand_as", "abs", "absolute"))
 _NORMS = frozenset(("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "norm_except_dim"))
-# What norms of other orders are made of.
+# The functions of which norms of other orders consist.
 _LARGEST = frozenset(("max", "amax", "_foreach_max"))
 _MAGNITUDES = frozenset(("abs", "absolute", "_foreach_abs"))
 
 
 class Notes:
-    """What was done with one gradient. Its copies share them."""
+    """What was done with one gradient. Copies of the gradient share the object."""
 
     def __init__(self, loaded: float, moment: object) -> None:
-        self.loaded = loaded  # its value at first
-        self.moment = moment  # of what it is the norm: another one when something was accumulated since
-        self._norm: str | None = None  # the last norm that was taken of it, unless that was the 2-norm
-        self._understates = False  # that norm of the gradient that it stands for may be larger than its 2-norm
+        self.loaded = loaded  # the value that was loaded
+        self.moment = moment  # identifies the gradient whose norm it is; differs if something was accumulated since
+        self._norm: str | None = None  # the last norm that was taken of it, if that was not the 2-norm
+        self._understates = False  # for the server's gradient, that norm may be larger than the 2-norm
         self._scaled_by: str | None = None  # the first such norm that was taken before it was multiplied
-        self._changed_by: str | None = None  # the first function that changed it and was no multiplication
-        self.touched = False  # it may have another value than at first
+        self._changed_by: str | None = None  # the first function that changed it other than by a multiplication
+        self.touched = False  # its value may differ from `loaded`
 
     def norm_taken(self, order: float) -> None:
         self._norm = None if order == 2 else f"a norm with norm_type={order:g}"
         self._understates = order < 2
 
     def power_taken(self, function: str) -> None:
-        """Part of a norm that is another one, it is not known which."""
+        """Notes a function that is a part of some other norm; it is not known of which norm."""
         self._norm, self._understates = f"{function}()", True
 
     def scaled(self) -> None:
@@ -61,9 +65,9 @@ class Notes:
         self._changed_by = self._changed_by or function
 
     def refusal(self, multiplier: float, noted: bool, moment: object) -> str | None:
-        """What is wrong with a step whose gradient is to be multiplied so. None: nothing.
+        """What is wrong with a step that multiplies the gradient by `multiplier`. None: nothing.
 
-        `noted`: the gradient is still the one with these notes. `moment`: now.
+        `noted`: whether the stand-in's gradient still has these notes. `moment`: the current one.
         """
         same = math.isclose(multiplier, 1.0, rel_tol=1e-6)
         if self._scaled_by is not None and (not same or self._understates):
@@ -78,7 +82,7 @@ class Notes:
 
 
 class Gradient(torch.Tensor):
-    """A scalar that notes what is done with it."""
+    """A scalar tensor that records in `notes` what is done with it."""
 
     notes: Notes
 
@@ -103,7 +107,7 @@ class Gradient(torch.Tensor):
             return _plain(result)
 
 
-# Functions run as they do on any tensor; torch 1.13 has the other name.
+# Within it, functions treat the subclass like any tensor. torch 1.13 has the class under the second name.
 _undisturbed: Any = getattr(torch._C, "DisableTorchFunctionSubclass", getattr(torch._C, "DisableTorchFunction", None))
 
 
@@ -148,7 +152,7 @@ def _number(order: Any) -> float:
 
 
 def _marked(result: Any, noted: list[Notes]) -> Any:
-    """Results that are multiples of a gradient are noted with it."""
+    """If a result is a multiple of a gradient, it shares the gradient's notes."""
     if not isinstance(result, torch.Tensor) or result.numel() != 1 or len(noted) != 1:
         return result
     if type(result) is Gradient and hasattr(result, "notes"):
@@ -163,7 +167,8 @@ def _plain(result: Any) -> Any:
 
 
 def _let_foreach_take_it() -> None:
-    """torch's clip takes all gradients of a device at once if it knows the types of all."""
+    """torch's clipping handles all gradients of a device at once if it knows the types of all. So this adds Gradient to the
+    known types."""
     known = getattr(getattr(torch.utils, "_foreach_utils", None), "_foreach_supported_types", None)
     if isinstance(known, list) and Gradient not in known:
         known.append(Gradient)
@@ -173,21 +178,22 @@ _let_foreach_take_it()
 
 
 class StandIn(torch.nn.Parameter):
-    """A scalar whose gradient is fetched when it is read, if the open step has got more since it was."""
+    """A scalar whose gradient is fetched from the server when it is read, if the open step has more gradients than at the
+    last time."""
 
     @staticmethod
     def on(device: Any, fetch: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StandIn:
-        """`fetch` is given the gradient there is, and returns it or a new one."""
+        """`fetch` gets the present gradient, and returns it or a new one."""
         made = StandIn(torch.zeros((), device=device))
         made.fetch, made.held = fetch, None
         return made
 
     fetch: Any
-    held: torch.Tensor | None  # the gradient there is, without a look at the server
+    held: torch.Tensor | None  # the present gradient, without asking the server
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        if getattr(self, "fetch", None) is None:  # a copy
+        if getattr(self, "fetch", None) is None:  # a copy of the parameter
             return None
         self.held = self.fetch(self.held)
         return self.held
@@ -195,7 +201,7 @@ class StandIn(torch.nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if isinstance(value, Gradient) and value is not self.held and hasattr(value, "notes"):
-            value.notes.scaled()  # a product, most likely
+            value.notes.scaled()  # most likely a product
         self.held = value
 
     @grad.deleter

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which microbatches of the open step a trainer has sent, and what has become of them; which LossHead feeds a head, what it
-continues, and what its state_dict holds. Thread-safe.
+"""The state of a head's training in this trainer. StepTracker knows which microbatches of the open step the trainer has sent
+and what became of them. Other classes: which LossHead feeds a head (Feeder), what it continues (Continuation), loops that
+forget the step (Watch), and the contents of a state_dict (HeadStates). Thread-safe.
 
-Microbatches are numbered 0, 1, ... within a step and trainer; on the wire trainer `rank` of `world_size` uses the ids
-number * world_size + rank, so that trainers never take each other's.
+Microbatches are numbered 0, 1, ... within a step and trainer. In messages, trainer `rank` of `world_size` uses the ids number
+* world_size + rank, so that two trainers never use the same id.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lossd import _head_calls, errors
 from lossd.torch import _modes
 from lossd.torch._data_parallel import DataParallel
 
-_APART = 1 << 40  # numbers of microbatches are below
+_APART = 1 << 40  # numbers of microbatches that are accumulated are smaller
 
 
 class StepTracker:
@@ -37,9 +38,9 @@ class StepTracker:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size) with world_size {world_size}")
         self.rank = rank
         self.world_size = world_size
-        self.group = 1  # a step has a multiple of so many microbatches
-        self.discards = 0  # how often what was in an open step was discarded
-        self._changes = 0  # of the gradients, as far as this trainer is concerned
+        self.group = 1  # the number of microbatches of a step is a multiple of this
+        self.discards = 0  # how often the contents of an open step were discarded
+        self._changes = 0  # how often this trainer's part of the gradients has changed
         self._lock = threading.Lock()
         self._begin(step)
 
@@ -52,29 +53,29 @@ class StepTracker:
         self.step = step
         self._next = 0
         self._next_apart = 0
-        self._accumulated: set[int] = set()  # the server has, or may have, rows of these
-        self._failed: set[int] = set()  # of those: the call did not succeed
-        self._gaps: set[int] = set()  # the call has failed, and no other one has been made
-        self._rows: dict[int, int] = {}  # valid rows of those that succeeded
-        self._passed_over = False  # some failed and are not missed
-        self._lost: str | None = None  # why the server has none of them any more
-        self._waiting: set[int] = set()  # of those: the loss had no backward() yet
-        self._lost_rows: set[int] = set()  # microbatches of gradients of rows whose call has failed
-        self._contribution: int | None = None  # the number of a gradient from elsewhere that is being added
-        self._contributions: set[int] = set()  # numbers of those added
+        self._accumulated: set[int] = set()  # the server has, or may have, rows of these microbatches
+        self._failed: set[int] = set()  # those of _accumulated whose call has not succeeded
+        self._gaps: set[int] = set()  # their call has failed, and was not repeated
+        self._rows: dict[int, int] = {}  # the valid rows of each microbatch that succeeded
+        self._passed_over = False  # some microbatches failed, and the step does without them
+        self._lost: str | None = None  # why the server has lost all of them; None: it has not
+        self._waiting: set[int] = set()  # those of _accumulated whose loss had no backward() yet
+        self._lost_rows: set[int] = set()  # microbatches of gradients of embedding rows whose call has failed
+        self._contribution: int | None = None  # the number of a contribution that is being added
+        self._contributions: set[int] = set()  # the numbers of contributions that were added
 
     def advance(self, step: int) -> None:
-        """The step is over (applied or discarded) and `step` is open."""
+        """The old step is over (applied or discarded), and `step` is open now."""
         with self._lock:
             self._begin(step)
 
     def number(self, wanted: int | None) -> int:
-        """The number of the microbatch that begins: the next one, or an earlier one that is sent again."""
+        """The number of the microbatch that begins: the next number, or `wanted`, an earlier one that is sent again."""
         with self._lock:
             return self._next if wanted is None else wanted
 
     def number_apart(self) -> int:
-        """A number for rows that are not accumulated, out of the way of those that are."""
+        """A number for rows that are not accumulated. It differs from all numbers of rows that are."""
         with self._lock:
             self._next_apart += 1
             return _APART + self._next_apart
@@ -84,7 +85,8 @@ class StepTracker:
 
     @contextmanager
     def sending(self, number: int, accumulates: bool) -> Iterator[None]:
-        """The block hands a microbatch to the client. If that raises an Exception, nothing of it was sent."""
+        """A context whose block hands a microbatch to the client. If the block raises an Exception, nothing of the microbatch
+        was sent."""
         with self._lock:
             before = self._next, number in self._accumulated, number in self._failed, number in self._gaps
             if number < _APART:
@@ -104,24 +106,24 @@ class StepTracker:
             raise
 
     def failed(self, number: int) -> None:
-        """Its call has ended with an error."""
+        """The call of microbatch `number` has ended with an error."""
         with self._lock:
             if number < _APART:
                 self._gaps.add(number)
 
     def failed_rows(self, number: int) -> None:
-        """The call of a gradient of rows of an embedding has ended with an error. It cannot be computed again."""
+        """The call that sends a gradient of embedding rows has ended with an error. The gradient cannot be computed again."""
         with self._lock:
             self._lost_rows.add(number)
             self._failed.discard(number)
 
     def lost(self, why: str) -> None:
-        """The server has nothing of this step any more."""
+        """The server has lost everything of this step."""
         with self._lock:
             self._lost = why
 
     def arrived(self, number: int, rows: int, waits_for_backward: bool) -> None:
-        """Its gradients are accumulated: those of so many valid rows."""
+        """The gradients of microbatch `number`, with `rows` valid rows, are accumulated."""
         with self._lock:
             self._rows[number] = rows
             self._changes += 1
@@ -132,18 +134,18 @@ class StepTracker:
 
     @property
     def has_some_failures(self) -> bool:
-        """Whether calls of this step have failed that were not made again, and others have succeeded."""
+        """Whether some calls of this step have failed without being repeated, and others have succeeded."""
         with self._lock:
             return bool(self._gaps & self._failed) and bool(self._rows)
 
     @property
     def rows(self) -> int:
-        """How many valid rows of this trainer were accumulated by calls that succeeded."""
+        """The number of this trainer's valid rows that were accumulated by calls that succeeded."""
         with self._lock:
             return sum(self._rows.values())
 
     def pass_over_failures(self) -> None:
-        """The server has nothing of the calls that failed, so the step does without them."""
+        """The server has nothing of the microbatches that failed, so the step does without them."""
         with self._lock:
             self._passed_over = True
             self._accumulated -= self._gaps
@@ -151,7 +153,8 @@ class StepTracker:
             self._gaps.clear()
 
     def expected_rows(self) -> int | None:
-        """How many rows the step must have so that nothing is in it of what was passed over. None: nothing was."""
+        """The number of rows that the step must have, so that no row of a microbatch that was passed over is in it. None:
+        none was."""
         return self.rows if self._passed_over else None
 
     def had_backward(self, number: int) -> None:
@@ -160,7 +163,7 @@ class StepTracker:
             self._changes += 1
 
     def contribution(self) -> int:
-        """The number of a gradient from elsewhere that is to be added; the same again until contributed()."""
+        """The number for a contribution that is to be added. The same number again until contributed() is called."""
         with self._lock:
             if self._contribution is None:
                 self._contribution = self._next
@@ -176,38 +179,38 @@ class StepTracker:
 
     @property
     def sent(self) -> int:
-        """How many microbatches and contributions of this step the server has, or may have, of this trainer.
+        """How many microbatches and contributions of this trainer the server has, or may have, in this step.
 
-        Those whose gradients are computed in backward count: the server keeps their hidden states.
+        Microbatches whose gradients are computed in backward count, because the server keeps their hidden states.
         """
         with self._lock:
             return self._next
 
     @property
     def moment(self) -> tuple[int, int, int]:
-        """Another one when this trainer has accumulated something since, or the gradients are others."""
+        """A value that differs when this trainer has accumulated something since, or when gradients were discarded."""
         with self._lock:
             return self.step, self.discards, self._changes
 
     @property
     def has_gradients(self) -> bool:
-        """Whether something was accumulated, if only of rows that are ignored: a local head would have a gradient."""
+        """Whether something was accumulated, even if all its rows were ignored: a local head would have a gradient then."""
         with self._lock:
             return bool(self._accumulated or self._rows or self._contributions)
 
     def discarded(self) -> None:
-        """What is in the open step is going to be discarded."""
+        """The contents of the open step are going to be discarded."""
         with self._lock:
             self.discards += 1
 
     def succeeded(self) -> None:
-        """Another LossHead of this program has discarded what this trainer had in the open step, and goes on."""
+        """Another LossHead of this program has discarded what this trainer had in the open step, and continues."""
         with self._lock:
             self.discards += 1
             self._lost = "another LossHead of this program has taken the head over: use that one"
 
     def check_settled(self, what: str) -> None:
-        """RuntimeError if a gradient would be applied, or lost, that the trainer does not know of."""
+        """RuntimeError if the step would apply, or lose, a gradient that the trainer does not know of."""
         with self._lock:
             failed, waiting, lost = sorted(self._failed), sorted(self._waiting), self._lost
             contribution, lost_rows = self._contribution, sorted(self._lost_rows)
@@ -239,7 +242,7 @@ class StepTracker:
                 f"{self.group}; discard the step with HeadOptimizer.discard()")
 
     def check_order(self, number: int) -> None:
-        """RuntimeError if something before this microbatch has failed: a deterministic server would wait for it."""
+        """RuntimeError if something before this microbatch has failed, because a deterministic server would wait for it."""
         with self._lock:
             failed, contribution = min(self._gaps, default=number), self._contribution
             lost_rows = min(self._lost_rows, default=number)
@@ -255,22 +258,22 @@ class StepTracker:
                                f"head(..., microbatch={failed}), or discard the step with HeadOptimizer.discard()")
 
     def expected(self, takes_part: Sequence[bool] | None = None) -> list[int]:
-        """Wire ids that the step needs, of all trainers that take part (None: of all); each of them has accumulated as many
-        as this one."""
+        """The wire ids that the step must have, of all trainers that take part (None: all trainers). Each of them has
+        accumulated as many microbatches as this one."""
         with self._lock:
             return [n * self.world_size + rank for n in sorted(self._accumulated | self._contributions)
                     for rank in range(self.world_size) if takes_part is None or takes_part[rank]]
 
 
-# Which LossHead of this program feeds a head. One that is made later succeeds an earlier one, as when a notebook's cell
-# runs again, and knows what that one left in the open step. Thread-safe; bounded.
+# Which LossHead of this program feeds a head. A LossHead that is made later takes over from an earlier one, for example when
+# a notebook cell runs again, and knows what the earlier one left in the open step. Thread-safe; bounded.
 
-_MOST = 1024  # heads that are remembered
+_MOST = 1024  # the number of heads that are remembered
 
 
 @dataclass(frozen=True)
 class Feeder:
-    """A trainer of a head on a server process."""
+    """Identifies a trainer of a head on a server process."""
 
     incarnation: int
     head: str
@@ -279,11 +282,13 @@ class Feeder:
 
 
 _succession_lock = threading.Lock()
-_trackers: OrderedDict[Feeder, StepTracker] = OrderedDict()  # of the last LossHead of each; guarded by _succession_lock
+# The tracker of the last LossHead of each feeder; guarded by _succession_lock.
+_trackers: OrderedDict[Feeder, StepTracker] = OrderedDict()
 
 
 def succeed(feeder: Feeder, tracker: StepTracker) -> StepTracker | None:
-    """Notes the tracker of a new LossHead. The one before it, if it has left something in the step that is open."""
+    """Records the tracker of a new LossHead. Returns the tracker before it, if it has left something in the step that is
+    open."""
     with _succession_lock:
         before = _trackers.pop(feeder, None)
         _trackers[feeder] = tracker
@@ -292,41 +297,43 @@ def succeed(feeder: Feeder, tracker: StepTracker) -> StepTracker | None:
     return before if before is not None and before.step == tracker.step and before.sent > 0 else None
 
 
-# What a program continues when it trains a head that it has not made, and what it begins.
+# What a program continues when it trains a head that it has not created, and what it begins.
 
 _told_lock = threading.Lock()
-_trained: OrderedDict[tuple[int, str], None] = OrderedDict()  # by this process: incarnation and head; guarded by _told_lock
+# Heads that this process has trained, by incarnation and name; guarded by _told_lock.
+_trained: OrderedDict[tuple[int, str], None] = OrderedDict()
 
 
 class Continuation:
-    """Of one LossHead."""
+    """What one LossHead continues."""
 
     def __init__(self, client: lossd.Client, head: str, steps: StepTracker, description: lossd.HeadDescription) -> None:
         self._client, self._head, self._steps = client, head, steps
         self._description = description
         self._begun = False
-        self._loaded = False  # by load_state(), since the last step
+        self._loaded = False  # load_state() was called since the last step
 
     def found(self, description: lossd.HeadDescription) -> None:
-        """The head is so now."""
+        """Updates the description of the head."""
         self._description = description
 
     def loaded(self) -> None:
-        """This program has restored the head from a checkpoint."""
+        """Notes that this program has restored the head from a checkpoint."""
         self._loaded = True
 
     @property
     def is_loaded(self) -> bool:
-        """Whether this program has, and no step came after that."""
+        """Whether this program has restored the head, and no step followed."""
         return self._loaded or _head_calls.has_loaded(self._head, self._description.state)
 
     def forget(self) -> None:
-        """What was restored was the start of something else: a step has come after it."""
+        """Forgets that the head was restored, because a step has followed."""
         self._loaded = False
         _head_calls.forget_loaded(self._head, self._description.state)
 
     def begin(self) -> None:
-        """Before a forward in training: the first one says what it continues."""
+        """Called before a forward in training. The first call warns if training continues a head that this program did not
+        create."""
         if self._begun:
             return
         self._begun = True
@@ -334,8 +341,8 @@ class Continuation:
             _modes.warn(self._words())
 
     def explain(self, error: errors.LossdError) -> None:
-        """Adds to an error about a microbatch that is another's, or about a step that has moved, what is behind it, if that is
-        known, and the way out."""
+        """Completes an error about a microbatch id that another LossHead used, or about a step that has changed: adds the
+        cause, if it is known, and what to do."""
         if isinstance(error, errors.FailedPrecondition) and error.field == "open.microbatch_id":
             error.add(
                 ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
@@ -360,13 +367,13 @@ class Continuation:
             error.add(f"{since}. LossHead.sync() takes the head as it is now")
 
     def is_loaded_on_server(self) -> bool:
-        """Whether somebody has restored the head, and no step came after that: for trainers who cannot ask each other."""
+        """Whether any client has restored the head, and no step followed. For trainers that cannot ask each other."""
         description = self._client.describe_head(self._head)
         history = description.history
         return bool(history.loaded and history.checkpoint and history.checkpoint_step == description.state.step)
 
     def _note_training(self) -> bool:
-        """Whether this process has trained the head before."""
+        """Records that this process trains the head. Returns whether it has trained the head before."""
         key = self._description.state.incarnation, self._head
         with _told_lock:
             before = key in _trained
@@ -375,7 +382,8 @@ class Continuation:
             if len(_trained) > _MOST:
                 _trained.popitem(last=False)
         run = self._description.history.run
-        return before or (run == self._client.run and f":{os.getpid()}-" in run)  # not one that programs share by its name
+        # The run's name contains this process's id; a name that programs share would not.
+        return before or (run == self._client.run and f":{os.getpid()}-" in run)
 
     def _is_used(self) -> bool:
         return self._description.state.step > 0 or self._description.updates > 0
@@ -398,39 +406,41 @@ def _at(unix_seconds: int) -> str:
     return f" at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(unix_seconds))}" if unix_seconds else ""
 
 
-# Loops that train a head and never apply its steps: who notices, and what is said, once for each LossHead.
+# Loops that train a head and never apply its steps: how they are noticed. The warning is issued once for each LossHead.
 
-_BACKWARDS = 4  # without a HeadOptimizer
-_STEPS_OF_OTHERS = 2  # of one optimizer, with a HeadOptimizer that makes none
-_DISCARDS = 4  # of steps that had a backward, one after the other
-# In the first step, where no other optimizer can tell that it should be over: nothing but the head is trained, or torch
-# (1.13) does not tell of their steps.
+_BACKWARDS = 4  # this many backward passes without a HeadOptimizer
+_STEPS_OF_OTHERS = 2  # this many steps of another optimizer, without a step of the HeadOptimizer
+_DISCARDS = 4  # this many steps in a row that had a backward and were discarded
+# The limit within the first step if no other optimizer shows that the step should be over: either only the head is trained,
+# or torch (1.13) does not report the steps of optimizers.
 _BACKWARDS_OF_A_STEP = 64
 
-# Calls what it is given after each step of any optimizer; torch 2.0 or later.
+# Registers a function that is called after each step of any optimizer; torch 2.0 or later.
 _HOOK = getattr(importlib.import_module("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
 
 _forgetting_lock = threading.Lock()
-_with_optimizer: OrderedDict[tuple[str, str], None] = OrderedDict()  # server and head; guarded by _forgetting_lock, as below
+# Server and head; this and the next two are guarded by _forgetting_lock.
+_with_optimizer: OrderedDict[tuple[str, str], None] = OrderedDict()
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _hooked = False
 
 
 class Watch:
-    """Counts what a LossHead's head gets, and what becomes of it."""
+    """Counts backward passes, steps and discarded steps of a LossHead's head."""
 
     def __init__(self, target: str, head: str) -> None:
         self._key = target, head
         self._backwards = 0  # since the last step of the head
-        self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()  # steps, backwards
-        self._discards = 0  # likewise
+        # For each other optimizer: steps, backward passes.
+        self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._discards = 0  # since the last step of the head
         self._has_stepped = False
         self._said = False
         with _forgetting_lock:
             _watches.add(self)
 
     def had_backward(self, head_alone: bool) -> None:
-        """A loss whose head is trained, and nothing else if `head_alone`."""
+        """A loss of the head had its backward. `head_alone`: nothing but the head is trained."""
         self._backwards += 1
         if self._said:
             return
@@ -453,12 +463,12 @@ class Watch:
         self.excused()
 
     def excused(self) -> None:
-        """It is known why the head has no step."""
+        """There is a good reason why the head has no step, so the counts begin again."""
         self._backwards = self._discards = 0
         self._others.clear()
 
     def discarded(self) -> None:
-        """What the open step had is dropped."""
+        """The contents of the open step are discarded."""
         if self._backwards == 0:
             return
         self._discards += 1
@@ -477,7 +487,7 @@ class Watch:
                       "head_optimizer.step() after optimizer.step()")
 
     def explain(self, error: errors.ResourceExhausted) -> None:
-        """The server keeps a note of every row of the open step."""
+        """Adds an explanation if the server's ledger is full: it has an entry for every row of the open step."""
         if "ledger" in error.message and self._backwards > 0:
             error.add(f". The open step of head {self._key[1]!r} has had {self._backwards} backward passes of this LossHead "
                       "and no step(): if the loop never calls step() of its HeadOptimizer, add that first")
@@ -488,7 +498,7 @@ class Watch:
 
 
 def optimizer_made(target: str, head: str) -> None:
-    """A HeadOptimizer was."""
+    """A HeadOptimizer was made."""
     global _hooked
     with _forgetting_lock:
         _with_optimizer.pop((target, head), None)
@@ -509,10 +519,10 @@ def _after_step(optimizer: Any, *_: Any) -> None:
         watch.another_stepped(optimizer)
 
 
-# What the state_dict of a trainer holds of a head: the name of a checkpoint on the server, written then.
+# What the state_dict of a trainer holds of a head: the name of a checkpoint on the server, which is written at that time.
 #
-# A state is a dictionary of strings and numbers. Restoring it loads the checkpoint, unless the head is as it was; it
-# raises if that is not possible.
+# A state is a dictionary of strings and numbers. Restoring it loads the checkpoint, unless the head still has these values.
+# It raises if that is not possible.
 
 State: TypeAlias = "dict[str, Any]"
 _VERSION = 1
@@ -520,27 +530,27 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class _Moment:
-    """Names the values that a head has."""
+    """Identifies the values of a head at one time."""
 
     incarnation: int
     step: int
-    weights_version: int  # 0 from servers that do not number versions
+    weights_version: int  # 0 if an older server does not number versions
 
     def is_that_of(self, other: _Moment) -> bool:
-        """Whether the values are certainly the same."""
+        """Whether the values are certainly equal."""
         return self.weights_version != 0 and self == other
 
 
 class HeadStates:
-    """Saves and restores one head. With several ranks all restore, and any may save."""
+    """Saves and restores one head. With several ranks, all of them restore, and any of them may save."""
 
     def __init__(self, client: lossd.Client, head: str, parallel: DataParallel, kept: bool) -> None:
-        """Not `kept`: states say nothing of the head, which is saved elsewhere."""
+        """`kept`: whether states hold the head. If not, the head is saved elsewhere."""
         self._client, self._head, self._parallel, self._kept = client, head, parallel, kept
-        self._last: tuple[str, _Moment] | None = None  # a checkpoint that holds these values
+        self._last: tuple[str, _Moment] | None = None  # the last checkpoint, and the values that it holds
 
     def save(self) -> State:
-        """Saves the head, unless it is as it was when it was saved or restored last."""
+        """Saves the head, unless it still has the values that were saved or restored last. Returns the state."""
         state: State = {"version": _VERSION, "head": self._head, "checkpoint": ""}
         if not self._kept:
             return state
@@ -558,7 +568,8 @@ class HeadStates:
         return {**state, "checkpoint": checkpoint, "step": moment.step, "incarnation": moment.incarnation}
 
     def restore(self, state: State) -> bool:
-        """RuntimeError, NotFound and so on if the head is not what `state` says afterwards. Collective.
+        """Restores the head. RuntimeError, NotFound and so on if the head does not have the values of `state` afterwards.
+        Collective.
 
         False if the state does not hold the head.
         """
@@ -596,7 +607,7 @@ class HeadStates:
 
 
 def as_tensor(state: State) -> torch.Tensor:
-    """For a module's state_dict, all of whose entries many programs expect to be tensors."""
+    """The state as a tensor, because many programs expect every entry of a module's state_dict to be a tensor."""
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 

@@ -24,11 +24,11 @@ from lossd.torch._input import known_arguments
 from lossd.torch._modes import Pass, checkpoint_pass, outside_of_compile
 from lossd.torch.head import LossHead
 
-_MOST_PREFETCHED = 4  # lookups that were begun early and not used yet
+_MOST_PREFETCHED = 4  # the most lookups that were begun by prefetch() and not used yet
 
 
 class ServedEmbedding(torch.nn.Module):
-    """torch.nn.Embedding whose weight [V, D] is that of a head on a lossd server: (...) ids in, (..., D) rows out.
+    """A torch.nn.Embedding whose weight [V, D] is the weight of a head on a lossd server. It maps ids (...) to rows (..., D).
 
         head = lossd.torch.LossHead(client, "lm")
         embedding = lossd.torch.ServedEmbedding(head)     # a tied model: one matrix at both ends
@@ -36,21 +36,22 @@ class ServedEmbedding(torch.nn.Module):
         loss.backward()
         head_optimizer.step()                             # HeadOptimizer(head, ...): one for both
 
-    Forward asks the server for the rows. Backward sends their gradients, which join that of the head's weight in the open step,
-    each exactly once, as a microbatch of its own. So there is neither a weight nor a gradient of it in the trainer, and no
-    optimizer of the trainer has it.
+    Forward asks the server for the rows. Backward sends their gradients as a microbatch of its own, and the server adds each
+    to the gradient of the head's weight in the open step exactly once. So the trainer has neither the weight nor its
+    gradient, and no optimizer of the trainer has it.
 
-    Made from a LossHead, the embedding shares its steps, and that one's HeadOptimizer is both's. Made from a client and a name,
-    it is a trainer of the head by itself: an embedding of its own (an untied model) with HeadOptimizer(embedding, ...), or the
-    first stage of a pipeline whose last stage, another process, has the LossHead; then both say rank= and world_size=.
+    An embedding that is made from a LossHead shares its steps, and one HeadOptimizer serves both. An embedding that is made
+    from a client and a name is a trainer of the head by itself. That is either an embedding of its own (an untied model) with
+    HeadOptimizer(embedding, ...), or the first stage of a pipeline whose last stage, another process, has the LossHead; then
+    both are given rank= and world_size=.
 
-    Under torch.no_grad(), and where the head is not trained, rows have no gradient. In evaluation mode a backward is refused, as
-    that of a LossHead's loss. Under activation checkpointing gradients are sent once. Rows are in `dtype`, else in autocast's
-    dtype or torch's default one.
+    Under torch.no_grad(), and if the head is not trained, the rows have no gradient. In evaluation mode a backward is
+    refused, like that of a LossHead's loss. Under activation checkpointing gradients are sent once. The rows have the dtype
+    `dtype`, or else autocast's dtype, or else torch's default one.
 
-    Of a CUDA tensor the gradients are on their way when backward returns; HeadOptimizer waits for them.
+    With CUDA tensors, backward may return before the gradients are sent. HeadOptimizer waits for them.
 
-    prefetch() may be called on any thread; otherwise not thread-safe. Second derivatives are not available.
+    prefetch() may be called on any thread. The other methods are not thread-safe. Second derivatives are not available.
     """
 
     @known_arguments
@@ -62,20 +63,23 @@ class ServedEmbedding(torch.nn.Module):
                  streams: int | None = None, timeout: float | None = None) -> None:
         """
         Args:
-          head: the LossHead of the same matrix in this program, or a client.
-          head_name: the head's name on the server, with a client.
-          scale: multiplies the rows, and their gradients on the way back.
-          padding_idx: as torch.nn.Embedding: gradients of rows with this id are left out. The row itself is what the weight has.
-          dtype: of the rows: float32, float16 or bfloat16; or float64, whose rows travel in float32. None: as above.
-          device: where rows are wanted. None: where the ids are. Ids on the CPU do not wait for the GPU.
-          n_microbatches, scale_grads: of the schedule of torch.distributed.pipelining, where the LossHead is in another process
-            and is given PipelineLoss.
-          train_head, process_group, averaged_over, rank, world_size, state: as LossHead, with a client; a LossHead has them
-            already.
-          streams, timeout: as lossd.Client.embed_async.
+          head: the LossHead of the same matrix in this program; or a client.
+          head_name: only with a client: the head's name on the server.
+          scale: a factor of the rows, and of their gradients.
+          padding_idx: as in torch.nn.Embedding: gradients of rows with this id are left out. The row itself is that of the
+            weight.
+          dtype: the dtype of the rows: float32, float16 or bfloat16; or float64, whose rows are sent in float32. None: see
+            above.
+          device: the device for the rows. None: the device of the ids. If the ids are on the CPU, the lookup does not wait
+            for the GPU.
+          n_microbatches, scale_grads: the arguments of the schedule of torch.distributed.pipelining, if the LossHead is in
+            another process, where PipelineLoss gets them.
+          train_head, process_group, averaged_over, rank, world_size, state: as in LossHead, only with a client; a LossHead
+            has its own.
+          streams, timeout: as in lossd.Client.embed_async.
 
-        TypeError or ValueError if an argument is wrong; NotFound if there is no such head. A head with a draft vocabulary is no
-        embedding.
+        TypeError or ValueError if an argument is wrong; NotFound if there is no such head. A head with a draft vocabulary
+        cannot be an embedding.
         """
         super().__init__()
         own = not isinstance(head, LossHead)
@@ -105,9 +109,9 @@ class ServedEmbedding(torch.nn.Module):
         if not math.isfinite(scale):
             raise ValueError(f"scale is {scale}; it must be finite")
         if own:
-            self.head = head  # a part of this module, whose state it has
+            self.head = head  # a part of this module, so this module's state_dict has its state
         else:
-            object.__setattr__(self, "head", head)  # a part of another one
+            object.__setattr__(self, "head", head)  # a part of another module
         self._shares = not own
         self.num_embeddings, self.embedding_dim = head.vocab_size, head.hidden_size
         self.padding_idx = _padding(padding_idx, head.vocab_size)
@@ -125,18 +129,18 @@ class ServedEmbedding(torch.nn.Module):
         self.__deepcopy__(None)
 
     def requires_grad_(self, requires_grad: bool = True) -> ServedEmbedding:
-        """Whether the head is trained, as LossHead.requires_grad_(); of a tied matrix at both ends."""
+        """Sets whether the head is trained, like LossHead.requires_grad_(); for a tied matrix at both ends."""
         self.head.requires_grad_(requires_grad)
         return self
 
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As of any module; requires_grad_() of one that holds this one is noticed here."""
+        """As in any module. A module that contains this one calls it in requires_grad_(), which is noticed here."""
         _modes.heed_requires_grad(self.head)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
-        """What repr() shows: the head, its shape and the options that are not as usual."""
+        """The text in repr(): the head, its shape, and the options that do not have their defaults."""
         options = {"scale": (self.scale, 1.0), "padding_idx": (self.padding_idx, None), "dtype": (self.dtype, None),
                    "device": (self.device, None)}
         unusual = [f"{name}={value}" for name, (value, usual) in options.items() if value != usual]
@@ -150,10 +154,11 @@ class ServedEmbedding(torch.nn.Module):
 
     @outside_of_compile
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows (..., D) of ids (...), integers in [0, V); InvalidArgument names the place and value of another one."""
+        """The rows (..., D) of ids (...), integers in [0, V). InvalidArgument names the place and value of an id that is
+        not."""
         head = self.head
         head.client.check_usable()
-        head.row_gradients.settle(wait=False)  # says what went wrong
+        head.row_gradients.settle(wait=False)  # raises the error of an earlier gradient, if there is one
         lookup = self._lookup(ids)
         if not (torch.is_grad_enabled() and head.train_head):
             return lookup.rows(step=None)
@@ -167,11 +172,12 @@ class ServedEmbedding(torch.nn.Module):
         return rows
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Asks for the rows of ids (...) early; forward with the same ids takes them, unless the weights have changed since.
+        """Asks for the rows of ids (...) early. A forward with the same ids uses them, unless the weights have changed since.
 
-        For a trainer that knows the ids of its next microbatch. The ids may be another tensor with the same values. dtype and
-        device are those that forward would take now: call it under the same autocast, or give the module a dtype. At most 4
-        such lookups wait to be used; one more lets go of the oldest. Errors are forward's to raise, which asks again.
+        Use it if the trainer knows the ids of its next microbatch. The ids may be another tensor with the same values. The
+        rows have the dtype and device that forward would give them now, so call it under the same autocast, or give the
+        module a dtype. At most 4 lookups are kept until they are used; one more replaces the oldest. Errors are not raised
+        here: forward asks again and raises them.
         """
         self.head.client.check_usable()
         self._prefetched.add(self._lookup(ids))
@@ -184,12 +190,12 @@ class ServedEmbedding(torch.nn.Module):
                        self.padding_idx, self._transport, self._prefetched)
 
     def _dtype_on(self, device: torch.device) -> torch.dtype:
-        """Of rows that are wanted there now."""
+        """The dtype of rows that are asked for on this device now."""
         return self.dtype or _input.autocast_dtype(device) or torch.get_default_dtype()
 
 
 class _Lookup:
-    """Some ids and their rows: from the server, and the gradients back to it."""
+    """Some ids: gets their rows from the server, and sends the rows' gradients back."""
 
     def __init__(self, head: LossHead, ids: NDArray[np.int32], shape: torch.Size, dtype: torch.dtype, device: torch.device,
                  scale: float, padding_idx: int | None, transport: dict[str, Any], prefetched: _Prefetched) -> None:
@@ -205,7 +211,7 @@ class _Lookup:
 
     @property
     def key(self) -> bytes:
-        """The same for lookups with the same rows."""
+        """A key that lookups of the same rows share."""
         text = f"{tuple(self._shape)} {self._wire} {self._device}".encode()
         return hashlib.blake2b(self.ids.tobytes() + text, digest_size=16).digest()
 
@@ -219,7 +225,7 @@ class _Lookup:
             ready=_input.settled(memory), **self._transport))
 
     def rows(self, step: int | None) -> torch.Tensor:
-        """Scaled, of the weights as they are now, where `step` has to be open; None: any."""
+        """The rows, scaled, of the present weights. `step` must be open; None: any step."""
         memory = self._prefetched.take(self)
         if memory is None:
             coming = self.begin(step)
@@ -235,7 +241,7 @@ class _Lookup:
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def send(self, gradient: torch.Tensor) -> None:
-        """The gradient of the rows joins the open step."""
+        """Sends the gradient of the rows, which the server adds to the open step."""
         head, steps = self.head, self.head.steps
         head.row_gradients.settle(wait=False)
         undo = head.scale.of_rows(head.step)
@@ -258,13 +264,14 @@ class _Lookup:
 
 
 def _waits_in_backward(device: torch.device) -> bool:
-    """Memory of the host is autograd's again after a backward; a GPU's is held until the gradient was sent, while the trainer
-    goes on."""
+    """Whether backward waits until the gradient is sent. autograd reuses host memory after a backward. Memory of a GPU is
+    kept until the gradient is sent, while the trainer continues."""
     return device.type != "cuda"
 
 
 class _Rows(torch.autograd.Function):
-    """The place of rows in autograd's graph. Saves no tensors, so that a checkpoint has nothing to compute again for it."""
+    """The place of the rows in autograd's graph. It saves no tensors, so a checkpoint need not compute anything again for
+    it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, lookup: _Lookup, step: int | None) -> torch.Tensor:
@@ -286,14 +293,14 @@ class _Rows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Coming:
-    """Rows on their way."""
+    """Rows that were asked for."""
 
-    memory: torch.Tensor  # [..., D], on the device or in memory of the host that is copied there
+    memory: torch.Tensor  # [..., D], on the device, or in host memory that is copied there
     pending: lossd.PendingRows
 
 
 class _Prefetched:
-    """Lookups that were begun early. Thread-safe; bounded."""
+    """Lookups that prefetch() has begun. Thread-safe; bounded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -317,7 +324,7 @@ class _Prefetched:
             each.pending.cancel()
 
     def take(self, lookup: _Lookup) -> torch.Tensor | None:
-        """The memory of the rows, if they are there and of the weights as they are now."""
+        """The memory of the rows, if they were prefetched and belong to the present weights."""
         with self._lock:
             if not self._coming:
                 return None
@@ -341,7 +348,7 @@ def _check_client(client: Any, head_name: Any) -> None:
 
 
 def _padding(padding_idx: Any, vocab_size: int) -> int | None:
-    """In [0, V)."""
+    """padding_idx as a number in [0, V)."""
     if padding_idx is None:
         return None
     if not isinstance(padding_idx, numbers.Integral) or isinstance(padding_idx, bool):

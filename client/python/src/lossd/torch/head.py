@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LossHead: linear + softmax cross-entropy on a lossd server as a torch module."""
+"""LossHead: a torch module that computes linear + softmax cross-entropy on a lossd server."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction, Rest
 
 _PPO = lossd.Objective("ppo")
-_NO_CLASS = -1  # an ignore_index for calls without targets, in which every class may be a row's: the caller's may be one
+# An ignore_index for calls without targets, where any class may be a row's target and the caller's ignore_index may be a
+# class.
+_NO_CLASS = -1
 
 
 class LossHead(torch.nn.Module):
-    """The loss of hidden states under a head that a lossd server owns.
+    """Computes the loss of hidden states with a head that a lossd server owns.
 
         head = lossd.torch.LossHead(client, "lm")
         loss = head(hidden, targets)  # (..., D) and (...)
         loss.backward()
 
-    The weights, their gradient and their optimizer live on the server: the module has no parameters. HeadOptimizer
-    applies the steps.
+    The weights, their gradient and their optimizer are on the server: the module has no parameters. HeadOptimizer applies the
+    steps.
 
-    Forward computes the loss and both gradients at once; the hidden states' is handed out in backward, the weights'
-    is accumulated on the server. What multiplies the loss after this module (loss / 4) is applied in backward to the
-    hidden states' gradient and at the step to the weights', so it has to be the same for all losses of a step. With
-    `deferred=True`, and always with reduction "none", the server keeps the hidden states and computes gradients in
-    backward from whatever arrives there, at the price of computing the logits twice.
+    Forward computes the loss and both gradients at once. The hidden states' gradient is returned in backward; the weights'
+    gradient is accumulated on the server. If the loss is multiplied after this module (loss / 4), the factor is applied to
+    the hidden states' gradient in backward, and to the weights' gradient at the step. So the factor must be the same for all
+    losses of a step. With `deferred=True`, and always with reduction "none", the server keeps the hidden states, and computes
+    the gradients in backward from the gradients that arrive there. That computes the logits twice.
 
-    Under torch.no_grad() only the loss is computed and nothing is accumulated. Hidden states that need no gradient get
-    none. Under autocast hidden states travel in autocast's dtype.
+    Under torch.no_grad() only the loss is computed, and nothing is accumulated. Hidden states that need no gradient get none.
+    Under autocast, hidden states are sent in autocast's dtype.
 
-    Not thread-safe; a client may serve several modules. The computation on the server is float32 or as the head says;
-    second derivatives are not available.
+    Not thread-safe, but one client may serve several modules. The server computes in float32, or as the head
+    says. Second derivatives are not available.
     """
 
     @known_arguments
@@ -64,36 +66,38 @@ class LossHead(torch.nn.Module):
         """
         Args:
           head: the head's name on the server.
-          reduction: as torch.nn.functional.cross_entropy.
+          reduction: as in torch.nn.functional.cross_entropy.
           class_weights: use the head's class weights (Client.write_tensor sets them).
-          shift: hidden states of position i predict targets of position i + 1 of the last dimension.
-          normalizer: what a mean divides by. None: the number (with class weights: weight) of valid targets of the
-            microbatch. For means over several microbatches or trainers give the number of the whole batch.
-          grad_output: the gradient that the loss will get in backward; may be assigned between calls. Only losses of
-            one step that are multiplied by different factors need it, and float16 with a loss that is scaled up.
+          shift: the hidden state of position i predicts the target of position i + 1 of the last dimension.
+          normalizer: what a mean is divided by. None: the number (with class weights: the weight) of valid targets of the
+            microbatch. For means over several microbatches or trainers, give the number for the whole batch.
+          grad_output: the gradient that the loss will get in backward. It may be assigned between calls. It is needed only if
+            losses of one step are multiplied by different factors, or if hidden states are float16 and the loss is scaled up.
           deferred: compute gradients in backward.
           train_head: accumulate the head's gradients. False for a frozen head.
-          extras: what forward returns besides the loss; then it returns (loss, LossExtras).
-          process_group: the ranks over which the trunk's gradients are averaged: a torch.distributed group, or a
-            DeviceMesh of one dimension. Trunk and head then get the gradients of one process on the rows of all ranks,
-            and the ranks' losses average to its loss. Forward in training, step(), load_grad_norm() and zero_grad()
-            are collective then; normalizer= spares forward its communication. None: there is no averaging. It has to
-            be given if torch.distributed has more than one rank.
-          averaged_over: by how many ranks the sum of the trunk's gradients over process_group is divided. None: by all,
-            as DistributedDataParallel and fully_shard do. 1: they are added up, as over tensor-parallel ranks.
-          rank, world_size: of this trainer among those that feed the head; each counts its microbatches apart. Those
-            of process_group, else 0 of 1.
-          state: what state_dict() holds of the head, this module's and its HeadOptimizer's. "checkpoint": the name of a
-            checkpoint, which it has the server write; load_state_dict() restores that one. "none": nothing.
-          streams, slice_bytes, timeout: as lossd.Client.compute_loss_async.
-          ignore_index, label_smoothing: as torch.nn.functional.cross_entropy.
-          z_loss: weight of lse^2, which is added to the loss of every row.
-          softcap: logits become softcap * tanh(logits / softcap). 0: they do not.
-          logit_scale: multiplies the logits before the softcap (1 / temperature).
-          gradients: "exact", "filtered", "sampled" or "auto". None: as the head was created.
-          filter_epsilon, sample_threshold, max_gradient_error: of gradients that are not exact; see lossd.LossOptions.
-          refuse_unlisted: of a head with a draft vocabulary (create_head(class_list=)): lossd.InvalidArgument for a target
-            that is not among its classes. False: its row is ignored.
+          extras: values that forward returns in addition to the loss. With extras it returns (loss, LossExtras).
+          process_group: the ranks over which the trunk's gradients are averaged: a torch.distributed group, or a DeviceMesh
+            of one dimension. Trunk and head then get the gradients of one process on the rows of all ranks, and the average
+            of the ranks' losses is its loss. Forward in training, step(), load_grad_norm() and zero_grad() are collective
+            then; with normalizer= forward needs no communication. None: gradients are not averaged. It must be given if
+            torch.distributed has more than one rank.
+          averaged_over: the number by which the sum of the trunk's gradients over process_group is divided. None: the number
+            of ranks, as in DistributedDataParallel and fully_shard. 1: the gradients are added up, as over tensor-parallel
+            ranks.
+          rank, world_size: the number of this trainer among the trainers of the head, and how many there are. Each of them
+            numbers its own microbatches. None: those of process_group, else 0 and 1.
+          state: what the state_dict() of this module and of its HeadOptimizer hold of the head. "checkpoint": the name of a
+            checkpoint, which state_dict() has the server write and load_state_dict() restores. "none": nothing.
+          streams, slice_bytes, timeout: as in lossd.Client.compute_loss_async.
+          ignore_index, label_smoothing: as in torch.nn.functional.cross_entropy.
+          z_loss: the weight of lse^2, which is added to the loss of every row.
+          softcap: logits become softcap * tanh(logits / softcap). 0: no softcap.
+          logit_scale: a factor of the logits, before the softcap (1 / temperature).
+          gradients: "exact", "filtered", "sampled" or "auto". None: the kind with which the head was created.
+          filter_epsilon, sample_threshold, max_gradient_error: options of gradients that are not exact; see
+            lossd.LossOptions.
+          refuse_unlisted: only for a head with a draft vocabulary (create_head(class_list=)): raise lossd.InvalidArgument for
+            a target that is not among its classes. False: the row is ignored.
         """
         super().__init__()
         _input.check_words(client, head, reduction, state)
@@ -117,8 +121,9 @@ class LossHead(torch.nn.Module):
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
-        self.has_optimizer = False  # a HeadOptimizer was made for it
-        # Multiplies the head's gradient alone, when HeadOptimizer applies the step; besides what process_group does.
+        self.has_optimizer = False  # a HeadOptimizer was made for this head
+        # A factor of the head's gradient alone, applied by HeadOptimizer at the step, in addition to the factor of
+        # process_group.
         self.grad_scale = 1.0
         if process_group is _data_parallel.UNSAID:
             _data_parallel.check_said(head)
@@ -130,10 +135,10 @@ class LossHead(torch.nn.Module):
         description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
-        # Of a head with a draft vocabulary (create_head(class_list=)): its classes, as targets name them.
+        # If the head has a draft vocabulary (create_head(class_list=)): its classes, with the numbers that targets have.
         self._classes = np.array(description.spec.class_list, np.int32) if description.spec.class_list else None
         self.has_draft_vocabulary = self._classes is not None
-        self._most_label = description.spec.full_vocab_size or self.vocab_size  # labels are below
+        self._most_label = description.spec.full_vocab_size or self.vocab_size  # labels are smaller than this
         self.frozen_on_server = description.spec.frozen
         self.train_head = bool(train_head) and not description.spec.frozen
         self.deterministic = description.slice_limits.row_grid > 0
@@ -141,12 +146,14 @@ class LossHead(torch.nn.Module):
                                  self.parallel.size if world_size is None else world_size)
         self.continuation = _step_tracker.Continuation(client, head, self.steps, description)
         self.watch = _step_tracker.Watch(client.target, head)
-        self.row_gradients = RowGradients(self.steps, self.continuation.explain)  # of a ServedEmbedding, on their way
+        # Gradients of a ServedEmbedding that are being sent.
+        self.row_gradients = RowGradients(self.steps, self.continuation.explain)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
         self._states = _step_tracker.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
-        # Microbatches in the open step that are not this module's, and the tracker of the LossHead of this program that
-        # has left them, if one has. Several trainers see those of their own alone.
+        # The number of microbatches in the open step that are not this module's, and the tracker of the LossHead of this
+        # program that left them, if one did. With several trainers, only microbatches of an earlier LossHead with the same
+        # rank are counted.
         self.left_over, self.earlier = self._left_over(description)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -162,10 +169,10 @@ class LossHead(torch.nn.Module):
             f"LossHead(client, {self.head_name!r}), or save its state_dict(), which has the server save the weights")
 
     def requires_grad_(self, requires_grad: bool = True) -> LossHead:
-        """Whether the head is trained (train_head), as for a module whose weights are its own.
+        """Sets whether the head is trained (train_head), like requires_grad_() of a module that has its weights itself.
 
-        requires_grad_() of a module that holds this one does the same; a loop over its parameters does not reach the
-        head, which has none here. ValueError if the head was created frozen.
+        requires_grad_() of a module that contains this one has the same effect. A loop over the module's parameters does not
+        reach the head, because it has no parameters here. ValueError if the head was created frozen.
         """
         if requires_grad and self.frozen_on_server:
             raise ValueError(f"head {self.head_name!r} was created with frozen=True: the server has no gradients for it")
@@ -174,12 +181,12 @@ class LossHead(torch.nn.Module):
 
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As of any module; requires_grad_() of one that holds this one is noticed here."""
+        """As in any module. A module that contains this one calls it in requires_grad_(), which is noticed here."""
         _modes.heed_requires_grad(self)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
-        """What repr() shows: the head, its shape and the options that are not as usual."""
+        """The text in repr(): the head, its shape, and the options that do not have their defaults."""
         own = {"reduction": (self.reduction, "mean"), "shift": (self.shift, False), "deferred": (self.deferred, False)}
         usual = lossd.LossOptions()
         options = {field.name: (getattr(self.options, field.name), getattr(usual, field.name)) for field in fields(usual)}
@@ -189,21 +196,22 @@ class LossHead(torch.nn.Module):
 
     @property
     def step(self) -> int:
-        """The open step, as far as this module knows."""
+        """The step that is open, as this module knows it."""
         return self.steps.step
 
     def sync(self) -> None:
-        """Takes the head as the server has it now: after a checkpoint was loaded, or another trainer applied a step.
+        """Takes over the head as the server has it now. Call it after a checkpoint was loaded or another trainer applied a
+        step.
 
-        What this module has accumulated in the open step counts as lost, and the step starts again.
+        What this module had accumulated in the open step counts as lost, and the step starts again.
         """
         self.begin_again()
         self.watch.excused()
 
     def begin_again(self) -> None:
-        """sync(), where nobody has applied a step."""
+        """Like sync(), but for a step that this program discards itself."""
         self.row_gradients.drop()
-        description = self.client.describe_head(self.head_name)  # if this fails, nothing has changed
+        description = self.client.describe_head(self.head_name)  # if this call fails, nothing has changed
         self.client.acknowledge_restart(self.head_name)
         self.steps.advance(description.state.step)
         self.continuation.found(description)
@@ -213,11 +221,11 @@ class LossHead(torch.nn.Module):
 
     @property
     def gradient_scale(self) -> float:
-        """What the server's gradient of the open step is multiplied by to be that of the loss, grad_scale included."""
+        """The factor that makes the server's gradient of the open step the gradient of the loss, with grad_scale."""
         return self.grad_scale * self.scale.applied(self.step)
 
     def save_state(self) -> dict[str, Any]:
-        """Has the server save the head, if it has changed since, and returns what load_state() restores it from."""
+        """Has the server save the head, if it has changed since the last save. Returns a state for load_state()."""
         return self._states.save()
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -226,37 +234,37 @@ class LossHead(torch.nn.Module):
             self.continuation.loaded()
         self.steps.discarded()
         with self.parallel.before_total():
-            if self.steps.sent > 0:  # what the open step has is not of the state
+            if self.steps.sent > 0:  # the contents of the open step do not belong to the state
                 self.client.zero_gradients(self.head_name, self.client.describe_head(self.head_name).state.step)
         self.parallel.barrier()
         self.sync()
 
     def get_extra_state(self) -> torch.Tensor:
-        """What state_dict() holds of the head: save_state(), as a tensor."""
+        """What state_dict() holds of the head: the result of save_state(), as a tensor."""
         return _step_tracker.as_tensor(self.save_state())
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """load_state() for load_state_dict()."""
+        """Calls load_state() with what state_dict() held."""
         self.load_state(_step_tracker.from_tensor(state))
 
     @outside_of_compile
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
-        """The loss; see start()."""
+        """Returns the loss; see start() for the arguments."""
         return _waited(lambda: self.start(hidden, targets, row_weights=row_weights, normalizer=normalizer, microbatch=microbatch))
 
     @outside_of_compile
     def start(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
               normalizer: float | None = None, microbatch: int | None = None) -> PendingHeadLoss:
-        """Begins the computation, so that the trainer can go on meanwhile; wait() of the result is the loss.
+        """Begins the computation, so that the trainer can do other work meanwhile. wait() of the result returns the loss.
 
         Args:
-          hidden: (..., D), float32, float16 or bfloat16, on any device. Must not change before wait(), or with lazy()
-            before the end of backward: it is sent meanwhile, from where it lies.
-          targets: (...), integers. On the CPU, for a CUDA model too, they do not wait for the GPU.
-          row_weights: (...), multiply the rows' losses and gradients; they do not enter the normalizer.
-          normalizer: overrides the module's. With process_group, that of all ranks.
-          microbatch: the number, within the step, of a microbatch that failed and is sent again.
+          hidden: (..., D), float32, float16 or bfloat16, on any device. It must not change before wait() returns, or with
+            lazy() before backward has ended, because it is sent without a copy.
+          targets: (...), integers. Targets on the CPU do not wait for the GPU, also if the model is on a GPU.
+          row_weights: (...), factors of the rows' losses and gradients. They do not change the normalizer.
+          normalizer: replaces the module's normalizer. With process_group, it is that of all ranks.
+          microbatch: the number, within the step, of a failed microbatch that is sent again.
         """
         return self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, self.options, shift=self.shift)
 
@@ -266,7 +274,8 @@ class LossHead(torch.nn.Module):
             old_logprobs: torch.Tensor | None = None, ref_logprobs: torch.Tensor | None = None, *,
             objective: lossd.Objective = _PPO, row_weights: torch.Tensor | None = None, normalizer: float | None = None,
             microbatch: int | None = None) -> LossOutput:
-        """The loss of an objective in the place of the cross-entropy, with both gradients in one pass; see start_policy()."""
+        """Returns the loss of an objective that replaces the cross-entropy, and computes both gradients in one pass; see
+        start_policy()."""
         return _waited(lambda: self.start_policy(
             hidden, actions, advantages, old_logprobs, ref_logprobs, objective=objective, row_weights=row_weights,
             normalizer=normalizer, microbatch=microbatch))
@@ -277,20 +286,21 @@ class LossHead(torch.nn.Module):
             old_logprobs: torch.Tensor | None = None, ref_logprobs: torch.Tensor | None = None, *,
             objective: lossd.Objective = _PPO, row_weights: torch.Tensor | None = None, normalizer: float | None = None,
             microbatch: int | None = None) -> PendingHeadLoss:
-        """Begins the computation of policy_loss, as start() that of forward.
+        """Begins the computation of policy_loss, as start() does for forward.
 
-        The loss of a row is a function of its action's log-probability and of the numbers that come with the row, so its
-        gradient is known when its logits are: nothing is computed twice. The module's reduction and its other options hold,
-        but for label_smoothing, class_weights, shift and deferred, which do not go with an objective (ValueError).
+        The loss of a row depends only on its action's log-probability and on the values that come with the row. So its
+        gradient is known as soon as its logits are, and nothing is computed twice. The module's reduction and its other
+        options apply, except label_smoothing, class_weights, shift and deferred, which an objective does not allow
+        (ValueError).
 
         Args:
           hidden: (..., D), as in start().
-          actions: (...), the classes that were sampled after each hidden state; ignore_index where none was.
-          advantages, old_logprobs, ref_logprobs: (...), what the objective needs of them (lossd.Objective); they get no
+          actions: (...), the classes that were sampled after each hidden state; ignore_index where there is none.
+          advantages, old_logprobs, ref_logprobs: (...), those that the objective needs (lossd.Objective). They get no
             gradient.
-          objective: lossd.Objective(...); PPO's if it is not said.
-          row_weights, normalizer, microbatch: as in start(). A mean divides by the number of actions unless `normalizer` is
-            given.
+          objective: lossd.Objective(...); by default PPO's.
+          row_weights, normalizer, microbatch: as in start(). Without `normalizer`, a mean is divided by the number of
+            actions.
         """
         if not isinstance(objective, lossd.Objective):
             raise TypeError(f"objective is {objective!r}; it must be a lossd.Objective")
@@ -310,17 +320,17 @@ class LossHead(torch.nn.Module):
     def distill(self, hidden: torch.Tensor, teacher_hidden: torch.Tensor, distillation: lossd.Distillation,
                 targets: torch.Tensor | None = None, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
-        """The loss of rows that are compared with the softmax of a teacher, a frozen head of the same server.
+        """Returns the loss of rows that are compared with the softmax of a teacher, a frozen head of the same server.
 
             loss = head.distill(hidden, teacher_trunk(tokens).detach(), lossd.Distillation("teacher", temperature=2.0))
             loss.backward()
 
         Args:
-          teacher_hidden: (..., D of the teacher), on the device of `hidden`; travels in the dtype of `hidden`.
-          targets: (...); those that are ignore_index mark rows that are left out. None: no row is, the last position of a
-            module with shift=True included. Needed for distillation.target_weight and for the extras "accuracy" and
-            "logprob". If the weight is 0, the loss does not depend on them: class weights are not used, and of a head with
-            a draft vocabulary rows with any target count.
+          teacher_hidden: (..., D of the teacher), on the device of `hidden`; it is sent in the dtype of `hidden`.
+          targets: (...); rows whose target is ignore_index are ignored. None: no row is ignored, not even the last position
+            of a module with shift=True. Required for distillation.target_weight and for the extras "accuracy" and "logprob".
+            If distillation.target_weight is 0, the loss does not depend on targets: class weights are not used, and with a
+            draft vocabulary rows with any target count.
           row_weights, normalizer, microbatch: as in start().
         """
         if self.deferred:
@@ -339,23 +349,23 @@ class LossHead(torch.nn.Module):
             self, hidden: torch.Tensor, target_classes: torch.Tensor, target_weights: torch.Tensor,
             targets: torch.Tensor | None = None, *, rest: Rest = "none", row_weights: torch.Tensor | None = None,
             normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
-        """The loss of rows that have several classes with a weight each in the place of one target.
+        """Returns the loss of rows that have several classes with a weight each, in place of one target.
 
             weights, classes = teacher_logits.softmax(-1).topk(64)
             loss = head.soft_target_loss(hidden, classes, weights, rest="one_class")
             loss.backward()
 
-        The module's reduction and its other options hold, but for label_smoothing, class_weights and shift, which do not go
-        with soft targets (ValueError).
+        The module's reduction and its other options apply, except label_smoothing, class_weights and shift, which soft
+        targets do not allow (ValueError).
 
         Args:
-          target_classes: (..., K), integers: classes of the vocabulary in any order, or -1 in an entry that names none. K is
-            at most 256.
+          target_classes: (..., K), integers: classes of the vocabulary in any order; -1 marks an unused entry. K is at most
+            256.
           target_weights: (..., K), finite and not negative, 0 where target_classes is -1. They get no gradient.
-          targets: (...); those that are ignore_index mark rows that are left out, and extras such as "logprob" are the
-            others'. None: the class of the largest weight; rows that name no class are left out, and no others.
-          rest: what becomes of the probability that a row's weights leave over (lossd.LossOptions): "none", "renormalized"
-            or "one_class".
+          targets: (...); rows whose target is ignore_index are ignored; extras such as "logprob" refer to the targets of the
+            other rows. None: the target is the class with the largest weight, and only rows that name no class are ignored.
+          rest: where the probability that a row's weights leave over goes (lossd.LossOptions): "none", "renormalized" or
+            "one_class".
           row_weights, normalizer, microbatch: as in start().
         """
         if self.shift:
@@ -363,7 +373,7 @@ class LossHead(torch.nn.Module):
         classes, weights = _input.soft_targets(target_classes, target_weights, hidden)
         options = replace(self.options, rest=rest)
         if targets is None:
-            named = np.where(classes < 0, -np.inf, weights)  # an entry that names no class is not the largest one
+            named = np.where(classes < 0, -np.inf, weights)  # an unused entry does not count as the largest
             largest = np.take_along_axis(classes, named.argmax(-1)[:, None], -1)[:, 0]
             targets = torch.from_numpy(np.where(largest < 0, _NO_CLASS, largest)).reshape(hidden.shape[:-1])
             options = replace(options, ignore_index=_NO_CLASS)
@@ -374,22 +384,24 @@ class LossHead(torch.nn.Module):
     def depth_losses(self, hidden: torch.Tensor | Sequence[torch.Tensor], targets: torch.Tensor, *,
                      weights: Sequence[float] | None = None, row_weights: torch.Tensor | None = None,
                      normalizers: Sequence[float] | None = None, microbatch: int | None = None) -> DepthLosses:
-        """The losses of several hidden states per token under this head, in one call: multi-token prediction.
+        """Returns the losses of several hidden states of each token with this head, in one call: multi-token prediction.
 
             found = head.depth_losses([main, mtp_1, mtp_2], next_tokens, weights=[1.0, 0.3, 0.3])
             found.loss.backward()  # losses[0] + 0.3 * losses[1] + 0.3 * losses[2]
 
-        One pass over the weights serves all depths, and their gradients are those of separate calls. The module's options
-        and reduction hold for each depth; deferred=True and reduction "none" do not go with depths (RuntimeError).
+        One pass over the weights computes all depths, and the gradients are the same as with separate calls. The module's
+        options and reduction apply to each depth; deferred=True and reduction "none" are not allowed (RuntimeError).
 
         Args:
-          hidden: (K, ..., D), or K tensors (..., D) of one shape, dtype and device, which are not copied together.
-          targets: (K, ...), those of each depth. Or (...), those of depth 0: then depth k has the target k positions further
-            along the last dimension, and none at its last k positions.
+          hidden: (K, ..., D), or K tensors (..., D) of one shape, dtype and device, which are sent without being copied
+            together.
+          targets: (K, ...), the targets of each depth. Or (...), the targets of depth 0: then the target of depth k is that k
+            positions further along the last dimension, and its last k positions have none.
           weights: K factors of the depths' losses, finite and not negative. None: 1 each.
           row_weights: (K, ...), or (...) for all depths; as in start().
-          normalizers: K numbers that the depths' means divide by. None: the module's for each, or else the number (with
-            class weights: weight) of valid targets of the depth. With process_group, those of all ranks.
+          normalizers: K numbers by which the means of the depths are divided. None: the module's normalizer for each depth,
+            or else the number (with class weights: the weight) of valid targets of the depth. With process_group, they are
+            those of all ranks.
           microbatch: as in start().
         """
         if self.deferred:
@@ -413,18 +425,18 @@ class LossHead(torch.nn.Module):
             job.start()
             return _depths.losses_of(job)
         except BaseException:
-            job.cancel()  # after an interrupt; else it has ended
+            job.cancel()  # after an interrupt; otherwise it has already ended
             raise
 
     def _number(self, plan: _modes.Plan, microbatch: int | None) -> int:
-        """Of the next microbatch."""
+        """The number of the next microbatch."""
         number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
         if self.deterministic:
             self.steps.check_order(number)
         return number
 
     def _normalizers(self, labels: Sequence[NDArray[np.int32]], given: Sequence[float] | None, training: bool) -> list[float]:
-        """_normalizer() of several depths, with one communication for all of them."""
+        """_normalizer() for several depths, with one communication for all of them."""
         ranks = self.parallel.averaged_over if training else 1
         if self.reduction != "mean":
             return [1.0 / ranks] * len(labels)
@@ -440,8 +452,8 @@ class LossHead(torch.nn.Module):
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
                teacher_hidden: torch.Tensor | None = None, soft: dict[str, NDArray[Any]] | None = None,
                shift: bool = False) -> PendingHeadLoss:
-        """`rows`: the row weights and what the objective takes, by name. `soft`: soft targets, likewise. `targets` are those of
-        the options' ignore_index, and are shifted if `shift` says so."""
+        """Begins a computation. `rows`: the row weights and the values that an objective needs, by name. `soft`: soft
+        targets, by name. `targets` use the ignore_index of `options`, and are shifted if `shift` is true."""
         _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
         together = plan.counts_with_ranks
@@ -466,7 +478,7 @@ class LossHead(torch.nn.Module):
         return PendingHeadLoss(job)
 
     def _normalizer(self, labels: NDArray[np.int32], options: lossd.LossOptions, given: float | None, training: bool) -> float:
-        """What this rank's sum is divided by. In training the ranks' losses average to the loss of all rows."""
+        """The divisor of this rank's sum. In training, the average of the ranks' losses is the loss of all rows."""
         ranks = self.parallel.averaged_over if training else 1
         if self.reduction != "mean":
             return 1.0 / ranks if self.reduction == "sum" else 1.0
@@ -478,11 +490,11 @@ class LossHead(torch.nn.Module):
         return self.parallel.total(count) / ranks if training else count
 
     def _counted_together(self, given: float | None) -> bool:
-        """Whether _normalizer() asks the other ranks, in training."""
+        """Whether _normalizer() has to ask the other ranks in training."""
         return self.reduction == "mean" and given is None and self.normalizer is None
 
     def _count(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> float:
-        """The number of rows that are not ignored; with class weights the sum of the weights of their targets."""
+        """The number of rows that are not ignored; with class weights, the sum of the weights of their targets."""
         found = labels[self.has_target(labels, options)]
         if not options.use_class_weights or not _uses_targets(options):
             return float(len(found))
@@ -493,7 +505,8 @@ class LossHead(torch.nn.Module):
         return float(self._class_weights[found].sum(dtype=np.float64))
 
     def has_target(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> NDArray[np.bool_]:
-        """Which rows the server does not ignore: their label is a class of the head, or any where no loss is taken of it."""
+        """For each row, whether the server does not ignore it: its label is a class of the head, or any label if the loss
+        does not use it."""
         valid: NDArray[np.bool_] = labels != options.ignore_index
         if self._classes is None or not _uses_targets(options):
             return valid
@@ -509,10 +522,10 @@ class LossHead(torch.nn.Module):
         return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
 
     def join_step(self) -> None:
-        """Before something of this trainer joins the open step.
+        """Called before this trainer adds something to the open step.
 
-        Begins the step again if all that is in it is an earlier LossHead's of this program; RuntimeError if it is another's. Says
-        what is continued.
+        If everything in the step was left by an earlier LossHead of this program, starts the step again. RuntimeError if
+        something is another trainer's. Warns what training continues.
         """
         if not self.left_over:
             return self.continuation.begin()
@@ -531,7 +544,8 @@ class LossHead(torch.nn.Module):
 
 
 def _uses_targets(options: lossd.LossOptions) -> bool:
-    """False if a target that is not ignore_index only says that its row counts (LossOptions.refuse_unlisted in loss.proto)."""
+    """False if a target only says whether its row counts, because it is not ignore_index (LossOptions.refuse_unlisted in
+    loss.proto)."""
     return options.distillation is None or options.distillation.target_weight != 0
 
 
@@ -554,21 +568,22 @@ class PendingHeadLoss:
 
     @outside_of_compile
     def wait(self) -> LossOutput:
-        """The loss, or (loss, LossExtras) if the module was made with extras. May be repeated."""
+        """Returns the loss, or (loss, LossExtras) if the module was made with extras. May be called again."""
         if self._output is None:
             self._output = self._job.output()
         return self._output
 
     def cancel(self) -> None:
-        """Asks for an early end with lossd.Cancelled; no effect when done. wait() says when it has ended."""
+        """Asks the computation to end early with lossd.Cancelled; no effect when it is done. wait() returns when it has
+        ended."""
         self._job.cancel()
 
     @outside_of_compile
     def lazy(self) -> torch.Tensor:
-        """The loss at once, as a tensor whose value is NaN until its backward, which waits for the server.
+        """Returns the loss at once, as a tensor whose value is NaN until its backward, which waits for the server.
 
-        For trainers that do other work between a loss and its backward, as pipeline schedules do. Without gradients
-        there is no backward to wait in: then this is wait(). RuntimeError with extras and in deferred mode, whose
+        Use it if the trainer does other work between a loss and its backward, as pipeline schedules do. Without gradients
+        there is no backward that could wait; then this is wait(). RuntimeError with extras and in deferred mode, whose
         results are needed before.
         """
         if self._output is None:
@@ -578,14 +593,14 @@ class PendingHeadLoss:
 
 
 def _waited(begin: Callable[[], PendingHeadLoss]) -> LossOutput:
-    """The loss of what `begin` begins, which ends too if this is interrupted."""
+    """Begins a computation and returns its loss. If this is interrupted, the computation ends, too."""
     pending: PendingHeadLoss | None = None
     try:
         pending = begin()
         return pending.wait()
     except BaseException:
         if pending is not None:
-            pending.cancel()  # after an interrupt; else it has ended
+            pending.cancel()  # after an interrupt; otherwise it has already ended
         raise
 
 

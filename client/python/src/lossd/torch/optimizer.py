@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HeadOptimizer: the steps of a server's head in a PyTorch training loop."""
+"""HeadOptimizer: applies the steps of a server's head in a PyTorch training loop."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from lossd.torch.head import LossHead
 
 
 class HeadOptimizer(torch.optim.Optimizer):
-    """Applies optimizer steps to the weights of a LossHead or a ServedEmbedding on the server; looks like a torch optimizer.
+    """Applies optimizer steps on the server to the weights of a LossHead or a ServedEmbedding. It is used like a torch
+    optimizer.
 
         optimizer = lossd.torch.HeadOptimizer(head, lr=1e-3, weight_decay=0.1)
         ...
         loss.backward()
         optimizer.step()
 
-    Learning-rate schedulers work on it as on any optimizer: each step reads the hyper-parameters from param_groups[0].
+    Learning-rate schedulers work as with any optimizer: each step reads the hyper-parameters from param_groups[0].
 
-    Gradient clipping and GradScaler work through `stand_in`, a scalar parameter that stands for all of the server's:
-    load_grad_norm() sets its gradient to the norm of the server's gradient, and whatever multiplies the stand-in's
-    gradient afterwards multiplies the server's at step(). So a norm over the trainer's parameters and the stand-in is
-    the global norm, and clipping them clips both:
+    Gradient clipping and GradScaler work through `stand_in`, a scalar parameter that stands for all of the server's
+    parameters. load_grad_norm() sets its gradient to the norm of the server's gradient. Whatever multiplies the stand-in's
+    gradient afterwards multiplies the server's gradient at step(). So a norm over the trainer's parameters and the stand-in
+    is the global norm, and clipping them clips both:
 
         head_optimizer.load_grad_norm()
         torch.nn.utils.clip_grad_norm_([*model.parameters(), head_optimizer.stand_in], 1.0)
         optimizer.step(); head_optimizer.step()
 
-    The step is refused if a microbatch is missing on the server. With several trainers (LossHead's process_group) each
-    calls step(), and the server applies it once. All must have computed the same number of microbatches;
-    `expected_microbatches` says otherwise. Without a group (LossHead's world_size) each calls step() after all have had
-    their backward passes.
+    The step is refused if a microbatch is missing on the server. If there are several trainers (LossHead's process_group),
+    each of them calls step(), and the server applies the step once. All must have computed the same number of microbatches,
+    unless `expected_microbatches` says otherwise. Without a group (LossHead's world_size), each calls step() after all of
+    them have finished their backward passes.
     """
 
     steps_a_head = True
@@ -53,18 +54,19 @@ class HeadOptimizer(torch.optim.Optimizer):
                  continues: bool = False) -> None:
         """
         Args:
-          head: a ServedEmbedding that was made from a LossHead has that one's optimizer: one is made of the two.
-          lr, betas, eps, weight_decay: as torch.optim.AdamW.
-          lr, momentum, dampening, nesterov, weight_decay: as torch.optim.SGD, with algorithm="sgd".
-          decay_vectors: weight decay for bias and norm parameters too.
-          lazy_rows: rows of the weight whose gradient of the step is 0 in every element keep their values and moments, as
-            in torch.optim.SparseAdam (docs/training/lazy-rows.md). A hyper-parameter: `param_groups[0]["lazy_rows"]`.
-          skip_non_finite: a step whose gradient is not finite is closed without an update instead of refused;
-            `last.skipped` says so.
-          device: of the stand-in; GradScaler wants the model's.
-          continues: go on with the moments and the count of steps that the server has for the head, as left by another
-            program. False: begin as a new torch optimizer does, with the first step; unless this program restores a
-            state first: load_state_dict() of this or of the LossHead, or Client.load_checkpoint.
+          head: a LossHead or a ServedEmbedding. A LossHead and a ServedEmbedding that was made from it have one optimizer
+            together.
+          lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+          lr, momentum, dampening, nesterov, weight_decay: as in torch.optim.SGD, with algorithm="sgd".
+          decay_vectors: apply weight decay to bias and norm parameters, too.
+          lazy_rows: rows of the weight whose gradient of the step is 0 in every element keep their values and moments, as in
+            torch.optim.SparseAdam (docs/training/lazy-rows.md). It is a hyper-parameter: `param_groups[0]["lazy_rows"]`.
+          skip_non_finite: if the gradient of a step is not finite, close the step without an update instead of refusing it;
+            then `last.skipped` is true.
+          device: the device of the stand-in; GradScaler needs that of the model.
+          continues: continue with the moments and the count of steps that the server has for the head, as another program
+            left them. False: begin like a new torch optimizer at the first step, unless this program has restored a state
+            before: by load_state_dict() of this object or of the LossHead, or by Client.load_checkpoint.
         """
         if isinstance(head, ServedEmbedding):
             head = head.head
@@ -83,9 +85,9 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.algorithm = algorithm
         self.decay_vectors = decay_vectors
         self.skip_non_finite = skip_non_finite
-        self.last: lossd.StepResult | None = None  # what the server said of the last step
+        self.last: lossd.StepResult | None = None  # the server's answer to the last step
         self._continues = continues
-        self._notes: Notes | None = None  # of the norm that was loaded last
+        self._notes: Notes | None = None  # the notes of the norm that was loaded last
 
     def __repr__(self) -> str:
         group = self.param_groups[0]
@@ -100,10 +102,11 @@ class HeadOptimizer(torch.optim.Optimizer):
             "another HeadOptimizer(head, lr=...), or save its state_dict(), which has the server save the weights")
 
     def load_grad_norm(self) -> float:
-        """The norm of the gradient of the open step, LossHead.grad_scale included, which is the stand-in's gradient.
+        """Sets the stand-in's gradient to the norm of the gradient of the open step, with LossHead.grad_scale, and returns
+        it.
 
-        For after the last backward. Reading the stand-in's gradient, as a clip or GradScaler does, fetches it too. Where
-        that was multiplied already, what it is now. Collective if the LossHead has a process_group.
+        Call it after the last backward. Reading the stand-in's gradient, as clipping and GradScaler do, loads it, too. If
+        that gradient was already multiplied, returns its present value. Collective if the LossHead has a process_group.
         """
         held = self.stand_in.held
         if not isinstance(held, Gradient) or held.notes.moment != self.head.steps.moment or not held.notes.touched:
@@ -111,7 +114,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         return 0.0 if held is None else float(held)
 
     def _gradient_now(self, held: torch.Tensor | None) -> torch.Tensor | None:
-        """What the stand-in has for a gradient, if `held` is what it had."""
+        """The stand-in's gradient, if `held` is the gradient that it had."""
         head = self.head
         if not head.train_head or (held is not None and not isinstance(held, Gradient)):
             return held
@@ -122,14 +125,14 @@ class HeadOptimizer(torch.optim.Optimizer):
         return self._load()
 
     def _load(self) -> Gradient | None:
-        """None, as of any parameter, if nothing was accumulated."""
+        """Loads the norm. None, as for any parameter, if nothing was accumulated."""
         head = self.head
         if not head.train_head:
             return None
         with head.parallel.before_total(values=3 * head.parallel.size):
             self._check_settled("load_grad_norm()")
             has_gradients = head.steps.has_gradients or self._others_have_rows()
-        _, scale, _ = self._together(has_gradients, head.gradient_scale)  # the others' rows count too
+        _, scale, _ = self._together(has_gradients, head.gradient_scale)  # rows of other ranks count, too
         if scale is None:
             return None
         norm = head.client.grad_norm(head.head_name, head.step) * scale
@@ -139,19 +142,19 @@ class HeadOptimizer(torch.optim.Optimizer):
         return Gradient.of(torch.full((), norm, device=self.stand_in.device), self._notes)
 
     def _others_have_rows(self) -> bool:
-        """Whether the open step has rows of trainers that cannot be asked, or other rows that this one has not sent."""
+        """Whether the open step has rows that this trainer has not sent, such as rows of trainers that it cannot ask."""
         head = self.head
         if head.parallel.rank > 0 or (head.parallel.size > 1 and head.steps.world_size == head.parallel.size):
             return False
         description = head.client.describe_head(head.head_name)
         if not head.steps.alone and description.state.step != head.step:
-            return True  # another one has applied it already
+            return True  # another trainer has already applied the step
         return description.step_microbatches > 0 or description.step_contributions > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards what was accumulated in the open step, if anything was; what an interrupted loop left, too.
+        """Discards what was accumulated in the open step, if anything was, also what an interrupted loop left there.
 
-        The backward of a loss that was computed before raises then. So zero_grad() comes before forward or after
+        After that, the backward of a loss that was computed before raises. So call zero_grad() before forward or after
         step(). Collective if the LossHead has a process_group.
         """
         if self.head.parallel.any(self.head.steps.sent > 0 or self.head.left_over > 0):
@@ -160,7 +163,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.stand_in.grad = self._notes = None
 
     def discard(self) -> None:
-        """Discards what was accumulated in the open step, failed microbatches and all. The step stays open.
+        """Discards everything that was accumulated in the open step, with failed microbatches. The step stays open.
 
         Collective if the LossHead has a process_group.
         """
@@ -169,10 +172,10 @@ class HeadOptimizer(torch.optim.Optimizer):
         if head.earlier is not None:
             head.earlier.succeeded()
         head.begin_again()
-        head.parallel.barrier()  # nothing of the others arrives any more
+        head.parallel.barrier()  # after this, nothing more arrives from the other ranks
         if head.parallel.rank == 0:
             head.client.zero_gradients(head.head_name, head.step)
-        head.parallel.barrier()  # nothing new arrives before
+        head.parallel.barrier()  # before this, nothing new arrives
         self.stand_in.grad = self._notes = None
 
     @torch.no_grad()
@@ -181,8 +184,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         """Applies the step on the server and opens the next one.
 
         Args:
-          expected_microbatches: wire ids that must be complete. None: those of this trainer, and as many of each
-            other one; of a process_group, of each other rank that has computed any.
+          expected_microbatches: the wire ids that must be complete. None: the ids of this trainer, and as many of each other
+            trainer; with a process_group, of each other rank that has computed any.
         """
         loss = None
         if closure is not None:
@@ -196,13 +199,13 @@ class HeadOptimizer(torch.optim.Optimizer):
             multiplier = head.gradient_scale * self._multiplier()
             has_gradients = head.steps.has_gradients or self._others_have_rows()
             continues = self._continues or head.continuation.is_loaded or self._others_continue()
-        # The others have sent their rows, and read the norm if they do.
+        # At this point the other ranks have sent their rows, and have read the norm if they need it.
         with_gradients, multiplier_of_all, continuing = self._together(has_gradients, multiplier, continues)
         if multiplier_of_all is None:
-            return loss  # as of a parameter without a gradient
+            return loss  # like a parameter without a gradient
         expected = expected_microbatches
         if expected is None:
-            whole = head.steps.world_size == head.parallel.size  # else it is not known which trainers have none
+            whole = head.steps.world_size == head.parallel.size  # otherwise it is not known which trainers have none
             expected = head.steps.expected(with_gradients if whole else None)
         self.last = self._apply(expected, multiplier_of_all, begins=not continuing)
         self._continues = True
@@ -214,9 +217,9 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def _together(self, has_gradients: bool, multiplier: float,
                   continues: bool = False) -> tuple[list[bool], float | None, bool]:
-        """Which ranks have gradients, what multiplies them (None: there are none), and whether a rank continues.
+        """Returns which ranks have gradients, their multiplier (None: no rank has gradients), and whether a rank continues.
 
-        A rank without gradients has had no losses that were multiplied, and takes the multiplier of the others.
+        A rank without gradients has had no losses that could be multiplied, so it takes the multiplier of the others.
         """
         parallel = self.head.parallel
         totals = parallel.totals(*parallel.at_own_rank(has_gradients),
@@ -237,25 +240,27 @@ class HeadOptimizer(torch.optim.Optimizer):
                 expected_rows=head.steps.expected_rows(), begin_optimizer=begins)
         except errors.LossdError as error:
             if begins and error.field == "begin_optimizer" and head.steps.world_size > head.parallel.size:
-                return self._apply(expected, multiplier, begins=False)  # a trainer that knew of a checkpoint was the first
+                # Another trainer, which knew of a checkpoint, was the first.
+                return self._apply(expected, multiplier, begins=False)
             head.continuation.explain(error)
             raise
 
     def _others_continue(self) -> bool:
-        """What trainers who cannot ask each other say alike of the first step."""
+        """Whether training continues, for trainers that cannot ask each other: all of them give the same answer at the first
+        step."""
         head = self.head
         return head.steps.world_size > head.parallel.size and head.continuation.is_loaded_on_server()
 
     def state_dict(self) -> dict[str, Any]:
-        """Hyper-parameters, and under "head" what LossHead.save_state() says: the server saves the head."""
+        """The hyper-parameters, and under "head" the result of LossHead.save_state(), for which the server saves the head."""
         begun = self._continues or self.head.continuation.is_loaded
         return {**super().state_dict(), "head": {**self.head.save_state(), "begun": begun}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the head too. KeyError if the state does not name it.
+        """Also restores the head. KeyError if the state does not name it.
 
-        A state of an optimizer that had not made its first step yet, as Accelerate's prepare() takes and gives back, leaves
-        this one to begin.
+        If the state was saved before the optimizer's first step, as Accelerate's prepare() does it and then restores it, this
+        optimizer still begins with its first step.
         """
         if "head" not in state_dict:
             raise KeyError(f"the state of this HeadOptimizer does not say where head {self.head.head_name!r} was saved: it "
@@ -268,11 +273,11 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.stand_in.grad = self._notes = None
 
     def _check_settled(self, what: str) -> None:
-        """RuntimeError if the open step is not what the trainer means it to be.
+        """RuntimeError if the open step does not have what the trainer expects.
 
-        A microbatch that failed is passed over if others succeeded and nothing of it was accumulated: if the server has
-        no rows but theirs, which apply_step makes sure of. Several trainers cannot tell, and a deterministic server waits
-        for it.
+        A failed microbatch is passed over if others succeeded and the server has accumulated nothing of it. That is so if the
+        server has only the rows of the others, which apply_step checks again. This is not possible with several trainers,
+        which do not know each other's rows, nor with a deterministic server, which waits for the microbatch.
         """
         head = self.head
         head.row_gradients.settle()
@@ -283,7 +288,7 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def _hyper_parameters(self) -> lossd.AdamW | lossd.SGD:
         group: dict[str, Any] = self.param_groups[0]
-        lazy_rows = bool(group.get("lazy_rows", False))  # states of earlier versions have none
+        lazy_rows = bool(group.get("lazy_rows", False))  # states of earlier versions do not have it
         if self.algorithm == "sgd":
             return lossd.SGD(lr=float(group["lr"]), momentum=group["momentum"], dampening=group["dampening"],
                              nesterov=group["nesterov"], weight_decay=group["weight_decay"], lazy_rows=lazy_rows)
@@ -291,7 +296,8 @@ class HeadOptimizer(torch.optim.Optimizer):
                            weight_decay=group["weight_decay"], lazy_rows=lazy_rows)
 
     def _multiplier(self) -> float:
-        """What the stand-in's gradient was multiplied by since it was loaded. RuntimeError if that says nothing."""
+        """The factor by which the stand-in's gradient was multiplied since it was loaded. RuntimeError if that is not
+        known."""
         held, notes, name = self.stand_in.held, self._notes, self.head.head_name
         if held is None:
             return 1.0
@@ -299,7 +305,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"the stand-in's gradient of head {name!r} was set, but never loaded: load_grad_norm() "
                                f"comes first, and then what is to multiply it. {_WAY_OUT}")
         if notes.loaded == 0.0 or (not math.isfinite(notes.loaded) and self.skip_non_finite):
-            return 1.0  # or the server skips the step
+            return 1.0  # a gradient of 0 needs no factor, and the server skips a step that is not finite
         multiplier = float(held) / notes.loaded
         if not math.isfinite(multiplier):
             raise ArithmeticError(

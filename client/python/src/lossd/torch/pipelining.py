@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a pipeline's last stage, for the schedules of torch.distributed.pipelining (torch 2.4 or later)."""
+"""PipelineLoss: the loss function of a pipeline's last stage, for the schedules of torch.distributed.pipelining (torch 2.4 or
+later)."""
 
 from __future__ import annotations
 
@@ -15,24 +16,24 @@ from lossd.torch.head import LossHead
 
 
 class PipelineLoss:
-    """What a schedule takes as loss_fn: the loss of one microbatch on a lossd server.
+    """The loss_fn of a schedule: computes the loss of one microbatch on a lossd server.
 
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=PipelineLoss(head, n_microbatches=8))
 
-    A schedule divides the gradients of its stages by the number of microbatches after a step (scale_grads=True, its
-    default), which is right for losses that are means. The head's gradient is not among them; this divides it, when
-    HeadOptimizer applies the step. Give the schedule's own arguments. If several replicas of the pipeline train one
-    head, give the LossHead the process group of their last stages.
+    After a step, a schedule divides the gradients of its stages by the number of microbatches (scale_grads=True, its
+    default), which is right for losses that are means. It does not divide the head's gradient; HeadOptimizer divides that
+    when it applies the step. Give this class the same arguments as the schedule. If several replicas of the pipeline train
+    one head, give the LossHead the process group of their last stages.
 
-    Microbatches with different numbers of valid targets count alike then, as with a mean of torch. For the mean over all
-    valid targets of a step give `normalizer`, their number:
+    Microbatches then have the same weight even if they have different numbers of valid targets, as with a mean of torch. For
+    the mean over all valid targets of a step, give `normalizer`, their number:
 
         loss_fn = PipelineLoss(head, n_microbatches=8, normalizer=lambda: (targets != -100).sum())
 
-    The server's work on a microbatch goes on behind whatever the schedule lets the stage do before that microbatch's
-    backward (PendingHeadLoss.lazy); lossd.torch.schedules has a 1F1B that lets it do a forward.
+    The server works on a microbatch while the schedule lets the stage do other work before that microbatch's backward
+    (PendingHeadLoss.lazy). lossd.torch.schedules has a 1F1B in which the stage does a forward in this time.
 
-    schedule.eval() gets losses alone, and nothing is accumulated.
+    schedule.eval() gets losses only, and nothing is accumulated.
     """
 
     @known_arguments
@@ -40,11 +41,11 @@ class PipelineLoss:
                  normalizer: float | Callable[[], Any] | None = None) -> None:
         """
         Args:
-          n_microbatches, scale_grads: the schedule's.
+          n_microbatches, scale_grads: the same as the schedule's.
           normalizer: the number of valid targets (with class weights: their weight) of all microbatches of a step, of all
-            replicas together; or a function that is called for each microbatch and returns it. The trunk and the head
-            get the gradients of the mean over them, and the losses of the microbatches average to it (scale_grads=False:
-            add up). None: each microbatch is divided by its own.
+            replicas together; or a function that returns it and is called for each microbatch. The trunk and the head get the
+            gradients of the mean over these targets, and the average of the microbatches' losses is that mean
+            (scale_grads=False: their sum). None: each microbatch is divided by its own number.
         """
         if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1:
             raise ValueError(f"n_microbatches is {n_microbatches!r}; it must be a positive integer")
@@ -56,7 +57,7 @@ class PipelineLoss:
             _number(normalizer)
         self.head = head
         self.normalizer = normalizer
-        self._divisor = n_microbatches if scale_grads else 1  # of the trunk's gradients, after the step
+        self._divisor = n_microbatches if scale_grads else 1  # the divisor of the trunk's gradients, after the step
         head.steps.group = n_microbatches
         head.scale.schedule = 1.0 / self._divisor
 
@@ -78,7 +79,7 @@ class PipelineLoss:
         return loss
 
     def _share(self) -> float | None:
-        """What a microbatch is divided by, so that the schedule's division makes that of the step of it."""
+        """The divisor of a microbatch. The schedule's division turns it into the divisor of the step."""
         if self.normalizer is None:
             return None
         total = self.normalizer() if callable(self.normalizer) else self.normalizer
@@ -86,7 +87,7 @@ class PipelineLoss:
 
 
 def _number(value: Any) -> float:
-    """ValueError or TypeError unless it is a number of targets, or a tensor of one."""
+    """ValueError or TypeError if the value is not a number of targets, or a tensor with one."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):

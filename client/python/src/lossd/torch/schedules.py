@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of torch.distributed.pipelining that leave the server time for the head (torch 2.4 or later)."""
+"""Schedules of torch.distributed.pipelining that give the server time to compute the head (torch 2.4 or later)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REORDERED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "Sched
 
 
 class Overlapped1F1B(Schedule1F1B):
-    """1F1B as if the server were `slack` more stages behind the last one; takes Schedule1F1B's arguments besides.
+    """1F1B as if the server were `slack` more stages after the last one. It takes Schedule1F1B's arguments and `slack`.
 
-    Schedule1F1B's last stage needs a loss's gradient as soon as it has the loss, and would wait for the server. Here
-    every stage runs `slack` forwards more before its first backward, so that the server computes a microbatch's loss while
-    the last stage does a forward and a backward of each of `slack` other ones. An answer that takes longer than these
-    makes the last stage wait for the rest.
+    In Schedule1F1B, the last stage needs the gradient of a loss as soon as it has the loss, and would wait for the server.
+    Here every stage runs `slack` more forwards before its first backward. So the server computes the loss of a microbatch
+    while the last stage does a forward and a backward of each of `slack` other microbatches. If the server takes longer, the
+    last stage waits for the rest of the time.
 
-    Stage i of n keeps activations of n - i + slack microbatches, `slack` more than in 1F1B, and at most those of a step.
+    Stage i of n keeps the activations of n - i + slack microbatches, `slack` more than in 1F1B, but at most those of a step.
     Losses and gradients are the same.
     """
 
@@ -34,18 +34,18 @@ class Overlapped1F1B(Schedule1F1B):
         _check_slack(slack)
         super().__init__(*args, **options)
         _keep_pace_where_needed(args[0] if args else options["stage"])
-        # What Schedule1F1B counts forwards before the first backward by; torch has no public name for it.
+        # Schedule1F1B derives the number of forwards before the first backward from this. torch has no public name for it.
         self._num_stages: int = self._num_stages + slack
 
 
 def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
-    """What makes schedules of `kind`, with its arguments, that leave the server time for the head.
+    """Returns a function that makes schedules of `kind`, with its arguments, that give the server time to compute the head.
 
         schedule = overlapped(ScheduleInterleaved1F1B, slack=2)(stages, n_microbatches=8, loss_fn=loss_fn)
 
-    Each rank runs its forwards and its backwards in the order of `kind`, and every backward after `slack` forwards more.
-    With several stages on a rank, each forward of one stage counts. A rank keeps the activations of `slack` more such
-    forwards, and the server has the time of `slack` forwards and backwards of one stage. Losses and gradients are the
+    Each rank runs its forwards and its backwards in the order of `kind`, but runs `slack` more forwards before every
+    backward. If a rank has several stages, the forward of any of them counts. A rank keeps the activations of `slack` more of
+    these forwards, and the server has the time of `slack` forwards and backwards of one stage. Losses and gradients are the
     same.
 
     Args:
@@ -54,8 +54,8 @@ def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
       slack: positive.
 
     Raises:
-      ValueError: `slack` is not positive, or `kind` cannot have it: ScheduleGPipe and ScheduleLoopedBFS run all forwards
-        before they need a gradient, and ScheduleDualPipeV joins a forward and a backward to one action.
+      ValueError: `slack` is not positive, or it is not possible with `kind`: ScheduleGPipe and ScheduleLoopedBFS run all
+        forwards before they need a gradient, and ScheduleDualPipeV merges a forward and a backward into one action.
       RuntimeError: this version of torch runs several stages of a rank in steps that all ranks do together.
     """
     _check_slack(slack)
@@ -71,12 +71,12 @@ def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
                            "take a newer torch, or Overlapped1F1B")
 
     def prepare(schedule: Any, actions: dict[int, list[Any]], format: str = "compute_only") -> None:
-        """Adds communication to the table of each rank, unless it is in it."""
+        """Adds communication to the table of each rank, unless the table has it already."""
         if format == "compute_only":
             schedule.pipeline_order = actions = {rank: delayed(of_rank, slack) for rank, of_rank in actions.items()}
         try:
             kind._prepare_schedule_with_comms(schedule, actions, format)
-        except AssertionError as error:  # of two ranks each would wait for the other
+        except AssertionError as error:  # two ranks would wait for each other
             raise ValueError(f"slack is {slack}, with which {name} cannot run these stages and microbatches: "
                              f"{error}") from error
 
@@ -93,15 +93,18 @@ _COMPUTES = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chu
 
 
 def keep_pace(stage: Any) -> None:
-    """Has the thread of a stage wait for each forward and backward before it begins the next one. On a CPU nothing changes.
+    """Makes the thread of a stage wait for the end of each forward and backward before it begins the next one. No effect on a
+    CPU.
 
-    Where a process computes a part of a head beside its stage (lossd.torch.colocate() on GPUs), another stage may wait for that part,
-    and this stage's work on the GPU for the other stage. CUDA takes about a thousand kernels behind such work. A call of this stage that
-    adds one more waits, and CUDA's driver is locked while it waits: the part of the head cannot begin, and all stand still. The schedules
-    of this module do this themselves if colocate() was called before; other schedules need it for each of their stages, once.
+    It is needed if a process computes a part of a head next to its stage (lossd.torch.colocate() on GPUs). Another stage may
+    wait for this part of the head, and this stage's work on the GPU may wait for the other stage. CUDA queues about a
+    thousand kernels after work that waits. The next call of this stage blocks, and holds a lock of CUDA's driver while it
+    does. Then the part of the head cannot begin, and all processes stand still. The schedules of this module do this
+    themselves if colocate() was called before; with other schedules, call it once for each of their stages.
 
     Args:
-      stage: a stage of torch.distributed.pipelining, one forward or backward of which is not more than these thousand kernels.
+      stage: a stage of torch.distributed.pipelining. One forward or backward of it must not have more than these thousand
+        kernels.
     """
     if torch.device(stage.device).type != "cuda":
         return
@@ -129,11 +132,12 @@ def _keep_pace_where_needed(stage: Any) -> None:
 
 
 def delayed(actions: Sequence[Any], slack: int) -> list[Any]:
-    """The actions of one rank, in another order: each action that is no forward comes `slack` forwards later, or
-    after the last forward if fewer are left. A None in `actions` means that there is nothing to do; it is left out.
+    """The actions of one rank in another order: each action that is not a forward comes `slack` forwards later, or after the
+    last forward if fewer are left. A None in `actions` means that there is nothing to do, and is left out.
     """
     found: list[Any] = []
-    waiting: deque[tuple[int, Any]] = deque()  # after how many forwards, in the order of `actions`
+    # (the number of forwards after which it runs, the action), in the order of `actions`.
+    waiting: deque[tuple[int, Any]] = deque()
     forwards = 0
     for action in actions:
         if action is None:

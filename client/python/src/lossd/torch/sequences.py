@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives of whole sequences: GSPO, DPO, SimPO, ORPO and KTO, of the losses of tokens that a deferred LossHead gives.
+"""Objectives of whole sequences (GSPO, DPO, SimPO, ORPO, KTO), computed from the losses of tokens that a deferred LossHead
+returns.
 
     head = lossd.torch.LossHead(client, "policy", reduction="none")
     mask = targets != -100
     chosen, rejected = sequences.sums(-head(hidden, targets), mask).chunk(2)
     sequences.dpo(chosen, rejected, reference_chosen, reference_rejected).backward()
 
-A gradient of a token depends on the other tokens of its sequence here, so the server computes the losses first, keeps the hidden
-states, and takes the gradients in backward. What depends on one token alone is LossHead.policy_loss. Functions take and return
-tensors, of any device, and have the gradients of the published formulas; they mean over the sequences.
+The gradient of a token depends on the other tokens of its sequence here. So the server computes the losses first, keeps the
+hidden states, and computes the gradients in backward. Objectives of single tokens are in LossHead.policy_loss. The functions
+take and return tensors on any device, and have the gradients of the published formulas. Each objective is a mean over the
+sequences.
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ __all__ = ["dpo", "gspo", "kto", "means", "orpo", "simpo", "sums"]
 
 
 def sums(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of sequences [B], of those of their tokens [B, T]; `mask` [B, T] is true where a token counts."""
+    """The log-probabilities of sequences [B], from those of their tokens [B, T]. `mask` [B, T] is true where a token
+    counts."""
     _check(mask, logprobs)
     return torch.where(mask, logprobs, torch.zeros_like(logprobs)).sum(-1)
 
 
 def means(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """sums() divided by the number of tokens that count; 0 for a sequence in which none counts."""
+    """sums() divided by the number of tokens that count; 0 for a sequence without such tokens."""
     return sums(logprobs, mask) / mask.sum(-1).clamp(min=1)
 
 
 def gspo(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, *,
          clip_low: float = 3e-4, clip_high: float = 4e-4) -> torch.Tensor:
-    """Group sequence policy optimization (Zheng et al., arXiv:2507.18071), whose ratio is one of the sequence.
+    """Group sequence policy optimization (Zheng et al., arXiv:2507.18071). Its ratio is that of a whole sequence.
 
     Args:
-      logprobs, old_logprobs: [B, T], of tokens, now and under the policy that sampled them.
-      advantages: [B], of sequences.
+      logprobs, old_logprobs: [B, T], log-probabilities of tokens, now and under the policy that sampled them.
+      advantages: [B], the advantages of the sequences.
       mask: [B, T], true where a token counts.
       clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     """
@@ -47,27 +50,31 @@ def gspo(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.T
 
 def dpo(chosen: torch.Tensor, rejected: torch.Tensor, reference_chosen: torch.Tensor, reference_rejected: torch.Tensor, *,
         beta: float = 0.1, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Direct preference optimization (Rafailov et al., arXiv:2305.18290) of log-probabilities of sequences [B], sums() of tokens.
+    """Direct preference optimization (Rafailov et al., arXiv:2305.18290). All arguments are log-probabilities of sequences
+    [B], sums() of tokens.
 
-    `label_smoothing`: the probability that a preference is the wrong way round (conservative DPO); in [0, 0.5).
+    `label_smoothing`: the probability that a preference is inverted (conservative DPO); in [0, 0.5).
     """
     margin = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     return (-(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)).mean()
 
 
 def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, gamma: float = 1.0) -> torch.Tensor:
-    """Simple preference optimization (Meng et al., arXiv:2405.14734) of means() of tokens [B]; there is no reference.
+    """Simple preference optimization (Meng et al., arXiv:2405.14734). Its arguments are means() of tokens [B]; there is no
+    reference.
 
-    `gamma`: the margin by which beta times the chosen one is to be above beta times the rejected one.
+    `gamma`: the margin by which beta times the chosen value should exceed beta times the rejected value.
     """
     return -logsigmoid(beta * (chosen - rejected) - gamma).mean()
 
 
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 0.1) -> torch.Tensor:
-    """Odds ratio preference optimization (Hong et al., arXiv:2403.07691) of means() of tokens [B]; there is no reference.
+    """Odds ratio preference optimization (Hong et al., arXiv:2403.07691). Its arguments are means() of tokens [B]; there is
+    no reference.
 
-    The likelihood of the chosen sequences and, times `beta`, the ratio of the odds of both. The odds p / (1 - p) have no bound as
-    p nears 1: 1 - p counts as the epsilon of the dtype (1.2e-7 for float32) where it is less, so that loss and gradients are finite.
+    The loss has the likelihood of the chosen sequences and, times `beta`, the ratio of the odds of both. The odds p / (1 - p)
+    are unbounded as p approaches 1. So 1 - p is taken as at least the epsilon of the dtype (1.2e-7 for float32), and loss and
+    gradients are finite.
     """
     log_odds = (chosen - rejected) - (_log_of_rest(chosen) - _log_of_rest(rejected))
     return (-chosen - beta * logsigmoid(log_odds)).mean()
@@ -75,12 +82,13 @@ def orpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 0.1) -> 
 
 def kto(logprobs: torch.Tensor, reference: torch.Tensor, desirable: torch.Tensor, divergence: torch.Tensor | float, *,
         beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> torch.Tensor:
-    """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306) of log-probabilities of sequences [B], sums().
+    """Kahneman-Tversky optimization (Ethayarajh et al., arXiv:2402.01306). Its arguments are log-probabilities of sequences
+    [B], sums().
 
     Args:
       desirable: [B], true where a sequence is good.
-      divergence: the divergence from the reference of the batch, estimated from mismatched sequences: the mean of their
-        logprobs - reference. Below 0 it counts as 0, and it gets no gradient.
+      divergence: the divergence of the batch from the reference, estimated from mismatched sequences as the mean of their
+        logprobs - reference. A negative value counts as 0. It gets no gradient.
     """
     _check(desirable, logprobs)
     rest = torch.as_tensor(divergence, dtype=logprobs.dtype, device=logprobs.device).detach().clamp(min=0)
@@ -91,9 +99,9 @@ def kto(logprobs: torch.Tensor, reference: torch.Tensor, desirable: torch.Tensor
 
 
 def _log_of_rest(logprob: torch.Tensor) -> torch.Tensor:
-    """log(1 - p) and its gradient. Where 1 - p is below the epsilon of the dtype: their values at that epsilon."""
+    """log(1 - p) and its gradient. If 1 - p is below the epsilon of the dtype, both have their values at that epsilon."""
     most = -torch.finfo(logprob.dtype).eps
-    bounded = logprob + (logprob.clamp(max=most) - logprob).detach()  # unlike a clamped value it has a gradient
+    bounded = logprob + (logprob.clamp(max=most) - logprob).detach()  # has a gradient, unlike a clamped value
     return torch.log(-torch.expm1(bounded))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An embedding that shares its weights with a head on a server."""
+"""TiedEmbedding: an embedding in the trainer that shares its weights with a head on a server."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from lossd.torch.head import LossHead
 
 
 class TiedEmbedding:
-    """Keeps a trainer's embedding and the weight of a head the same matrix.
+    """Keeps the weight of a trainer's embedding and the weight of a head the same matrix.
 
-    The server owns it and applies its steps; the embedding is a copy, which no optimizer of the trainer may have. Once
-    a step, after the last backward and before HeadOptimizer's load_grad_norm() or step(), the embedding's gradient
-    joins the head's; after the step the new weight comes back:
+    The server owns the matrix and applies its steps. The embedding is a copy, which must not be in an optimizer of the
+    trainer. Once a step, after the last backward and before HeadOptimizer's load_grad_norm() or step(), the embedding's
+    gradient is added to the head's; after the step, the new weight is copied back:
 
         loss.backward()
         tied.add_gradient()
         head_optimizer.step()
         tied.pull()
 
-    Both take as long as a matrix [V, D] takes to travel. Under a wrapper that averages gradients over ranks
-    (LossHead's process_group) every rank adds its copy.
+    Each of the two transfers takes the time to send a matrix [V, D]. Under a wrapper that averages gradients over ranks
+    (LossHead's process_group), every rank adds its copy.
     """
 
     def __init__(self, head: LossHead, weight: torch.nn.Parameter) -> None:
-        """`weight` is the embedding's, [V, D]; push() or pull() makes the two equal at the beginning."""
+        """`weight` is the embedding's, [V, D]. Call push() or pull() at the beginning to make both equal."""
         if tuple(weight.shape) != (head.vocab_size, head.hidden_size):
             raise ValueError(f"weight has shape {tuple(weight.shape)}; head {head.head_name!r} has "
                              f"{(head.vocab_size, head.hidden_size)}")
@@ -34,9 +34,9 @@ class TiedEmbedding:
         self.weight = weight
 
     def add_gradient(self) -> None:
-        """Adds the embedding's gradient to that of the head, exactly once, and sets it to None.
+        """Adds the embedding's gradient to the head's, exactly once, and sets it to None.
 
-        If that fails, the gradient stays and the call may be repeated. Of a head that is not trained nothing is added.
+        If the call fails, the gradient stays, and the call may be repeated. If the head is not trained, nothing is added.
         """
         head = self.head
         if not head.train_head:

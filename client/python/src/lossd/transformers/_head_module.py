@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of a causal language model: found in the model (ModelHead), and what stands in its place."""
+"""The head of a causal language model of transformers: ModelHead finds it in the model, and ServedHead takes its place."""
 
 from __future__ import annotations
 
@@ -23,53 +23,54 @@ from lossd.transformers._logits import HeadPath
 class ServedHead(torch.nn.Module):
     """A linear layer whose weight is on a lossd server.
 
-    Its parameters, of one element each, stand for those of the server, under the names that these had: what freezes them
-    freezes the head, the optimizer's group that they are in is the head's, and `to()` moves the copies too. They are 0, and
-    so are their gradients. A head that shares its weight with the input embeddings has none: the embeddings stand for it.
+    It has one parameter of one element for each parameter of the server's head, with the name that the layer's parameter had.
+    These parameters are stand-ins: if they are frozen, the head is frozen; the optimizer's group that has them applies to the
+    head; and `to()` also moves the copies. Their values and gradients are 0. If the head shares its weight with the input
+    embeddings, there is no stand-in for the weight: the embeddings stand for it.
 
-    Its state_dict holds the weight, read from the server, and load_state_dict writes it there. So checkpoints of the model
-    are complete. Called without gradients, as by generate(), it computes logits with a copy of the weight, which it keeps
-    until the weight changes.
+    Its state_dict holds the weight, which is read from the server, and load_state_dict writes it there. So checkpoints of the
+    model are complete. If it is called without gradients, as by generate(), it computes logits with a copy of the weight,
+    which it keeps until the weight changes.
     """
 
     def __init__(self, loss_head: LossHead, layer: torch.nn.Linear, tied: TiedEmbedding | None,
                  bias_aliases: list[torch.nn.Parameter], serves_rows: bool = False) -> None:
-        """`serves_rows`: the input embeddings are rows of the weight too (ServedRows)."""
+        """`serves_rows`: the input embeddings are rows of the same weight on the server (ServedRows)."""
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
-        # Not a submodule: its state is the tensors below.
+        # loss_head is not a submodule, because the state of this module is the tensors below.
         object.__setattr__(self, "loss_head", loss_head)
-        object.__setattr__(self, "tied", tied)  # keeps the input embeddings equal to the weight, if it shares it with them
+        object.__setattr__(self, "tied", tied)  # keeps the input embeddings equal to the weight, if they share it
         self._names = ["weight"] + ["bias"] * (layer.bias is not None)
         for name in self._names:
             if not (tied is not None and name == "weight"):
                 old = getattr(layer, name)
                 self._parameters[name] = torch.nn.Parameter(
                     old.new_zeros(1), requires_grad=old.requires_grad and loss_head.train_head)
-        # What an optimizer that was made before patch() has; not kept alive.
+        # The parameters that an optimizer made before patch() may have. This does not keep them alive.
         object.__setattr__(self, "_before", {name: weakref.ref(getattr(layer, name)) for name in self._names})
-        object.__setattr__(self, "_aliases", bias_aliases)  # parameters of other modules that are the bias
+        object.__setattr__(self, "_aliases", bias_aliases)  # parameters of other modules that are the same as the bias
         self.serves_rows = serves_rows
-        self._shared: weakref.ref[torch.Tensor] | None = None  # the weight as it was read last for a state_dict
-        self._shared_version: tuple[Any, ...] | None = None  # of _shared, as _version
-        self._loaded: torch.Tensor | None = None  # the weight that load_state_dict() has written
+        self._shared: weakref.ref[torch.Tensor] | None = None  # the weight that was last read for a state_dict
+        self._shared_version: tuple[Any, ...] | None = None  # of _shared, like _version
+        self._loaded: torch.Tensor | None = None  # the weight that load_state_dict() has written last
         self._copies: dict[str, torch.Tensor] = {}
-        self._version: tuple[Any, ...] | None = None  # incarnation, weights_version, dtype, device of the copies
+        self._version: tuple[Any, ...] | None = None  # of the copies: incarnation, weights_version, dtype, device
         self._captured: list[torch.Tensor] | None = None
         self._with_logits = False
-        self.could_train = loss_head.train_head  # what the server and patch() allow
-        self._trained = loss_head.train_head  # as it was set last
-        self.armed: bool | None = None  # an attached trainer is in its train(); None: none was attached yet
-        self.counts_items = True  # whether num_items_in_batch is heeded
-        self.keeps_hidden = False  # a trainer computes the loss itself, of a forward without labels
+        self.could_train = loss_head.train_head  # whether the server and patch() allow training
+        self._trained = loss_head.train_head  # as it was last set in the LossHead
+        self.armed: bool | None = None  # whether an attached trainer is in its train(); None: no trainer was attached
+        self.counts_items = True  # whether num_items_in_batch is used
+        self.keeps_hidden = False  # a trainer computes the loss itself, after a forward without labels
         self.kept: torch.Tensor | None = None  # the hidden states of that forward
-        self.evaluation_logits = True  # whether a loss that is computed for evaluation comes with logits
+        self.evaluation_logits = True  # whether the loss of an evaluation comes with logits
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, head={self.loss_head.head_name!r}, on a lossd server"
 
     def copy_error(self) -> TypeError:
-        """Of a copy of the model."""
+        """The error for copying the model."""
         return TypeError(
             f"head {self.loss_head.head_name!r} is on a lossd server, so a copy of the model cannot have it: leave lm_head out "
             "of peft's modules_to_save (it is trained on the server unless it is frozen), and average or copy the trunk alone")
@@ -82,20 +83,20 @@ class ServedHead(torch.nn.Module):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if self.tied is not None and name == "weight":
-            return  # it is the embeddings' already
+            return  # the embeddings have it already
         raise RuntimeError(f"the {name} of head {self.loss_head.head_name!r} is on a lossd server and cannot be replaced here: "
                            f"client.write_tensor({self.loss_head.head_name!r}, {name!r}, values) writes it")
 
     @property
     def stand_ins(self) -> dict[str, torch.nn.Parameter]:
-        """The parameter of the model that stands for each tensor of the server."""
+        """For each tensor of the server, the parameter of the model that stands for it."""
         found: dict[str, Any] = dict(self._parameters)
         if self.tied is not None:
             found["weight"] = self.tied.weight
         return found
 
     def tensors_of(self, name: str) -> list[Any]:
-        """The parameters that an optimizer may have for a tensor of the server."""
+        """The parameters by which an optimizer may refer to a tensor of the server."""
         return [each for each in (self.stand_ins[name], self._before[name](), *(self._aliases if name == "bias" else []))
                 if each is not None]
 
@@ -104,7 +105,7 @@ class ServedHead(torch.nn.Module):
         return self.could_train and self.stand_ins["weight"].requires_grad
 
     def settle(self) -> None:
-        """The mode of the model, and what was frozen or unfrozen since the last time, hold for the server's head."""
+        """Applies the mode of the model, and what was frozen or unfrozen since the last call, to the server's head."""
         if self.loss_head.training != self.training:
             self.loss_head.train(self.training)
         wanted = self.tied is None and self.stand_ins["weight"].requires_grad
@@ -130,7 +131,7 @@ class ServedHead(torch.nn.Module):
         return self._copy("bias", self.stand_ins["weight"]) if "bias" in self._names else None
 
     def check_trained(self) -> None:
-        """RuntimeError if a trainer computes a loss to train from, and would leave the head as it is."""
+        """RuntimeError if a trainer computes a loss for training, but would not train the head."""
         trained = self.loss_head.has_optimizer if self.armed is None else self.armed
         if torch.is_grad_enabled() and self.training and self.loss_head.train_head and not trained:
             raise RuntimeError(
@@ -140,7 +141,7 @@ class ServedHead(torch.nn.Module):
 
     @contextlib.contextmanager
     def capturing(self, with_logits: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Inside, what calls are given is in the list. They give no logits unless `with_logits`."""
+        """Within the block, calls append their inputs to the list. They return no logits unless `with_logits`."""
         self._captured, self._with_logits = [], with_logits
         try:
             yield self._captured
@@ -156,14 +157,15 @@ class ServedHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden, weight, self._copy("bias", hidden) if "bias" in self._names else None)
 
     def in_graph(self, *losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The losses, whose backward gives the stand-ins their gradient, 0: wrappers wait for that of every parameter."""
+        """The losses, with a backward that gives each stand-in a gradient of 0, because wrappers wait for a gradient of every
+        parameter."""
         wanted = [each for each in self._parameters.values() if each is not None and each.requires_grad]
         if not wanted or not torch.is_grad_enabled():
             return losses
         return tuple(_InGraph.apply(loss, *wanted) for loss in losses)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those of the layer, as the server has them."""
+        """The tensors of the layer, as the server has them."""
         return self._read(self._names, self.stand_ins["weight"])
 
     def _read(self, names: list[str], like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -173,7 +175,7 @@ class ServedHead(torch.nn.Module):
                     for name in names}
 
     def _copy(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """In the dtype and on the device of `like`."""
+        """A copy of the tensor in the dtype and on the device of `like`."""
         head = self.loss_head
         self.settle()
         if torch.is_grad_enabled() and self.training and head.train_head:
@@ -189,12 +191,13 @@ class ServedHead(torch.nn.Module):
         return self._copies[name]
 
     def _version_like(self, like: torch.Tensor) -> tuple[Any, ...]:
-        """Of the server's weights, in the dtype and on the device of `like`."""
+        """The version of the server's weights, with the dtype and the device of `like`."""
         state = self.loss_head.client.describe_head(self.loss_head.head_name).state
         return state.incarnation, state.weights_version, like.dtype, like.device
 
     def shared_weight(self) -> torch.Tensor:
-        """The weight as the server has it, for a state_dict: one tensor for all modules that have it, while someone holds it."""
+        """The server's weight, for a state_dict. All modules with this weight get the same tensor, as long as it is still in
+        use."""
         like = self.stand_ins["weight"]
         version = self._version_like(like)
         shared = None if self._shared is None or self._shared_version != version else self._shared()
@@ -204,7 +207,7 @@ class ServedHead(torch.nn.Module):
         return shared
 
     def load_shared_weight(self, weight: torch.Tensor) -> None:
-        """Of a state_dict, which may have it for several modules; collective with process_group."""
+        """Writes the weight of a state_dict to the server, once if several modules have it. Collective with process_group."""
         if self._loaded is not None and (weight is self._loaded or (
                 weight.data_ptr() == self._loaded.data_ptr() and weight.shape == self._loaded.shape)):
             return
@@ -212,7 +215,7 @@ class ServedHead(torch.nn.Module):
         self._loaded = weight
 
     def forget_copies(self) -> None:
-        """Lets go of the memory of the weight's copy."""
+        """Frees the memory of the copies."""
         self._copies, self._version = {}, None
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -231,9 +234,9 @@ class ServedHead(torch.nn.Module):
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
         for name in self._names:
             if self.tied is not None and name == "weight":
-                continue  # loaded() follows
+                continue  # loaded() writes it
             if prefix + name not in state_dict:
-                if not (self.serves_rows and name == "weight"):  # of the input embeddings
+                if not (self.serves_rows and name == "weight"):  # the state of the input embeddings has it
                     missing_keys.append(prefix + name)
             elif self.serves_rows and name == "weight":
                 self.load_shared_weight(state_dict[prefix + name])
@@ -241,14 +244,14 @@ class ServedHead(torch.nn.Module):
                 self._write(name, state_dict[prefix + name])
 
     def _write(self, name: str, values: torch.Tensor) -> None:
-        """The server's tensor becomes this one. Collective with process_group."""
+        """Writes a tensor to the server. Collective with process_group."""
         head = self.loss_head
         if head.parallel.rank == 0:
             head.client.write_tensor(head.head_name, name, np.ascontiguousarray(values.detach().to("cpu", torch.float32).numpy()))
         head.parallel.barrier()
 
     def loaded(self) -> None:
-        """A state_dict of the model was loaded: if its embeddings are here, the head's weight becomes theirs."""
+        """Called after a state_dict of the model was loaded. If the embeddings share their weight, writes it to the head."""
         self._loaded = None
         if self.tied is not None:
             if self.loss_head.parallel.rank == 0:
@@ -260,7 +263,7 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         context.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
-        return loss.clone()  # which its caller may change
+        return loss.clone()  # the caller may change it
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -269,7 +272,8 @@ class _InGraph(torch.autograd.Function):
 
 
 def served_head(model: Any) -> ServedHead:
-    """That of a model that patch() was called with, which may be inside a PEFT model. ValueError if it has none."""
+    """The ServedHead of a model that patch() was called with; the model may be inside a PEFT model. ValueError if it has
+    none."""
     base = base_of(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if not isinstance(head, ServedHead):
@@ -279,11 +283,11 @@ def served_head(model: Any) -> ServedHead:
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers, which may be inside one of peft."""
+    """The model of transformers; `model` may be a model of peft around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-# The head of a causal language model of transformers: found in the model, written to a server, and checked there.
+# Finds the head of a causal language model of transformers, checks it, and writes it to a server.
 
 Tied = Literal["refuse", "part", "share", "rows"]
 
@@ -295,15 +299,15 @@ IfExists = Literal["error", "keep", "reset"]
 class ModelHead:
     """The output embeddings of a model."""
 
-    layer: Any  # a torch.nn.Linear, or what a model has in its place
+    layer: Any  # a torch.nn.Linear, or another layer that the model has as its head
     embedding: Any  # the weight of the input embeddings
-    shared: bool  # the two have the same weight, and shall keep it
-    serves_rows: bool  # the two have the same weight, which shall be the server's alone
+    shared: bool  # head and embeddings have the same weight, and keep it
+    serves_rows: bool  # head and embeddings have the same weight, and only the server will have it
 
     @staticmethod
     def of(model: Any, tied: Tied) -> ModelHead:
-        """ValueError if there is none that a server could compute, or if it is tied to the input embeddings and `tied` does
-        not say what then.
+        """Finds the head. ValueError if the model has none that a server can compute, or if it is tied to the input
+        embeddings and `tied` is "refuse".
         """
         try:
             layer, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -325,7 +329,7 @@ class ModelHead:
         return not self.layer.weight.requires_grad
 
     def create(self, client: lossd.Client, name: str, **options: Any) -> None:
-        """Creates the head on the server with this one's shape, and writes its weights."""
+        """Creates a head with this shape on the server, and writes its weights."""
         vocab_size, hidden_size = self.layer.weight.shape
         has_bias = self.layer.bias is not None
         client.create_head(name, hidden_size=hidden_size, vocab_size=vocab_size, bias=has_bias, zeros=True, **options)
@@ -336,7 +340,7 @@ class ModelHead:
 
 @torch.no_grad()
 def check_linear(model: str, layer: Any) -> None:
-    """ValueError unless a layer does what a torch.nn.Linear does, with a weight that is here."""
+    """ValueError unless the layer computes the same as a torch.nn.Linear and has its weight in this process."""
     if hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save"):
         raise ValueError(
             f"the head of this {model} is wrapped by peft as {type(layer).__name__}, an adapter or a copy of it, which a "
@@ -362,7 +366,7 @@ def check_linear(model: str, layer: Any) -> None:
 
 
 def existing(if_exists: IfExists, exist_ok: bool) -> IfExists:
-    """What becomes of a head that exists, of the two arguments that say it."""
+    """What to do with a head that exists, according to both arguments."""
     if if_exists not in ("error", "keep", "reset"):
         raise ValueError(f"if_exists is {if_exists!r}; it must be 'error', 'keep' or 'reset'")
     if not exist_ok:
@@ -375,7 +379,7 @@ def existing(if_exists: IfExists, exist_ok: bool) -> IfExists:
 
 
 class LogitOptions(TypedDict):
-    """Of LossHead."""
+    """The options of LossHead that transform the logits."""
 
     softcap: float
     logit_scale: float
@@ -383,8 +387,8 @@ class LogitOptions(TypedDict):
 
 def head_options(model: Any, head: ModelHead, path: HeadPath | None, softcap: float | None,
                  logit_scale: float | None) -> LogitOptions:
-    """What is done with logits: as was measured, else as was given or as the configuration says. ValueError if what was
-    given is not what was measured."""
+    """How the model transforms its head's logits: as measured, or else as given, or else as its configuration says.
+    ValueError if a given value differs from the measured one."""
     if path is not None:
         for name, given, measured in (("softcap", softcap, path.softcap), ("logit_scale", logit_scale, path.logit_scale)):
             if given is not None and not math.isclose(given, measured, rel_tol=1e-3, abs_tol=1e-6):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model gets from its head's output to its logits and its loss: measured, not read from its configuration.
+"""Measures how a model computes its logits and its loss from the output of its head (HeadPath), instead of reading its
+configuration.
 
-A probe in the head's place gives logits that are known, as small and as large as those of trained models. What the model
-makes of them shows the scale and the softcap, and which loss of its labels it computes. A model that does anything else is
-refused with a ValueError that names it.
+A probe in the place of the head returns known logits, from very small to as large as in trained models. The model's output
+then shows the scale, the softcap, and which loss it computes from labels. ValueError if a model does anything else; it names
+what the model does.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ import torch
 
 from lossd.torch import ServedEmbedding
 
-IGNORED = -100  # transformers' own
-_SEQUENCES, _POSITIONS = 2, 8  # of a batch of the probe
-_SMALLEST, _LARGEST = -2.0, 2.0  # powers of 10 of the probe's logits
-_ITEMS = 7  # what a sum is divided by where the caller counts
+IGNORED = -100  # the same as in transformers
+_SEQUENCES, _POSITIONS = 2, 8  # the shape of the probe's batch
+_SMALLEST, _LARGEST = -2.0, 2.0  # powers of 10: the smallest and the largest of the probe's logits
+_ITEMS = 7  # the value of num_items_in_batch in the measurement
 
 
 @dataclass(frozen=True)
 class HeadPath:
-    """What happens behind the head."""
+    """What the model does with the output of its head."""
 
     logit_scale: float = 1.0
     softcap: float = 0.0  # 0: none
-    shift: bool = True  # hidden states of position i predict the label of position i + 1
-    counts_items: bool = True  # num_items_in_batch divides the sum of the losses
-    input_factor: float = math.nan  # of the base model's last hidden states, to be the head's input; NaN: it is not that
+    shift: bool = True  # the hidden state of position i predicts the label of position i + 1
+    counts_items: bool = True  # the sum of the losses is divided by num_items_in_batch
+    # The head's input divided by the base model's last hidden states; NaN: they are not proportional.
+    input_factor: float = math.nan
 
 
 class HeadPlace:
-    """Where in a model its head is: as a child of one or several modules."""
+    """The places of the head in a model: it is a child of one or several modules."""
 
     def __init__(self, model: Any, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -53,7 +55,7 @@ class HeadPlace:
 
     @contextmanager
     def held_by(self, module: torch.nn.Module) -> Iterator[None]:
-        """Inside, the module is in the head's place."""
+        """Within the block, the module is in the head's place."""
         self.put(module)
         try:
             yield
@@ -62,7 +64,7 @@ class HeadPlace:
 
 
 class _Probe(torch.nn.Module):
-    """Gives known logits, fp32 [..., V], and keeps its inputs [..., D]."""
+    """Returns known logits, fp32 [..., V], and keeps its inputs [..., D]."""
 
     def __init__(self, layer: Any, seed: int) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class _Probe(torch.nn.Module):
         self.given: torch.Tensor | None = None
         self.classes = layer.weight.shape[0]
         self.in_features, self.out_features = layer.weight.shape[1], layer.weight.shape[0]
-        # Says dtype and device, as a ServedHead's does while it captures; whatever computes with it fails.
+        # Only the dtype and the device are right, like a ServedHead's weight while it captures. Computing with it fails.
         self.weight = torch.nn.Parameter(layer.weight.new_zeros(1), requires_grad=False)
         self.bias = None
 
@@ -83,24 +85,24 @@ class _Probe(torch.nn.Module):
         given = torch.where(torch.rand(shape, generator=generator) < 0.5, -1.0, 1.0) * 10.0 ** powers
         rows = given.view(-1, self.classes)
         place = torch.arange(self.classes)
-        rows[place % len(rows), place] = 0.0  # every class somewhere
+        rows[place % len(rows), place] = 0.0  # every class has a 0 somewhere
         self.given = given.to(hidden.device)
-        return self.given.clone()  # which the model may change
+        return self.given.clone()  # the model may change it
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One forward."""
+    """The values of one forward."""
 
-    given: torch.Tensor  # what the probe gave, fp32 [B, T, V]
-    hidden: torch.Tensor  # what it got [B, T, D]
-    logits: torch.Tensor  # of the output, fp64 [B, T, V]
+    given: torch.Tensor  # the output of the probe, fp32 [B, T, V]
+    hidden: torch.Tensor  # the input of the probe, [B, T, D]
+    logits: torch.Tensor  # the logits that the model returned, fp64 [B, T, V]
     loss: float
     aux_loss: float
 
 
 def measure(model: Any, layer: Any, place: HeadPlace) -> HeadPath:
-    """What the model does with what its head gives. ValueError if that is nothing that lossd can do."""
+    """Measures what the model does with the output of its head. ValueError if lossd cannot do the same."""
     name = type(model).__name__
     if not (takes(model, "labels") and takes(model, "input_ids")):
         raise ValueError(f"{name} takes no input_ids and labels, so it computes no loss of tokens that lossd could compute")
@@ -143,7 +145,7 @@ def _forward(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch, seed: 
 
 
 def _hints(model: Any) -> tuple[list[float], list[float]]:
-    """Scales and softcaps that the configuration names, to the last digit."""
+    """Exact scales and softcaps that the configuration names."""
     config = model.config.get_text_config()
     scales = [1.0, float(getattr(config, "logit_scale", None) or 1.0)]
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
@@ -151,7 +153,7 @@ def _hints(model: Any) -> tuple[list[float], list[float]]:
 
 
 def _transform(name: str, seen: _Seen, hints: tuple[list[float], list[float]]) -> tuple[float, float]:
-    """Scale s and softcap c of logits = c tanh(s z / c), or s z with c = 0. ValueError if they are something else."""
+    """The scale s and softcap c such that logits = c tanh(s z / c), or s z with c = 0. ValueError if there are none."""
     z, y = seen.given.double().flatten(), seen.logits.flatten()
     zeros = y[z == 0.0]
     if not torch.isfinite(y).all() or float(zeros.abs().max()) > 1e-6:
@@ -185,7 +187,7 @@ def _capped(z: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     scale, softcap = float((y[small] / z[small]).median()), top
     for _ in range(8):
         low, high = top, 1e4 * max(top, 1.0)
-        for _ in range(200):  # c tanh(s z / c) grows with c
+        for _ in range(200):  # c tanh(s z / c) increases with c
             softcap = 0.5 * (low + high)
             if softcap * math.tanh(abs(scale) * far / softcap) < top:
                 low = softcap
@@ -200,7 +202,7 @@ def _near(seen: _Seen) -> float:
 
 
 def _cross_entropies(seen: _Seen, labels: torch.Tensor, shift: bool) -> torch.Tensor:
-    """Of the labels that are not ignored, fp64."""
+    """The cross-entropy of each label that is not ignored, fp64."""
     logits, targets = (seen.logits[:, :-1], labels[:, 1:]) if shift else (seen.logits, labels)
     targets = targets.to(logits.device)
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
@@ -208,7 +210,7 @@ def _cross_entropies(seen: _Seen, labels: torch.Tensor, shift: bool) -> torch.Te
 
 
 def _labels(name: str, batch: ProbeBatch, first: _Seen, second: _Seen) -> tuple[bool, float]:
-    """Whether labels are shifted, and what is added to their mean cross-entropy."""
+    """Whether labels are shifted, and the constant that the model adds to their mean cross-entropy."""
     for shift in (True, False):
         means = [float(_cross_entropies(seen, batch.labels, shift).mean()) for seen in (first, second)]
         if abs((first.loss - second.loss) - (means[0] - means[1])) <= _near(first):
@@ -218,7 +220,7 @@ def _labels(name: str, batch: ProbeBatch, first: _Seen, second: _Seen) -> tuple[
 
 
 def _auxiliary(model: Any, seen: _Seen) -> float:
-    """What patch() adds to the loss."""
+    """The auxiliary loss that patch() adds to the loss."""
     return seen.aux_loss * float(getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) or 0.0)
 
 
@@ -236,7 +238,7 @@ def _counts_items(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch, f
 
 
 def _without_labels(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch, first: _Seen) -> float:
-    """HeadPath.input_factor. ValueError if hidden states depend on the labels in a way that they cannot be had without."""
+    """HeadPath.input_factor. ValueError if the model needs its labels to compute hidden states, except in a known way."""
     name = type(model).__name__
     probe = _Probe(layer, 1)
     try:
@@ -253,7 +255,7 @@ def _without_labels(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch,
 def _input_factor(model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> float:
     try:
         last = model.base_model(**inputs).last_hidden_state
-    except Exception:  # a base model that takes other inputs, or that has other outputs
+    except Exception:  # the base model takes other inputs or has other outputs
         return math.nan
     if last.shape != hidden.shape or model.base_model is model:
         return math.nan
@@ -265,7 +267,7 @@ def _input_factor(model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> f
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """But for rounding."""
+    """Whether both tensors are equal up to rounding."""
     epsilon = max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps)
     if one.shape != other.shape:
         return False
@@ -274,26 +276,26 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def random_tokens_loss(loss_of: Callable[..., Any], model: Any, classes: int) -> float:
-    """The loss of a few tokens, as transformers computes it or as the server does."""
+    """The loss of a few random tokens, which `loss_of` computes (transformers or the server)."""
     batch = ProbeBatch.of(model, classes)
     with as_in_evaluation(model):
         return float(loss_of(**batch.inputs, labels=batch.labels))
 
 
-# A few tokens and labels with which a model's head is measured.
+# A few tokens and labels with which a model is measured.
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """What a model takes for some sequences of random tokens, none of which the configuration calls special."""
+    """The inputs of a model for some sequences of random tokens, without tokens that the configuration calls special."""
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor  # [B, T], int64; a few are ignored
 
     @staticmethod
     def of(model: Any, classes: int) -> ProbeBatch:
-        """Labels are below `classes`. Bounded: 16 tokens."""
+        """The labels are smaller than `classes`. There are 16 tokens."""
         embedding = model.get_input_embeddings()
-        if isinstance(embedding, ServedEmbedding):  # of ServedRows, whose weight is not here
+        if isinstance(embedding, ServedEmbedding):  # of ServedRows, which has no weight in this process
             rows, device = embedding.num_embeddings, embedding.weight_device
         else:
             rows, device = embedding.weight.shape[0], embedding.weight.device
@@ -313,20 +315,20 @@ class ProbeBatch:
 
 
 def takes(model: Any, name: str) -> bool:
-    """Whether the model's own forward has an argument of this name."""
+    """Whether the model's forward has an argument of this name."""
     return name in inspect.signature(type(model).forward).parameters
 
 
 def takes_any(model: Any) -> bool:
-    """Whether the model's own forward has arguments that it passes on to the loss."""
+    """Whether the model's forward takes further keyword arguments, which it passes on to the loss."""
     return any(each.kind is inspect.Parameter.VAR_KEYWORD
                for each in inspect.signature(type(model).forward).parameters.values())
 
 
 def inputs_without_labels(model: Any, labels: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs with which a model that is not given its labels computes what it computes with them.
+    """The inputs with which a model that does not get its labels computes the same as with them.
 
-    The decoder of an encoder-decoder reads the labels, shifted to the right.
+    In an encoder-decoder, the decoder's input is the labels, shifted to the right.
     """
     if labels is None or not takes(model, "decoder_input_ids"):
         return inputs
@@ -347,7 +349,7 @@ def _shifted_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_in_evaluation(model: Any) -> Iterator[None]:
-    """Inside, nothing is random and no graph is made; every module is in its mode again afterwards."""
+    """Within the block, nothing is random and no graph is built. Afterwards every module has its previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""patch(): a transformers model whose head, with its loss, is on a lossd server, and which stays what it was."""
+"""patch(): moves the head of a transformers model, with its loss, to a lossd server, without changing the model's class."""
 
 from __future__ import annotations
 
@@ -41,33 +41,33 @@ def patch(
         trainer.train()
 
     The model keeps its class, configuration, generate() and save_pretrained(), which reads the head's weights from the
-    server. Called with labels it returns a ModelOutput whose loss comes from the server. It has logits under
-    torch.no_grad() in evaluation mode alone.
+    server. If it is called with labels, it returns a ModelOutput whose loss comes from the server. The output has logits only
+    in evaluation mode under torch.no_grad().
 
-    What the model makes of its head's logits (scale, softcap) and of labels (shifted or not) is measured with a few tokens.
-    ValueError if lossd cannot do the same.
+    patch() measures with a few tokens how the model transforms its head's logits (scale, softcap), and whether it shifts
+    labels. ValueError if lossd cannot do the same.
 
     Args:
-      if_exists: what becomes of a head of this name that exists. "error": AlreadyExists. "keep": it gets the model's
-        weights, and keeps its step. "reset": it begins anew at step 0, with the model's weights.
-      exist_ok: deprecated; as if_exists="keep".
-      freeze: the head is not trained. Also what a head without requires_grad becomes; requires_grad_() of the model's head
-        says so later.
-      tied: what becomes of a head that shares its weight with the input embeddings. "rows": the server has the weight alone,
-        and the input embeddings ask it for rows (lossd.torch.ServedEmbedding), so that no copy is in the trainer. "share": the
-        trainer keeps a copy as its embeddings, and gradient and weight travel once a step (TiedEmbedding). "part": each goes
-        its own way, the head trained by the server, the embeddings by the trainer. "refuse": ValueError. A model whose weights
-        are not shared keeps its embeddings.
-      compute_dtype, optimizer_state, logits: as RemoteHeadCausalLM.
-      verify: measure, and compare the loss of the tokens with the server's. False: what softcap and logit_scale or else the
-        configuration say is believed, and labels are shifted.
-      evaluation_logits: False: no logits come with the loss, under torch.no_grad() in evaluation neither. They are computed
-        with a copy of the weight in this process.
-      process_group, averaged_over: as LossHead. With torch.distributed every rank calls patch(), and rank 0 of the
-        group makes the head.
-      softcap, logit_scale: as LossHead; as was measured if None.
-      deferred, state, streams, slice_bytes, timeout, label_smoothing, z_loss: as LossHead.
-      gradients, filter_epsilon, sample_threshold, max_gradient_error: as LossHead.
+      if_exists: what to do if a head of this name exists. "error": raise AlreadyExists. "keep": write the model's weights to
+        it, and keep its step. "reset": reset it to step 0, with the model's weights.
+      exist_ok: deprecated; True means if_exists="keep".
+      freeze: do not train the head. A head whose weight does not require a gradient is frozen, too; later requires_grad_() of
+        the model's head decides.
+      tied: what to do with a head that shares its weight with the input embeddings. "rows": only the server has the weight,
+        and the input embeddings ask it for rows (lossd.torch.ServedEmbedding), so the trainer has no copy. "share": the
+        trainer has a copy as its embeddings, and gradient and weight are sent once a step (TiedEmbedding). "part": the two
+        become different matrices; the server trains the head, and the trainer trains the embeddings. "refuse": ValueError. A
+        model whose weights are not shared keeps its embeddings.
+      compute_dtype, optimizer_state, logits: as in RemoteHeadCausalLM.
+      verify: measure, and compare the loss of the tokens with the server's. False: trust `softcap` and `logit_scale`, or else
+        the configuration, and assume that labels are shifted.
+      evaluation_logits: whether the loss comes with logits in evaluation mode under torch.no_grad(). They are computed in
+        this process, with a copy of the weight.
+      process_group, averaged_over: as in LossHead. With torch.distributed every rank calls patch(), and rank 0 of the group
+        creates the head.
+      softcap, logit_scale: as in LossHead. None: as measured.
+      deferred, state, streams, slice_bytes, timeout, label_smoothing, z_loss: as in LossHead.
+      gradients, filter_epsilon, sample_threshold, max_gradient_error: as in LossHead.
     """
     given, model = model, base_of(model)
     if isinstance(model.get_output_embeddings(), ServedHead):
@@ -102,7 +102,7 @@ def patch(
     place.put(served)
     if inputs is not None:
         inputs.put(served)
-        model.tie_weights = lambda *_, **__: None  # the server has one matrix
+        model.tie_weights = lambda *_, **__: None  # nothing to tie: the server has the only matrix
     model.register_load_state_dict_post_hook(lambda *_: served.loaded())
     model.resize_token_embeddings = functools.partial(_no_resize, name)
     wrap_forward(model, served)
@@ -127,7 +127,8 @@ def _loss_of(model: Any) -> Any:
 
 
 def _aliases_of_bias(model: Any, layer: Any) -> list[torch.nn.Parameter]:
-    """Parameters of other modules that are the layer's bias. They are left out of training: the server steps the bias."""
+    """The parameters of other modules that are the layer's bias. They are not trained here, because the server trains the
+    bias."""
     found = []
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -144,9 +145,10 @@ def _no_resize(name: str, *_: Any, **__: Any) -> Any:
 
 @dataclasses.dataclass
 class TokenOutput(ModelOutput):
-    """What trl's trainers ask of a model with fused_lm_head=True: numbers for each predicted token, 0 where ignored.
+    """The output that trl's trainers need of a model with fused_lm_head=True: values for each predicted token, 0 if it is
+    ignored.
 
-    The server does not compute the mean of the logits, which trainers only log: it is NaN.
+    The mean of the logits is NaN, because the server does not compute it. Trainers only log it.
     """
 
     loss: torch.Tensor | None = None
@@ -160,9 +162,9 @@ class TokenOutput(ModelOutput):
 
 
 def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> None:
-    """Makes model.forward compute losses on the server, whatever has replaced it before.
+    """Makes model.forward compute losses on the server, even if something has replaced model.forward before.
 
-    What trl's trainers ask for, with fused_lm_head=True, is of logits that are divided by `temperature`.
+    With fused_lm_head=True, which trl's trainers use, the logits are divided by `temperature`.
     """
     inner = functools.partial(type(model).forward, model)
 
@@ -172,7 +174,7 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
         served.settle()
         if labels is None and shift_labels is None:
             return _without_loss(served, inner, args, inputs) if served.keeps_hidden else inner(*args, **inputs)
-        if num_items_in_batch is not None:  # as trainers do it
+        if num_items_in_batch is not None:  # trainers give it
             served.check_trained()
         with_logits = served.evaluation_logits and not self.training and not torch.is_grad_enabled()
         own = inputs_without_labels(self, labels, inputs)
@@ -190,7 +192,7 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
         output.loss = loss
         if not with_logits:
             output.logits = None
-        # A ModelOutput has a key for each field that was not None when it was made.
+        # A ModelOutput has keys only for fields that were not None when it was created.
         fields = {key: value for key, value in output.items() if value is not None and (key != "logits" or with_logits)}
         result = type(output)(**{**fields, "loss": loss})
         if inputs.get("return_dict", True) is False:
@@ -207,7 +209,7 @@ def the_one(model: str, captured: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _without_loss(served: ServedHead, inner: Any, args: Any, inputs: Any) -> Any:
-    """For a trainer that computes the loss of what the model returns, with the labels that it has kept."""
+    """The output for a trainer that has kept the labels and computes the loss from the model's output."""
     served.check_trained()
     with_logits = served.evaluation_logits and not served.training and not torch.is_grad_enabled()
     with served.capturing(with_logits) as captured:
@@ -220,18 +222,19 @@ def _without_loss(served: ServedHead, inner: Any, args: Any, inputs: Any) -> Any
 
 
 def _loss(served: ServedHead, hidden: torch.Tensor, labels: Any, shift_labels: Any, num_items: Any) -> torch.Tensor:
-    """As transformers' own loss: a mean over the valid labels, or their sum over `num_items`."""
+    """The loss as transformers computes it: the mean over the valid labels, or their sum divided by `num_items`."""
     shift = shift_labels is None and served.loss_head.shift
     return summed_loss(served, hidden, labels if shift_labels is None else shift_labels, shift, num_items)
 
 
 def summed_loss(served: ServedHead, hidden: torch.Tensor, targets: torch.Tensor, shift: bool, num_items: Any,
                 **changes: Any) -> torch.Tensor:
-    """The mean over the targets that count, or their sum over `num_items`, with other attributes of the LossHead."""
+    """The mean over the valid targets, or their sum divided by `num_items`. `changes` are other attributes of the
+    LossHead."""
     head = served.loss_head
     predicted = targets[..., 1:] if shift else targets
     count = float(num_items) if num_items is not None else float((predicted != IGNORED).sum())
-    # The trainer sees to it that losses average over ranks; LossHead would do so too and divides what it is given.
+    # The trainer already makes losses average over ranks. LossHead would do it, too, and divides the normalizer that it gets.
     ranks = head.parallel.averaged_over if torch.is_grad_enabled() else 1
     with _as(head, shift=shift, **changes):
         loss = head(hidden, targets.to(hidden.device), normalizer=count * ranks)
@@ -258,14 +261,15 @@ def _tokens(served: ServedHead, hidden: torch.Tensor, labels: Any, shift_labels:
 
 
 def _at_temperature(options: lossd.LossOptions, temperature: float) -> lossd.LossOptions:
-    """c tanh(z / c) / T is c/T tanh(z/T / (c/T)), so a softcap is divided along with the logits."""
+    """The options for logits that are divided by `temperature`. c tanh(z / c) / T is c/T tanh(z/T / (c/T)), so the softcap is
+    divided, too."""
     return dataclasses.replace(
         options, logit_scale=options.logit_scale / temperature, softcap=options.softcap / temperature)
 
 
 @contextlib.contextmanager
 def _as(head: LossHead, **changes: Any) -> Iterator[None]:
-    """A LossHead with other attributes, for one call."""
+    """Gives a LossHead other attributes within the block."""
     before = {name: getattr(head, name) for name in changes}
     for name, value in changes.items():
         setattr(head, name, value)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server; the options of its steps, and its steps
-under DeepSpeed."""
+"""RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server. Also the hyper-parameters of a head's
+steps under a Trainer, and its steps under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class RemoteHeadCausalLM(torch.nn.Module):
         remote = RemoteHeadCausalLM(model, client, "lm")
         loss = remote(input_ids, labels=labels, attention_mask=mask)
 
-    Takes the model over: the head's weights, and with move_norm the final norm's, go to the server as a new head, and
-    the model is left without them; save_back() brings them back. What the model makes of its head's logits (scale, softcap)
-    and of labels (shifted or not) is measured with a few tokens; ValueError if lossd cannot do the same.
+    It takes over the model. The head's weights, and with move_norm the final norm's, are moved to a new head on the server,
+    and the model has them no more; save_back() restores them. It measures with a few tokens how the model transforms its
+    head's logits (scale, softcap) and whether it shifts labels. ValueError if lossd cannot do the same.
 
-    `loss_head` is the LossHead: HeadOptimizer(remote.loss_head, ...) steps it.
+    `loss_head` is the LossHead. HeadOptimizer(remote.loss_head, ...) applies its steps.
     """
 
     @known_arguments
@@ -61,20 +61,20 @@ class RemoteHeadCausalLM(torch.nn.Module):
             max_gradient_error: float | None = None) -> None:
         """
         Args:
-          if_exists: as patch().
-          move_norm: the final norm goes to the server too.
-          tied: what becomes of a head that shares its weights with the input embeddings. "rows" is patch()'s alone. "part": each goes its own
-            way, the head trained by the server, the embeddings by the trainer. "share": they stay one matrix, which
-            the server trains; see `tied` of this object (lossd.torch.TiedEmbedding), and leave the embeddings out of
-            the trainer's optimizer.
-          compute_dtype: of the head's matrix products; the server's choice (bf16 on a GPU) if None.
-          logits: as Client.create_head.
-          verify: measure, and compare the losses of a few random tokens before and after; ValueError if they differ.
-            False: what softcap and logit_scale or else the configuration say is believed, and labels are shifted.
-          softcap, logit_scale: as LossHead; as was measured if None.
-          reduction, normalizer, grad_output, deferred, train_head, extras, state: as LossHead.
-          process_group, averaged_over, rank, world_size, streams, slice_bytes, timeout: as LossHead.
-          label_smoothing, z_loss, gradients, filter_epsilon, sample_threshold, max_gradient_error: as LossHead.
+          if_exists: as in patch().
+          move_norm: also move the final norm to the server.
+          tied: what to do with a head that shares its weights with the input embeddings. "rows" is only for patch(). "part":
+            the two become different matrices; the server trains the head, and the trainer trains the embeddings. "share":
+            they stay one matrix, which the server trains; see the attribute `tied` (lossd.torch.TiedEmbedding), and leave the
+            embeddings out of the trainer's optimizer.
+          compute_dtype: the type of the head's matrix products. None: the server chooses (bf16 on a GPU).
+          logits: as in Client.create_head.
+          verify: measure, and compare the losses of a few random tokens before and after; ValueError if they differ. False:
+            trust `softcap` and `logit_scale`, or else the configuration, and assume that labels are shifted.
+          softcap, logit_scale: as in LossHead. None: as measured.
+          reduction, normalizer, grad_output, deferred, train_head, extras, state: as in LossHead.
+          process_group, averaged_over, rank, world_size, streams, slice_bytes, timeout: as in LossHead.
+          label_smoothing, z_loss, gradients, filter_epsilon, sample_threshold, max_gradient_error: as in LossHead.
         """
         super().__init__()
         if tied == "rows":
@@ -113,7 +113,8 @@ class RemoteHeadCausalLM(torch.nn.Module):
             self._verify(expected, classes)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
-        """The loss (or what the LossHead's extras make of it); `inputs` are those of the model without its head."""
+        """Returns the loss (with extras: what the LossHead returns). `inputs` are the inputs of the model without its
+        head."""
         if "num_items_in_batch" in inputs:
             raise TypeError("RemoteHeadCausalLM is for loops of your own: for a Trainer use "
                             "lossd.transformers.patch(model, client, name), and attach(trainer) after making it")
@@ -121,7 +122,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
         return self.loss_head(hidden, labels)
 
     def save_back(self) -> Any:
-        """Brings the weights back from the server and returns the model as it was before, trained."""
+        """Copies the weights back from the server, and returns the model with its head again, trained."""
         client, name = self.loss_head.client, self.loss_head.head_name
         bias, dtype, device = self._layer
         layer = torch.nn.Linear(self.loss_head.hidden_size, self.loss_head.vocab_size, bias=bias, dtype=dtype,
@@ -147,7 +148,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
 
 
 def _factor(model: str, path: HeadPath) -> float:
-    """Of logits whose hidden states are the base model's. ValueError if the head gets others."""
+    """HeadPath.input_factor. ValueError if the head's input is not the base model's last hidden states times a factor."""
     if not math.isfinite(path.input_factor):
         raise ValueError(f"the head of {model} does not get the last hidden states of its base model; "
                          "lossd.transformers.patch() takes what the head gets")
@@ -155,7 +156,7 @@ def _factor(model: str, path: HeadPath) -> float:
 
 
 class _NoHead(torch.nn.Module):
-    """Stands where the head was."""
+    """Takes the place of the head."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the head of this model is on a lossd server: call the RemoteHeadCausalLM, or save_back()")
@@ -198,13 +199,14 @@ class _FinalNorm:
             set_values(self.module.bias, client.read_tensor(head, "norm_shift"))
 
 
-# The hyper-parameters of a head's steps: those of the group of the trainer's optimizer that the head's weight is in.
+# The hyper-parameters of a head's steps are those of the parameter group, in the trainer's optimizer, that has the head's
+# weight.
 
 _NAMES = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
 
 
 def algorithm_of(optimizer: Any) -> Literal["adamw", "sgd"]:
-    """ValueError if a server does not compute the steps of this optimizer."""
+    """The server's algorithm for this optimizer. ValueError if there is none."""
     name = type(optimizer).__name__
     if type(optimizer) is torch.optim.AdamW:
         return "adamw"
@@ -217,12 +219,12 @@ def algorithm_of(optimizer: Any) -> Literal["adamw", "sgd"]:
 
 
 class ParameterGroup:
-    """The group that the head's weight is in, by the trainer's own rules."""
+    """The group of the trainer's optimizer that has the head's weight."""
 
     def __init__(self, served: ServedHead, optimizer: Any, parameters: Sequence[Sequence[Any]], head_lr: float | None,
                  head_weight_decay: float | None) -> None:
-        """`parameters` are those of each group of the optimizer, which may hold other tensors by now. ValueError if the head
-        is in none of them."""
+        """`parameters`: for each group of the optimizer, its parameters; the group itself may hold other tensors by now.
+        ValueError if the head is in no group."""
         self._optimizer, self._head_lr, self._head_weight_decay = optimizer, head_lr, head_weight_decay
         found = {name: _index(parameters, served.tensors_of(name)) for name in served.stand_ins}
         index = found["weight"]
@@ -245,14 +247,14 @@ class ParameterGroup:
     @property
     def _group(self) -> dict[str, Any]:
         groups = self._optimizer.param_groups
-        return groups[self._index if self._index < len(groups) else 0]  # some wrappers show one group at a time
+        return groups[self._index if self._index < len(groups) else 0]  # some wrappers show only one group at a time
 
     @property
     def _initial_lr(self) -> float:
         return float(self._group.get("initial_lr", self._first_lr))
 
     def copy_to(self, optimizer: HeadOptimizer) -> None:
-        """As they are now, after whatever a scheduler has made of them."""
+        """Copies the present hyper-parameters, as a scheduler may have changed them."""
         group, ours = self._group, optimizer.param_groups[0]
         for name in _NAMES:
             if name in group:
@@ -273,11 +275,11 @@ def _index(parameters: Sequence[Sequence[Any]], wanted: Sequence[Any]) -> int | 
 
 # Steps under DeepSpeed, whose engine clips and steps inside backward().
 #
-# ZeRO steps the trainer's optimizer once for each of its groups, and clips by a norm that it computes of its partitions. So the
-# head is stepped with ZeRO's own step, and its gradient joins ZeRO's norm.
+# ZeRO steps the trainer's optimizer once for each of its groups, and clips by a norm that it computes from its partitions. So
+# the head is stepped in ZeRO's own step, and the norm of its gradient is included in ZeRO's norm.
 
 def check(trainer: Any, tied: bool) -> None:
-    """ValueError if a head on a server cannot take part in how the trainer shards its model."""
+    """ValueError if a head on a server does not work with the way in which the trainer shards its model."""
     if getattr(trainer, "is_fsdp_enabled", False):
         raise ValueError("fsdp= of TrainingArguments shards the head's place in the model as well; use DistributedDataParallel "
                          "(torchrun without fsdp=), DeepSpeed's ZeRO 1 or 2, or fully_shard in a loop of your own")
@@ -298,14 +300,14 @@ def check(trainer: Any, tied: bool) -> None:
 
 
 class ZeroSteps:
-    """What the head's steps need of DeepSpeed's engine."""
+    """The steps of a head under DeepSpeed's engine."""
 
     def __init__(self, engine: Any, norm: Any, apply: Any, discard: Any) -> None:
         """
         Args:
-          norm: () -> the norm of the head's gradient, which is loaded into the stand-in.
-          apply: (multiplier) steps the head with its gradient times that.
-          discard: () forgets the gradient of a step that DeepSpeed skips.
+          norm: () -> the norm of the head's gradient, which it loads into the stand-in.
+          apply: (multiplier) -> steps the head with its gradient times `multiplier`.
+          discard: () -> discards the gradient of a step that DeepSpeed skips.
         """
         self._optimizer, self._norm, self._apply, self._discard = engine.optimizer, norm, apply, discard
         self.base = engine.basic_optimizer
@@ -334,7 +336,7 @@ class ZeroSteps:
 
     @staticmethod
     def are_in(engine: Any) -> bool:
-        """Whether this engine's steps include the head's already."""
+        """Whether this engine's steps already include the head's."""
         return getattr(engine.optimizer, "steps_a_head_of_lossd", False)
 
     def _join_norm(self) -> None:
@@ -342,7 +344,7 @@ class ZeroSteps:
 
         def scaled_global_norm(*args: Any, **options: Any) -> Any:
             norm, head = of_trunk(*args, **options), self._norm() * float(self._optimizer.loss_scale)
-            if float(norm) < 0.0:  # how DeepSpeed says that it is not finite
+            if float(norm) < 0.0:  # DeepSpeed's sign for a norm that is not finite
                 return norm
             if isinstance(norm, torch.Tensor):
                 return torch.sqrt(norm.double() ** 2 + head ** 2).to(norm.dtype)
@@ -351,7 +353,7 @@ class ZeroSteps:
         self._optimizer.scaled_global_norm = scaled_global_norm
 
     def _multiplier(self) -> float:
-        """As unscale_and_clip_grads() of ZeRO."""
+        """The factor of unscale_and_clip_grads() in ZeRO."""
         norm = getattr(self._optimizer, "_global_grad_norm", None)
         if norm is None or self.clips <= 0.0:
             return 1.0

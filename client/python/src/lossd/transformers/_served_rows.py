@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input embeddings of a model whose head is on a lossd server, where the two have one weight: rows of the head's."""
+"""ServedRows: the input embeddings of a model that share their weight with the head on a lossd server. They ask it for
+rows."""
 
 from __future__ import annotations
 
@@ -12,40 +13,40 @@ import torch
 from lossd.torch import ServedEmbedding
 from lossd.transformers._head_module import ServedHead
 
-_PROBES = 64  # rows with which a module is measured
+_PROBES = 64  # the number of rows with which a module is measured
 
 
 class ServedRows(ServedEmbedding):
-    """Stands in the place of a torch.nn.Embedding whose weight is that of the served head.
+    """Takes the place of a torch.nn.Embedding whose weight is also the weight of the served head.
 
-    Its state_dict holds the weight, read from the server, the same tensor as that of the head's; load_state_dict writes it there.
-    The head's parameter stands for the weight of both: what freezes it freezes both.
+    Its state_dict holds the weight, read from the server, as the same tensor that the head's state_dict holds;
+    load_state_dict writes it there. The head's stand-in parameter stands for both, so freezing it freezes both.
     """
 
     def __init__(self, served: ServedHead, scale: float, padding_idx: int | None) -> None:
         super().__init__(served.loss_head, scale=scale, padding_idx=padding_idx)
-        object.__setattr__(self, "served", served)  # a module of the model already
+        object.__setattr__(self, "served", served)  # it is already a module of the model
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise self.served.copy_error()
 
     @property
     def weight(self) -> torch.Tensor:
-        """As ServedHead.weight."""
+        """See ServedHead.weight."""
         return self.served.weight
 
     @property
     def weight_device(self) -> torch.device:
-        """Where the weight would be."""
+        """The device on which the weight would be."""
         return self.served.device
 
     def requires_grad_(self, requires_grad: bool = True) -> ServedRows:
-        """Of the head's parameter, which stands for the weight of both."""
+        """Calls requires_grad_() of the head, whose stand-in parameter stands for both."""
         self.served.requires_grad_(requires_grad)
         return self
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of ids, in the dtype of the model's weights."""
+        """The rows for these ids, in the dtype of the model's weights."""
         self.served.settle()
         return super().forward(ids)
 
@@ -64,13 +65,13 @@ class ServedRows(ServedEmbedding):
 
 
 class InputPlaces:
-    """Where in a model its input embeddings are, and what they make of the rows of the weight."""
+    """The places of the input embeddings in a model, and the factor by which each multiplies the rows of the weight."""
 
     def __init__(self, model: Any, layer: Any, weight: torch.nn.Parameter) -> None:
-        """ValueError if a module has the weight, but does not look up its rows alone."""
+        """ValueError if a module has the weight but does more than look up its rows."""
         self._model = type(model).__name__
         self._places: list[tuple[torch.nn.Module, str, Any]] = []
-        self._scales: dict[int, float] = {}  # by id of the module
+        self._scales: dict[int, float] = {}  # by the module's id()
         for parent in model.modules():
             for name, child in parent.named_children():
                 if child is not layer and any(each is weight for each in child._parameters.values()):
@@ -78,8 +79,8 @@ class InputPlaces:
                     self._scales[id(child)] = self._measured(child, weight)
 
     def put(self, served: ServedHead) -> None:
-        """The server's rows take the modules' place."""
-        made: dict[int, ServedRows] = {}  # of a module that is in several places
+        """Puts ServedRows in the modules' places."""
+        made: dict[int, ServedRows] = {}  # one for each module, which may be in several places
         for parent, name, module in self._places:
             if id(module) not in made:
                 made[id(module)] = ServedRows(served, self._scales[id(module)], module.padding_idx)
@@ -87,7 +88,7 @@ class InputPlaces:
             setattr(parent, name, made[id(module)])
 
     def put_back(self) -> None:
-        """The modules are in their places again."""
+        """Puts the modules back."""
         for parent, name, module in self._places:
             setattr(parent, name, module)
 
@@ -107,7 +108,8 @@ class InputPlaces:
                              f"{_PROBES} ids")
         fitted = float((given.double() * rows.double()).sum() / rows.double().square().sum())
         named = float(getattr(module, "embed_scale", None) or 1.0)
-        candidates = [1.0, named, float(torch.tensor(named, dtype=weight.dtype)), fitted]  # to the last digit, if it is named
+        # Prefers an exact value, if the module names it.
+        candidates = [1.0, named, float(torch.tensor(named, dtype=weight.dtype)), fitted]
         scale = min(candidates, key=lambda each: float((given - rows * each).double().norm()))
         tolerance = 4 * torch.finfo(weight.dtype).eps
         if not float((given - rows * scale).double().norm()) <= tolerance * float(given.double().norm()):

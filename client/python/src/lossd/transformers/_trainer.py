@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attach(): a Trainer that trains the head on the server along with its model."""
+"""attach(): makes a Trainer train the head on the server together with its model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from lossd.transformers._remote import ParameterGroup, algorithm_of
 
 
 def serve_losses(trainer: Any, served: ServedHead) -> None:
-    """Smoothed labels of TrainingArguments go to the server; predictions get logits, and evaluations without them do not."""
+    """Makes label smoothing of TrainingArguments happen on the server. Predictions get logits; evaluations that need only a
+    loss do not."""
     if trainer.label_smoother is not None:
         trainer.label_smoother = _Smoother(served, trainer.label_smoother.epsilon, trainer.label_smoother.ignore_index)
     compute, predict = trainer.compute_loss, trainer.prediction_step
@@ -48,7 +49,7 @@ def serve_losses(trainer: Any, served: ServedHead) -> None:
 
 
 class _Smoother:
-    """As transformers' LabelSmoother, of the hidden states of the forward before."""
+    """Replaces transformers' LabelSmoother. Uses the hidden states of the forward before."""
 
     def __init__(self, served: ServedHead, epsilon: float, ignore_index: int) -> None:
         self.served, self.epsilon, self.ignore_index = served, epsilon, ignore_index
@@ -63,24 +64,24 @@ class _Smoother:
         return summed_loss(self.served, hidden, labels, shift_labels, num_items_in_batch, options=options)
 
 
-# Checkpoints of a trainer and those of the server that they name: saved, restored and removed together.
+# The trainer's checkpoints, and the server's checkpoints that they name: saved, restored and removed together.
 
-FILE = "lossd_head.json"  # in a checkpoint of the trainer: what LossHead.save_state() returned
+FILE = "lossd_head.json"  # a file in a checkpoint of the trainer, with the result of LossHead.save_state()
 
 
 class Rotation:
-    """Notes in each checkpoint of a trainer which checkpoint of the server it names.
+    """Records in each checkpoint of a trainer which checkpoint of the server belongs to it.
 
-    When the trainer removes some of its own (save_total_limit), those that they named are removed from the server, unless a
-    checkpoint that is left names them too.
+    When the trainer removes checkpoints (save_total_limit), the server's checkpoints that they name are removed, too, unless
+    a remaining checkpoint also names them.
     """
 
     def __init__(self, trainer: Any, served: ServedHead) -> None:
-        self.saved: dict[str, Any] | None = None  # the state that was saved last; None: none since the last checkpoint
-        self.restored: dict[str, Any] | None = None  # the state that training went on from
+        self.saved: dict[str, Any] | None = None  # the last saved state; None: none since the last checkpoint
+        self.restored: dict[str, Any] | None = None  # the state from which training continued
         self._trainer, self._served = trainer, served
-        self._elsewhere: set[str] = set()  # checkpoints that a folder outside of the trainer's names
-        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # old versions have no such
+        self._elsewhere: set[str] = set()  # checkpoints that are named by a folder outside of the trainer's
+        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # old versions do not have it
         save_optimizer, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
         def save_checkpoint(model: Any, trial: Any) -> Any:
@@ -96,7 +97,7 @@ class Rotation:
             self.saved = None
             result = save_optimizer(output_dir)
             if trainer.is_world_process_zero():
-                state = self.saved or served.loss_head.save_state()  # DeepSpeed saves optimizers without their hooks
+                state = self.saved or served.loss_head.save_state()  # DeepSpeed saves optimizers without calling their hooks
                 Path(output_dir, FILE).write_text(json.dumps(state))
             return result
 
@@ -122,7 +123,8 @@ class Rotation:
 
     @contextlib.contextmanager
     def _following(self, trial: Any) -> Iterator[None]:
-        """What the trainer removes inside is removed from the server afterwards. One rank does it."""
+        """If the trainer removes checkpoints within the block, removes theirs from the server afterwards. Only one rank does
+        it."""
         folder = Path(self._trainer._get_output_dir(trial=trial))
         before = _named(folder)
         yield
@@ -136,47 +138,47 @@ class Rotation:
             try:
                 self._served.loss_head.client.delete_checkpoint(name)
             except lossd.NotFound:
-                pass  # somebody has removed it
+                pass  # another client has already removed it
             except lossd.LossdError as error:
                 warnings.warn(f"checkpoint {name!r} stays on the server, although the trainer has removed its own: {error}",
                               RuntimeWarning, stacklevel=2)
 
 
 def _named(folder: Path) -> dict[Path, str]:
-    """The checkpoint of the server that each checkpoint in a folder names."""
+    """For each checkpoint in a folder, the checkpoint of the server that it names."""
     found = {}
     for path in folder.glob(f"checkpoint-*/{FILE}"):
         try:
             name = json.loads(path.read_text())["checkpoint"]
         except (OSError, ValueError, KeyError):
-            continue  # it is being written or removed
+            continue  # it is just being written or removed
         if name:
             found[path.parent] = name
     return found
 
 
-_STATE_KEY = "lossd_head"  # in the state of the trainer's optimizer
+_STATE_KEY = "lossd_head"  # the key in the state of the trainer's optimizer
 _logger = logging.getLogger(__name__)
 
 
 @known_arguments
 def attach(trainer: Any, *, head_lr: float | None = None, head_weight_decay: float | None = None,
            skip_non_finite: bool = False) -> HeadOptimizer | None:
-    """Makes a transformers.Trainer, or one derived from it, train the head of a model that patch() was called with.
+    """Makes a transformers.Trainer, or a subclass of it, train the head of a model that patch() was called with.
 
     Call it after making the trainer and before train(). The head is stepped once with each step of the trainer's optimizer
-    (torch's AdamW or SGD), with the hyper-parameters of the group that its weight was in; it is clipped by the global norm of
-    model and head; it is saved and restored with the trainer's checkpoints, as checkpoints on the server, and these are
-    removed with the trainer's (save_total_limit). Returns the head's optimizer; None if the head is frozen. A second call
-    returns the same.
+    (torch's AdamW or SGD), with the hyper-parameters of the group that had its weight. It is clipped by the global norm of
+    model and head. It is saved and restored with the trainer's checkpoints, as checkpoints on the server, which are removed
+    together with the trainer's (save_total_limit). Returns the head's optimizer, or None if the head is frozen. A second call
+    returns the same optimizer.
 
-    Trainers of trl get log-probabilities and entropies of tokens from the server, at their temperature.
+    Trainers of trl get log-probabilities and entropies of tokens from the server, for logits at their temperature.
 
     Args:
-      head_lr: learning rate of the head, which the trainer's scheduler scales as it does that of the head's group. None:
-        the group's.
-      head_weight_decay: None: that of the group.
-      skip_non_finite: as HeadOptimizer.
+      head_lr: the learning rate of the head. The trainer's scheduler scales it like the learning rate of the head's group.
+        None: the group's learning rate.
+      head_weight_decay: the weight decay of the head. None: that of the group.
+      skip_non_finite: as in HeadOptimizer.
     """
     wanted = (head_lr, head_weight_decay, skip_non_finite)
     earlier: _Attached | None = getattr(trainer, "_lossd_attached", None)
@@ -187,7 +189,8 @@ def attach(trainer: Any, *, head_lr: float | None = None, head_weight_decay: flo
         return earlier.optimizer
     served = served_head(trainer.model)
     _check(trainer, served, head_lr, head_weight_decay)
-    wrap_forward(base_of(trainer.model), served, getattr(trainer, "temperature", 1.0))  # trl's trainers have put theirs there
+    # trl's trainers have replaced it by theirs.
+    wrap_forward(base_of(trainer.model), served, getattr(trainer, "temperature", 1.0))
     serve_losses(trainer, served)
     served.settle()
     attached = _Attached(trainer, served, wanted)
@@ -203,7 +206,7 @@ def attach(trainer: Any, *, head_lr: float | None = None, head_weight_decay: flo
 
 
 def _check(trainer: Any, served: ServedHead, head_lr: float | None, head_weight_decay: float | None) -> None:
-    """ValueError if the trainer would compute something that the server does not."""
+    """ValueError if the trainer would need something that the server does not compute."""
     for name, value in (("head_lr", head_lr), ("head_weight_decay", head_weight_decay)):
         if value is not None and not 0.0 <= value < float("inf"):
             raise ValueError(f"{name} is {value}; it must be finite and at least 0")
@@ -219,7 +222,8 @@ def _check(trainer: Any, served: ServedHead, head_lr: float | None, head_weight_
 
 
 class _Attached(TrainerCallback):
-    """The one place that steps the head: once in each global step of the trainer, whatever steps its optimizer."""
+    """The only object that steps the head: once in each global step of the trainer, however often its optimizer is
+    stepped."""
 
     def __init__(self, trainer: Any, served: ServedHead, wanted: tuple[float | None, float | None, bool]) -> None:
         self.trainer, self.served, self.wanted = trainer, served, wanted
@@ -227,15 +231,15 @@ class _Attached(TrainerCallback):
         if served.trains:
             self.optimizer = HeadOptimizer(served.loss_head, lr=0.0, skip_non_finite=wanted[2], device=served.device)
             self.rotation = Rotation(trainer, served)
-        self.armed = False  # the trainer's optimizer is complete: its state includes the head
+        self.armed = False  # whether the trainer's optimizer is complete, so that its state includes the head
         self._group: ParameterGroup | None = None
         self._zero: _remote.ZeroSteps | None = None
-        self._applied = -1  # the global step of the trainer that the head's last step was part of
+        self._applied = -1  # the global step of the trainer in which the head was last stepped
 
     def wrap(self, head_optimizer: HeadOptimizer) -> None:
         trainer = self.trainer
         if trainer.is_deepspeed_enabled:
-            return  # its engine is made in train()
+            return  # DeepSpeed's engine is created in train()
         if trainer.optimizer is not None:
             self.bind(trainer.optimizer)
         create, clip = trainer.create_optimizer, trainer.accelerator.clip_grad_norm_
@@ -268,7 +272,7 @@ class _Attached(TrainerCallback):
         optimizer.register_load_state_dict_pre_hook(self.take_state)
 
     def bind_engine(self, engine: Any) -> None:
-        """Of DeepSpeed."""
+        """Binds the head to DeepSpeed's engine."""
         assert self.optimizer is not None
         self._zero = _remote.ZeroSteps(engine, self.load_norm, self.step, self.optimizer.discard)
         self.optimizer.algorithm = algorithm_of(self._zero.base)
@@ -276,19 +280,20 @@ class _Attached(TrainerCallback):
 
     @staticmethod
     def _leave_out(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
-        """The server steps the shared matrix."""
+        """Removes the shared matrix from the optimizer, because the server steps it."""
         for group in optimizer.param_groups:
             group["params"] = [each for each in group["params"] if each is not weight]
 
     def load_norm(self) -> float:
-        """After the last backward of a step: what comes from elsewhere joins the head's gradient, whose norm is returned."""
+        """Called after the last backward of a step: adds the gradient of shared embeddings to the head's, and returns its
+        norm."""
         assert self.optimizer is not None
         if self.served.tied is not None:
             self.served.tied.add_gradient()
         return self.optimizer.load_grad_norm()
 
     def step(self, multiplier: float = 1.0) -> None:
-        """Steps the head, unless that was done in this global step of the trainer."""
+        """Steps the head, unless it was already stepped in this global step of the trainer."""
         now = self.trainer.state.global_step
         if not self.armed or not self.served.trains or self._applied == now:
             return

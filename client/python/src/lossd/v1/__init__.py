@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made when the package is built: the messages of the protocol, whose manual is proto/lossd/v1/*.proto; descriptions.py,
-classes for those with which the server describes something; library.py, the functions of liblossd.so."""
+"""The modules that are made when the package is built: the messages of the protocol, which proto/lossd/v1/*.proto documents;
+descriptions.py, the classes of the server's descriptions; library.py, the functions of liblossd.so."""
