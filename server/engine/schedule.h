@@ -63,7 +63,7 @@ struct SliceWork {
   bool has_repeats = false;         // some of its rows had been settled before
 
   // ---- In a chunk ----
-  size_t index = 0;  // of its first row in the arrays over the chunk
+  size_t index = 0;  // index of its first row in the arrays over the chunk
   double queue_seconds = 0.0;
   int64_t bad_row = -1;  // the first row, as numbered in the microbatch, without a result; -1: none
   // Rows of this slice are in a segment that is accumulated. If the slice itself is bad, the engine reports
@@ -95,7 +95,7 @@ uint64_t SampleSeed(absl::string_view head, uint64_t step, uint64_t microbatch_i
 struct Segment {
   uint64_t microbatch_id = 0;
   RowRange rows;
-  size_t index = 0;                // of its first row in the arrays over the chunk
+  size_t index = 0;                // index of its first row in the arrays over the chunk
   std::vector<SliceWork*> slices;  // the slices that hold the rows, in order of arrival
   RowWants wants;                  // the results to compute
   kernels::Slice input;            // the backend's input; Flight adds where results go
