@@ -369,9 +369,9 @@ struct GradNormResult {
 struct StepResult {
   HeadState state;  // the step now open
   double grad_norm = 0.0;
-  int64_t microbatches = 0;  // that the step has rows of
+  int64_t microbatches = 0;  // that are part of the step
   int64_t rows = 0;
-  int64_t contributions = 0;  // that the step has rows of
+  int64_t contributions = 0;  // that are part of the step
   bool skipped = false;
   bool repeated = false;
   uint64_t applied_incarnation = 0;  // of the engine that applied the step
