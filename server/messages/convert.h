@@ -106,6 +106,7 @@ v1::OptimizerState ToProto(kernels::OptimizerState state);
 // UNSPECIFIED stands for stored logits.
 absl::StatusOr<kernels::Logits> ToLogits(v1::Logits logits, absl::string_view field);
 v1::Logits ToProto(kernels::Logits logits);
+// UNSPECIFIED stands for Split::kAny.
 absl::StatusOr<kernels::Split> ToSplit(v1::Split split, absl::string_view field);
 v1::Split ToProto(kernels::Split split);
 
@@ -120,6 +121,7 @@ absl::StatusOr<kernels::Param> ToParam(v1::Param param, absl::string_view field)
 // UNSPECIFIED stands for the value.
 absl::StatusOr<kernels::Role> ToRole(v1::Role role, absl::string_view field);
 
+// UNSPECIFIED stands for Embedding::kNone: the rows have a loss.
 absl::StatusOr<kernels::Embedding> ToEmbedding(v1::Embedding embedding);
 absl::StatusOr<engine::Reduction> ToReduction(v1::Reduction reduction, absl::string_view field);
 
