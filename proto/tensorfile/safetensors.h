@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading and writing safetensors files: a JSON header and then named tensors, row-major and little-endian.
 //
-//   8 bytes N, the header's length, little-endian
+//   8 bytes    N, the header's length, little-endian
 //   N bytes    JSON object: name -> {"dtype", "shape", "data_offsets": [begin, end)}, and optionally
 //              "__metadata__": {string -> string}; may end in spaces
 //   the rest   tensor data; offsets count from its start; tensors neither overlap nor leave gaps
