@@ -8,7 +8,7 @@
 //   -sum q_v log p_v - r log T
 // and its derivative with respect to the logit of class v is
 //   (s + r) p_v - q_v         of a class that the row names,
-//   (s + r - r / T) p_v       of another one.
+//   (s + r - r / T) p_v       of any other class.
 //
 // Plain data and stateless functions; thread-safe.
 #ifndef LOSSD_KERNELS_SOFT_TARGETS_H_

@@ -32,7 +32,7 @@ struct ReplicaLayout {
   std::function<int(const void* hidden)> member_of = nullptr;
 };
 
-// Thread-safety as HeadKernels.
+// Threads as in HeadKernels.
 class GroupHead final : public HeadKernels {
  public:
   // `config`: as the caller asked for it. `heads`: the head of each member; their config says how they divide

@@ -222,7 +222,7 @@ void MemberHeads::Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<Chu
                          const MemberHeads* teacher) {
   if (absl::Status status = members_->Check(); !status.ok()) return Refuse(status, std::move(callbacks));
   const auto divided = std::make_shared<GroupChunk>(chunk, std::move(callbacks), std::move(parts));
-  const size_t count = divided->parts();  // read now: a member may run while parts are still being posted
+  const size_t count = divided->parts();  // read before the parts start to run
   for (size_t part = 0; part < count && teacher != nullptr; ++part) {
     divided->chunk(part)->teacher = &teacher->head(divided->member(part));
   }

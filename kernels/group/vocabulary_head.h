@@ -22,7 +22,7 @@
 
 namespace lossd::kernels {
 
-// Thread-safety as HeadKernels.
+// Threads as in HeadKernels.
 class VocabularyHead final : public HeadKernels {
  public:
   // Creates another head of the same members, with the tensors of a new head.

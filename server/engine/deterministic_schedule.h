@@ -346,7 +346,7 @@ class DeterministicSchedule final : public Schedule,
   bool AwaitTurn(uint64_t contribution_id, uint64_t ticket, absl::AnyInvocable<void()> ready);
   // Drops the wait of that ticket. True if this keeps its `ready` from being called.
   bool ForgetTurn(uint64_t ticket);
-  // Ends all waits, because no turn will come any more.
+  // Ends all waits, because no more turns will come.
   void EndTurns() { CallTurns(/*all=*/true); }
 
   // ---- Calls from its chunks ---- Options for a chunk that has only some rows of its group; the whole group

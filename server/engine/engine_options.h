@@ -27,8 +27,9 @@ struct EngineOptions {
   int64_t max_streams = 256;                   // streams open at once, over all heads
   int64_t max_heads = 64;
   int64_t max_queued_operations = 64;  // operations that wait for the device, per head
-  // The most rows of microbatches (5 to 21 bytes each), and the most rows of contributions (8 bytes each),
-  // that the ledger of a head keeps for one step.
+  // The most rows of microbatches, and the most rows of contributions, that the ledgers of a head keep for
+  // one step. A row of a microbatch takes 5 bytes, and 4 more for each float that came with it; a row of a
+  // contribution takes 8 bytes.
   int64_t max_ledger_rows = int64_t{1} << 26;
   // The most microbatches, and the most contributions, of one head and step. Each takes some hundred bytes
   // even without rows.
@@ -76,7 +77,7 @@ struct ChoicesReport {
   absl::Span<const kernels::Choice> choices;
 };
 
-// Rows of a contribution were handed in.
+// A call brought rows of a contribution.
 struct ContributionReport {
   absl::string_view head;
   int64_t added_rows = 0;  // rows that had not been added before

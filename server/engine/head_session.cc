@@ -302,7 +302,7 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
   context_->observers.Tell(&EngineObserver::OnChoices, {.head = name_, .choices = choices});
 }
 
-// ---- HeadSession: what is told about it ----
+// ---- HeadSession: its snapshot ----
 
 namespace {
 

@@ -363,7 +363,7 @@ std::string MicrobatchRecord::DescribeMissing() const {
 
 namespace {
 
-// "open.microbatch_id <id><how>"
+// An error with the text "open.microbatch_id <id><how>".
 absl::Status OpenedOtherwise(uint64_t id, absl::string_view how) {
   return errors::WithViolation(
       absl::FailedPreconditionError(absl::StrCat("open.microbatch_id ", id, how)),

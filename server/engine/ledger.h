@@ -187,7 +187,7 @@ class MicrobatchRecord {
   // Insert and Remove adjust declared_rows_, settled_rows_ and bytes_.
   void Insert(int64_t first_row, Segment segment);
   Segment Remove(std::map<int64_t, Segment>::iterator it);
-  // Changes the state of those of the rows that are reserved; returns their number.
+  // Changes the state of the reserved rows in `rows`; returns their number.
   int64_t ReplaceReserved(RowRange rows, RowState state);
 
   MicrobatchTerms terms_;
@@ -221,8 +221,8 @@ class Ledger {
   // The stream that declared the rows has ended well: its rows stay in the ledger, including rows without a
   // target.
   void Keep(uint64_t id, RowRange rows);
-  // The stream that declared the rows has failed. The ledger forgets those of the rows that are pending, and
-  // rows without a target for which Keep was not called. A short run of such rows between other rows stays,
+  // The stream that declared the rows has failed. In `rows`, the ledger forgets pending rows, and rows
+  // without a target for which Keep was not called. A short run of such rows between other rows stays,
   // because one more segment would take more memory. `forget_empty`: the ledger also forgets the microbatch
   // if none of its rows is left and Keep was never called for it.
   void Withdraw(uint64_t id, RowRange rows, bool forget_empty);
@@ -244,13 +244,13 @@ class Ledger {
   // True if any of the rows is reserved.
   bool AnyReserved(uint64_t id, RowRange rows) const;
 
-  // Reserves those of the rows that are pending. Before the call, none of the rows may be reserved
-  // (AnyReserved). mask[i] becomes 1 if this call reserves row rows.begin + i, else 0. Returns how many of
-  // the other rows have a target: these rows are repeats.
+  // Reserves the pending rows in `rows`. Before the call, none of `rows` may be reserved (AnyReserved).
+  // mask[i] becomes 1 if this call reserves row rows.begin + i, else 0. Returns how many of the other rows
+  // have a target: these rows are repeats.
   int64_t Reserve(uint64_t id, RowRange rows, absl::Span<uint8_t> mask);
-  // Settles the reserved ones of the rows; returns their number.
+  // Settles the reserved rows in `rows`; returns their number.
   int64_t Commit(uint64_t id, RowRange rows);
-  // Makes the reserved ones of the rows pending again.
+  // Makes the reserved rows in `rows` pending again.
   void Release(uint64_t id, RowRange rows);
 
   // One line for each microbatch of `ids` (ascending) that is not settled in full, e.g. "microbatch 7: rows

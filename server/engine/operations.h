@@ -62,8 +62,8 @@ struct ContributionRows {
   absl::Span<const uint8_t> values;      // [rows.size(), cols]
   absl::Span<const uint64_t> checksums;  // [rows.size()]
 };
-// Checks rows and values as far as that needs no head. INVALID_ARGUMENT or OUT_OF_RANGE names what is wrong.
-// Without the lock, on any thread.
+// Makes the checks of rows and values that do not need the head. INVALID_ARGUMENT or OUT_OF_RANGE names what
+// is wrong. Without the lock, on any thread.
 absl::Status CheckRows(const Contribution& contribution, RowRange rows, absl::Span<const uint8_t> values);
 // An operation: adds those of the rows that were not added before and enters them in the ledger. Errors as
 // Engine::AddRows.

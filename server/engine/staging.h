@@ -211,7 +211,7 @@ class StagingPool {
                                                              double holder_share = 1.0);
   ~StagingPool();
 
-  // A buffer, or the promise of one.
+  // The result of Acquire: a buffer, or a ticket if the buffer comes later.
   struct Acquired {
     StagingBuffer buffer;
     uint64_t ticket = 0;  // for Forget; 0: `buffer` is set

@@ -93,7 +93,7 @@ struct StreamSpec {
   std::string peer;                    // the peer whose share of memory pays; "": no limit by share
   std::optional<uint64_t> step;        // must be the open step; required with accumulate_gradients
   std::optional<uint64_t> generation;  // the HeadState::generation expected; ABORTED for another
-  std::string run;                     // of the program that trains, for people
+  std::string run;                     // name of the training program's run, for messages
   std::string identity;                // the client's authenticated identity; "": not asked for
   uint64_t microbatch_id = 0;
   int64_t microbatch_rows = 0;  // N of the whole microbatch

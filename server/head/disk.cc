@@ -352,7 +352,7 @@ absl::StatusOr<int> OpenWithoutLinks(const std::string& folder, absl::string_vie
   return descriptor;
 }
 
-// Where a path that a client named really is.
+// The real location of a path that a client named.
 struct Resolved {
   std::string root;      // the directory
   std::string relative;  // below it, without symbolic links

@@ -102,7 +102,7 @@ absl::Status RemoveIfThere(Disk* disk, const std::string& path) {
 
 }  // namespace
 
-// ---- SiteWriting: who takes part ----
+// ---- SiteWriting: which processes take part ----
 
 absl::Status SiteWriting::Prove(const std::string& head, const TemporaryFolder& folder) {
   const std::string nonce = RandomNonce();

@@ -64,8 +64,8 @@ class Head {
 // (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) over a counter, whose stream
 // is chosen by seed and parameter. Thread-safe.
 
-// The bound 1 / sqrt(D) of torch.nn.Linear's weights and bias: Kaiming's uniform initialisation with
-// a = sqrt(5), sqrt(6 / ((1 + 5) D)).
+// The bound 1 / sqrt(D) of torch.nn.Linear's weights and bias: Kaiming's uniform initialization with a =
+// sqrt(5), sqrt(6 / ((1 + 5) D)).
 float KaimingBound(int64_t hidden_size);
 
 // Fills `out` with elements [first_element, first_element + out.size()) of `param`, uniform in

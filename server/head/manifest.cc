@@ -311,7 +311,7 @@ absl::Status DecodeShards(const Json& lines, int64_t vocab_size, std::vector<Man
                                           ClassRange{0, next}.Text(), " of ", vocab_size));
 }
 
-// As DecodeSubject.
+// Throws and returns as DecodeSubject does.
 bool DecodeRecord(const Json& json, Manifest* manifest) {
   std::string error;
   CheckpointSubject& subject = manifest->subject;
@@ -498,7 +498,7 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
   return json;
 }
 
-// As DecodeSubject.
+// Throws and returns as DecodeSubject does.
 bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   if (json.is_null()) return true;
   if (!step->has_value()) return false;

@@ -114,7 +114,7 @@ v1::Split ToProto(kernels::Split split);
 absl::StatusOr<kernels::Gradients> ToGradients(v1::Gradients gradients, absl::string_view field);
 v1::Gradients ToProto(kernels::Gradients gradients);
 
-// Refuses unspecified.
+// Also refuses UNSPECIFIED.
 absl::StatusOr<kernels::Divergence> ToDivergence(v1::Divergence divergence, absl::string_view field);
 
 absl::StatusOr<kernels::Param> ToParam(v1::Param param, absl::string_view field);
