@@ -59,7 +59,7 @@ enum class MemoryKind : uint8_t {
   kGradients,  // fp32 accumulators
   kOptimizer,  // momentum and Adam moments
   kWorkspace,  // intermediate results: logits, sums, lists, rows being converted
-  // on a device: hidden states, gradients, inputs and results of rows, for chunks or shared with clients
+  // On a device: hidden states, gradients, inputs and results of rows, for chunks or shared with clients.
   kSlots,
   kStaging,      // host buffers that slices are received into and sent from
   kRetained,     // hidden states of deferred microbatches

@@ -30,22 +30,21 @@ struct BackendChoice {
   // CUDA: which work of this process goes before the work of other programs on the GPU: "dx" (what dL/dx
   // needs), "all" or "none".
   std::string stream_priority = "dx";
-  bool shares_process =
-      // CUDA: other code of the process uses the GPU, too, so the backend changes no settings of the process
-      false;
+  // CUDA: other code of the process uses the GPU, too, so the backend changes no settings of the process
+  bool shares_process = false;
   int threads = 0;      // CPU: number of threads; 0: all that the process may use
   int cpu_devices = 1;  // CPU: the number of groups of threads that share every head, as several GPUs would
   // How a head is divided over several devices if its config leaves it open: "any" (what fits), "rows" or
   // "vocabulary".
   std::string split = "any";
-  // of heads split by vocabulary whose config leaves it open; divides the number of devices
+  // Of heads split by vocabulary whose config leaves it open; divides the number of devices.
   int replicas = 1;
   int64_t workspace_bytes = 0;                        // for each head; 0: the backend's default
   int64_t memory_limit_bytes = 0;                     // 0: none
   int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: memory of the system to leave free
-  int64_t teacher_pool_bytes =
-      // for each device: the pool for heads in host memory (teacher_pool.h); 0: as large as they need
-      0;
+  // For each device: the size of the pool for heads in host memory (teacher_pool.h); 0: as large as these
+  // heads need.
+  int64_t teacher_pool_bytes = 0;
   bool deterministic = false;  // use no fast way whose results may differ between runs
 
   // If count > 1, each head is one of several replicas or parts, and only a link (rank_link.h) connects this

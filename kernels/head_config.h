@@ -91,7 +91,7 @@ struct LossOptions {
   // tau, for kSampled and kAuto: a probability in (0, 1]. If a backend has too little memory for the classes
   // that this threshold takes, it uses a larger one, the same for all rows of a chunk.
   float sample_threshold = 0x1p-10f;
-  // kAuto: the largest predicted relative error of a chunk's dL/dlogits; >= 0
+  // kAuto: the largest predicted relative error of a chunk's dL/dlogits; >= 0.
   float max_gradient_error = 0.01f;
 
   // Replaces the cross-entropy, the first two terms above. label_smoothing is then 0 and use_class_weights

@@ -111,10 +111,9 @@ struct ObjectiveTerm {
   Real loss = 0;   // before row weight and scale
   Real slope = 0;  // minus the derivative of `loss` with respect to the log-probability
   Real ratio = 0;  // rho; 0 if the objective has none
-  Real old_kl =
-      // (rho - 1) - log rho, the k3 estimate of the divergence of the policy from the old policy; 0 without a
-      // ratio
-      0;
+  // (rho - 1) - log rho, the k3 estimate of the divergence of the policy from the old policy; 0 without a
+  // ratio
+  Real old_kl = 0;
   Real ref_kl = 0;       // the estimate of the divergence from the reference; 0 without kl_coef
   bool clipped = false;  // the ratio was clipped
 };

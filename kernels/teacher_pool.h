@@ -63,7 +63,7 @@ class TeacherPool {
   struct Place {
     int64_t offset = 0;  // offset of the member's values in the pool
     bool copy = false;   // the caller has to copy the values there first
-    // members that left the pool for it, in this order; their values may overlap its place
+    // Members that left the pool for it, in this order; their values may overlap its place.
     std::vector<Id> evicted;
   };
   // Gives a member a place on the device and makes it the most recently used.
@@ -91,7 +91,7 @@ class TeacherPool {
   const int64_t limit_bytes_;
   mutable absl::Mutex mutex_;
   std::map<Id, Member> members_ ABSL_GUARDED_BY(mutex_);
-  // members on the device; the most recently used is last
+  // Members on the device; the most recently used is last.
   std::list<Id> by_use_ ABSL_GUARDED_BY(mutex_);
   std::map<int64_t, Id> by_offset_ ABSL_GUARDED_BY(mutex_);  // members on the device, by offset
   int64_t size_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -50,7 +50,7 @@ struct GroupOptions {
   // are those of all.
   bool members_share_memory = false;
   Split split = Split::kAny;  // for heads whose config says kAny
-  // for heads split by vocabulary whose config has 0; divides the number of members
+  // For heads split by vocabulary whose config has 0; divides the number of members.
   int replicas = 1;
   JoinClasses join_classes = RefuseToSplitVocabulary;
   // The clocks of exchanges between members of one process. The group counts the exchanges of a step; what

@@ -52,7 +52,7 @@ class StrictSax final : public nlohmann::json_sax<json> {
   }
 
   const JsonLimits& limits_;
-  // open objects and arrays, each with its names so far (an array has none)
+  // Open objects and arrays, each with its names so far (an array has none)
   std::vector<std::set<std::string>> open_;
   int64_t values_ = 0;
 };

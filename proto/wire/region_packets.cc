@@ -90,13 +90,13 @@ absl::StatusOr<RegionPeer> PeerOf(int socket) {
 
 int PollMilliseconds(absl::Time deadline) {
   if (deadline == absl::InfiniteFuture()) return -1;
-  // rounded up, so that poll does not return before the deadline
+  // Rounded up, so that poll does not return before the deadline.
   const int64_t left = absl::ToInt64Milliseconds(deadline - clocks::SteadyNow()) + 1;
   return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
 }
 
 absl::Status SendRegionPacket(int socket, absl::string_view bytes, int descriptor) {
-  // sendmsg only reads it
+  // `sendmsg` only reads it.
   iovec data = {.iov_base = const_cast<char*>(bytes.data()), .iov_len = bytes.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message = {};

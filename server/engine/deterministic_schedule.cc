@@ -119,7 +119,7 @@ RowRange GroupAssembly::FirstMissing() const {
 
 void GroupDecisions::Note(GroupKey group, const kernels::Chunk& chunk) {
   const kernels::LossOptions& asked = chunk.options;
-  // the group may have been computed before, and failed because some rows were not finite
+  // The group may have been computed before, and failed because some rows were not finite.
   decided_.erase(group);
   if (kernels::AsDecided(asked, chunk.gradients, chunk.sample_threshold) == asked) return;
   if (decided_.size() < kMostGroups) decided_[group] = {chunk.gradients, chunk.sample_threshold};
@@ -156,7 +156,7 @@ std::vector<RowRange> Sequencer::Withdrawable(uint64_t microbatch_id, RowRange r
     if (ledger_->CountUnsettled(microbatch_id, RowsOf(key)) > 0) withdrawable.push_back({begin, end});
     begin = end;
   }
-  // also if empty: Ledger::Withdraw then forgets a microbatch without rows
+  // Also if empty: Ledger::Withdraw then forgets a microbatch without rows.
   withdrawable.push_back({not_passed, rows.end});
   return withdrawable;
 }
@@ -553,7 +553,7 @@ StagingBuffer DeterministicSchedule::BufferFor(const Sequencer::Grant& grant) {
                            context->loop.Wake();
                          }
                          absl::MutexLock lock(&context->mutex);
-                         // last, because the engine may be destroyed after this
+                         // Last, because the engine may be destroyed after this.
                          --context->area_buffers_lent;
                        });
 }

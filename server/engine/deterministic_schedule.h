@@ -67,18 +67,19 @@ class GroupAssembly {
   RowRange rows() const { return rows_; }
   size_t area() const { return area_; }
 
-  // ---- Places of rows ---- True if the places of these rows may be lent: no place is on loan, and the group
-  // has use for the slice. Places of rows that are here already are lent again only while other rows of the
-  // group are missing, which the slice may bring. So the loans of a group come to an end, however often its
-  // rows are sent.
+  // ---- Places of rows ----
+  // True if the places of these rows may be lent: no place is on loan, and the group has use for the slice.
+  // Places of rows that are here already are lent again only while other rows of the group are missing, which
+  // the slice may bring. So the loans of a group come to an end, however often its rows are sent.
   bool IsFree(RowRange rows) const;
   // Lends the places of free rows to a stream; `loan` names the loan.
   void Lend(uint64_t loan, const StreamState* stream, RowRange rows);
   // Ends a loan. True if the slice that it was made for was never attached.
   bool Return(uint64_t loan);
 
-  // ---- Slices ---- Adds a slice whose hidden states have been copied to the places that were lent for it.
-  // False, and nothing is done, if none were lent.
+  // ---- Slices ----
+  // Adds a slice whose hidden states have been copied to the places that were lent for it. False, and nothing
+  // is done, if none were lent.
   bool Attach(std::unique_ptr<SliceWork>& slice, uint64_t arrival);
   // Moves the slices of failed streams to `taken`.
   void TakeFailed(std::vector<std::unique_ptr<SliceWork>>& taken);
@@ -91,7 +92,8 @@ class GroupAssembly {
   // All rows of the group, ascending, cut wherever a slice begins or ends.
   std::vector<Segment> Segments() const;
 
-  // ---- Completeness ---- Reads the ledger again, after rows of the microbatch were declared or withdrawn.
+  // ---- Completeness ----
+  // Reads the ledger again, after rows of the microbatch were declared or withdrawn.
   void Refresh(const Ledger& ledger);
   // True if every row that is not settled is here and no place is on loan.
   bool IsComplete() const { return missing_ == 0 && lent_.empty(); }
@@ -200,7 +202,8 @@ class Sequencer {
   // that group would keep an area until its turn comes, and groups before it need the area.
   std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const;
 
-  // ---- Slices ---- Asks for memory for a slice. TakeGrants grants it.
+  // ---- Slices ----
+  // Asks for memory for a slice. TakeGrants grants it.
   void Request(std::unique_ptr<SliceWork> slice);
   // Lends memory to the slices whose groups may take them now, first come first served.
   std::vector<Grant> TakeGrants();
@@ -212,7 +215,8 @@ class Sequencer {
   // Removes the slices of failed streams.
   DroppedSlices TakeFailed();
 
-  // ---- Changes of the ledger ---- Rows of a microbatch were declared or withdrawn.
+  // ---- Changes of the ledger ----
+  // Rows of a microbatch were declared or withdrawn.
   void OnDeclared(uint64_t microbatch_id);
   // A contribution was declared, or rows of it were added.
   void OnContribution() { Advance(); }
@@ -220,8 +224,8 @@ class Sequencer {
   // turn is on the device.
   void Clear();
 
-  // ---- The device ---- True if a group can be computed whose slices all have arrival numbers below
-  // `before`.
+  // ---- The device ----
+  // True if a group can be computed whose slices all have arrival numbers below `before`.
   bool HasReady(uint64_t before = std::numeric_limits<uint64_t>::max()) const;
   // The next group to compute: of the groups that are ready, the one whose first slice arrived first, so that
   // later groups cannot hold it up. Null if none is ready.
@@ -324,7 +328,8 @@ class DeterministicSchedule final : public Schedule,
   ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) override;
   Backlog backlog() const override;
 
-  // ---- Changes of the open step ---- Rows of a microbatch were declared in the ledger, or withdrawn.
+  // ---- Changes of the open step ----
+  // Rows of a microbatch were declared in the ledger, or withdrawn.
   void OnDeclared(uint64_t microbatch_id);
   // Returns which of the rows may be withdrawn from the ledger (Sequencer::Withdrawable).
   std::vector<RowRange> Withdrawable(uint64_t microbatch_id, RowRange rows) const {
@@ -349,8 +354,9 @@ class DeterministicSchedule final : public Schedule,
   // Ends all waits, because no more turns will come.
   void EndTurns() { CallTurns(/*all=*/true); }
 
-  // ---- Calls from its chunks ---- Options for a chunk that has only some rows of its group; the whole group
-  // may have been computed before (GroupDecisions).
+  // ---- Calls from its chunks ----
+  // Options for a chunk that has only some rows of its group; the whole group may have been computed before
+  // (GroupDecisions).
   kernels::LossOptions OptionsForAPart(const GroupAssembly& group, const kernels::LossOptions& asked) const;
   // A whole group was computed to be accumulated.
   void OnComputed(const GroupAssembly& group, const kernels::Chunk& chunk);

@@ -74,9 +74,10 @@ class Engine {
   // been running. Never blocks.
   absl::Duration DeviceSilence() const { return context_->loop.Silence(); }
 
-  // ---- Heads ---- Blocks. Creates a head at step 0, with its tensors on the device: norm gain and class
-  // weights are one, all others zero. Open, Describe and List do not see the head until PublishHead.
-  // ALREADY_EXISTS, RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
+  // ---- Heads ----
+  // Blocks. Creates a head at step 0, with its tensors on the device: norm gain and class weights are one,
+  // all others zero. Open, Describe and List do not see the head until PublishHead. ALREADY_EXISTS,
+  // RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
   absl::Status CreateHead(absl::string_view name, const kernels::HeadConfig& config);
   // Returns what Describe would return if CreateHead created this head now, or the error that CreateHead
   // would return. Creates and reserves nothing, and the name stays free.
@@ -94,12 +95,13 @@ class Engine {
   // lost.
   absl::Status OnDevice(absl::string_view name, absl::FunctionRef<absl::Status(head::Head&)> operation);
 
-  // ---- Tensors ---- Both require that the head is published. NOT_FOUND, UNAVAILABLE.
+  // ---- Tensors ----
+  // Both require that the head is published. NOT_FOUND, UNAVAILABLE.
   absl::StatusOr<std::unique_ptr<TensorReader>> OpenReader(absl::string_view name);
   absl::StatusOr<std::unique_ptr<TensorWriter>> OpenWriter(absl::string_view name);
 
-  // ---- Steps; all block ---- `run`, here and below: the name of the calling program's run
-  // (docs/glossary.md), for messages to people.
+  // ---- Steps; all block ----
+  // `run`, here and below: the name of the calling program's run (docs/glossary.md), for messages to people.
   absl::StatusOr<GradNormResult> GradNorm(absl::string_view name, std::optional<uint64_t> step,
                                           absl::string_view run = "");
   // FAILED_PRECONDITION if expected rows are missing; GetMissing (errors.h) then lists them.
@@ -144,13 +146,15 @@ class Engine {
   absl::StatusOr<AddedRows> AddRows(const Contribution& contribution, RowRange rows,
                                     absl::Span<const uint8_t> values);
 
-  // ---- Rows ---- Opens a stream: validates the spec and, if the stream accumulates, declares its rows in
-  // the ledger. Results flow after Stream::Start. Errors as in lossd.v1.LossService.ComputeLoss.
+  // ---- Rows ----
+  // Opens a stream: validates the spec and, if the stream accumulates, declares its rows in the ledger.
+  // Results flow after Stream::Start. Errors as in lossd.v1.LossService.ComputeLoss.
   absl::StatusOr<std::unique_ptr<Stream>> Open(StreamSpec spec, std::shared_ptr<StreamObserver> observer);
 
-  // ---- Deferred microbatches ---- Opens a stream that computes gradients of rows that an earlier stream
-  // retained (StreamSpec::retain). The caller hands each of the new stream's RetainedSlices to
-  // Stream::Receive once. NOT_FOUND if the rows are not retained. Otherwise as Open.
+  // ---- Deferred microbatches ----
+  // Opens a stream that computes gradients of rows that an earlier stream retained (StreamSpec::retain). The
+  // caller hands each of the new stream's RetainedSlices to Stream::Receive once. NOT_FOUND if the rows are
+  // not retained. Otherwise as Open.
   absl::StatusOr<std::unique_ptr<Stream>> OpenBackward(BackwardSpec spec,
                                                        std::shared_ptr<StreamObserver> observer);
   // Releases a retained microbatch, as lossd.v1.LossService.ReleaseMicrobatch. Its memory is free once the

@@ -64,7 +64,7 @@ struct ChunkReport {
   kernels::LossSums sums;                                    // sums over these rows
   kernels::LossSums accumulating;  // sums over those of the rows that may be accumulated
   double compute_seconds = 0.0;    // from when the chunk was formed until its results were ready
-  // from when it was formed until the report; in OnChunkLeft until it left the device
+  // From when it was formed until the report; in OnChunkLeft until it left the device.
   double device_seconds = 0.0;
   // How long each of its slices was queued until the chunk was formed.
   std::vector<double> queue_seconds;

@@ -72,16 +72,18 @@ class HeadSession final : public DeviceLoop::Source,
   // keep the session alive longer than the engine. Called on the device thread, without the lock.
   void DeleteHead();
 
-  // ---- Slices ---- Takes a slice of an open stream. True if `slice` has its memory now; the caller then
-  // calls CopyAndQueue. False if the slice waits for memory, or was refused; the caller destroys a slice that
-  // was refused without the lock.
+  // ---- Slices ----
+  // Takes a slice of an open stream. True if `slice` has its memory now; the caller then calls CopyAndQueue.
+  // False if the slice waits for memory, or was refused; the caller destroys a slice that was refused without
+  // the lock.
   bool Receive(std::unique_ptr<SliceWork>& slice);
   // Copies the slice's rows into its memory and queues the slice. Called without the lock, on a thread that
   // may spend the time of a copy.
   void CopyAndQueue(std::unique_ptr<SliceWork> slice);
 
-  // ---- Versions ---- Calls `enter`, which replaces the open step by another one, and then ends the calls
-  // that are bound to the former step.
+  // ---- Versions ----
+  // Calls `enter`, which replaces the open step by another one, and then ends the calls that are bound to the
+  // former step.
   void EnterStep(absl::FunctionRef<void(OpenStep&)> enter);
   // Called after a change of versions. Ends the streams of this head, and the streams that it teaches, that
   // are bound to an earlier version (OpenStep::CheckBound). Releases the deferred microbatches that are.
@@ -93,9 +95,10 @@ class HeadSession final : public DeviceLoop::Source,
   void MarkWeightsInvalid(absl::Status why);
   void OnAccumulationFailed(const absl::Status& status) override;
 
-  // ---- The device ---- Runs `operation` on the device thread after everything that was submitted to the
-  // head before, and blocks until it has run. Called without the lock. NOT_FOUND if the head is deleted,
-  // UNAVAILABLE, RESOURCE_EXHAUSTED (too many operations wait), or what `operation` returns.
+  // ---- The device ----
+  // Runs `operation` on the device thread after everything that was submitted to the head before, and blocks
+  // until it has run. Called without the lock. NOT_FOUND if the head is deleted, UNAVAILABLE,
+  // RESOURCE_EXHAUSTED (too many operations wait), or what `operation` returns.
   absl::Status Run(absl::FunctionRef<absl::Status()> operation);
   // Begins to delete the head: Run refuses from now on. False if a chunk of the head is still under way,
   // which is possible although all calls that sent rows have ended.
@@ -205,7 +208,8 @@ class HeadDirectory {
 
   explicit HeadDirectory(int64_t max_heads) : max_heads_(max_heads) {}
 
-  // ---- Creation ---- Takes a name. RESOURCE_EXHAUSTED or ALREADY_EXISTS.
+  // ---- Creation ----
+  // Takes a name. RESOURCE_EXHAUSTED or ALREADY_EXISTS.
   absl::Status Reserve(absl::string_view name);
   // Checks whether Reserve would take the name; errors as Reserve.
   absl::Status CheckFree(absl::string_view name) const;
@@ -214,8 +218,8 @@ class HeadDirectory {
   // Makes a head visible. Errors as Find.
   absl::Status Publish(absl::string_view name);
 
-  // ---- Deletion ---- Hides a head from Find. Returns its number, for EndDelete. NOT_FOUND if there is no
-  // such head.
+  // ---- Deletion ----
+  // Hides a head from Find. Returns its number, for EndDelete. NOT_FOUND if there is no such head.
   absl::StatusOr<uint64_t> BeginDelete(absl::string_view name);
   // Frees the name of the head with this number and returns the head's session. Null if the creation of that
   // head has failed meanwhile. The name may then belong to another head, which stays.

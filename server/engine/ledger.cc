@@ -149,7 +149,7 @@ SoftDigest DigestOf(const SoftTargets& soft, absl::Span<const int32_t> targets) 
     hash = XXH3_64bits_withSeed(weights, each * sizeof(float), hash);
     double sum = 0.0;
     for (size_t i = 0; i < each && targets[row] != kernels::kIgnoredTarget; ++i) sum += double{weights[i]};
-    // the largest 24-bit number, which a float represents exactly
+    // The largest 24-bit number, which a float represents exactly.
     constexpr uint64_t kWhole = (uint64_t{1} << 24) - 1;
     digest.low.push_back(static_cast<float>(hash & kWhole));
     digest.high.push_back(static_cast<float>(hash >> 24 & kWhole));
@@ -539,7 +539,7 @@ std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max
   int64_t more = 0;
   auto it = microbatches_.begin();
   for (uint64_t id : ids) {
-    // fast in the usual case, where `ids` has all microbatches
+    // Fast in the usual case, where `ids` has all microbatches.
     if (it != microbatches_.end() && it->first < id) ++it;
     if (it == microbatches_.end() || it->first != id) it = microbatches_.lower_bound(id);
     const bool known = it != microbatches_.end() && it->first == id;

@@ -482,7 +482,7 @@ namespace {
 using kernels::OptimizerOptions;
 
 constexpr double kMostFloat = std::numeric_limits<float>::max();
-// a bound: sums and products up to it stay finite in fp32, with roundings
+// A bound: sums and products up to it stay finite in fp32, with roundings.
 constexpr double kSafe = 1e37;
 constexpr double kMostGradient = 1e19;  // a bound of gradients: its square stays finite in fp32
 constexpr double kGrowth = 1.0 + 4e-7;  // the factor by which rounding may enlarge a result

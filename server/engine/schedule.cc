@@ -205,7 +205,7 @@ struct ArrivalChunk final : ChunkWork {
     const StreamSpec& first = slices.front()->stream->spec();
     options = first.options;
     hidden_dtype = first.hidden_dtype;
-    // all slices have the same options, so the same teacher
+    // All slices have the same options, so the same teacher.
     teacher = slices.front()->stream->teacher().session;
     accumulates = settles_with_results = first.accumulate_gradients;
     for (const auto& work : slices) {

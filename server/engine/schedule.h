@@ -66,8 +66,8 @@ struct SliceWork {
   size_t index = 0;  // index of its first row in the arrays over the chunk
   double queue_seconds = 0.0;
   int64_t bad_row = -1;  // the first row, as numbered in the microbatch, without a result; -1: none
-  // Rows of this slice are in a segment that is accumulated. If the slice itself is bad, the engine reports
-  // that.
+  // A segment with rows of this slice is good and accumulated. If the slice is bad because of another
+  // segment, its error says that some rows may have been accumulated (RowNotFinite in errors.h).
   bool accumulated_all_the_same = false;
   kernels::LossSums sums;
   int64_t accumulated_rows = 0;
@@ -159,9 +159,9 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
 // ---- When a chunk is formed from the queue ----
 // A chunk that accumulates reads and writes the whole fp32 weight gradient, even if it has few rows. So it is
 // worth waiting for more rows, as long as the device does not become idle. A chunk in flight has its results
-// before it computes its weight gradient, which takes about a third of its time. The next chunk is needed
-// only then, and may fill until then. Nothing waits for a clock: if no chunk in flight is still without
-// results, the queued rows go at once.
+// before it computes its weight gradient, which takes about a third of its time. The next chunk is not needed
+// before those results, and may fill until then. Nothing waits for a clock: if no chunk in flight is still
+// without results, the queued rows go at once.
 
 // The chunk that could be launched now.
 struct NextChunk {
@@ -256,7 +256,7 @@ class WorkQueue {
   const int64_t round_rows_;
   const ValuesOf values_;
   int64_t round_ = 0;  // the round of the last chunk
-  // by peer: its rows so far, where an earlier round counts as round_rows_
+  // By peer: its rows so far, where an earlier round counts as round_rows_.
   std::map<std::string, int64_t> given_;
   std::deque<Item> items_;
   int64_t slices_ = 0;

@@ -105,9 +105,9 @@ struct StreamSpec {
   bool gradients_of_head = false;  // options.gradients is set from the head's config
   int32_t ignore_index = -100;
   bool refuse_unlisted = false;  // if the head has a class list: refuse targets that are not in it
-  bool classes_of_head =
-      // targets are numbers of the head's own classes, not mapped by its class list; retained targets are
-      false;
+  // If true, targets are numbers of the head's own classes and are not mapped by its class list. Set for
+  // retained targets, which have been mapped before.
+  bool classes_of_head = false;
   Reduction reduction = Reduction::kSum;
   std::optional<double> normalizer;  // only with kMean; the protocol says when it may be absent
   float grad_output = 1.0f;
@@ -293,7 +293,7 @@ struct HeadSnapshot {
   kernels::MemoryBytes memory;
   std::vector<kernels::Choice> choices;             // HeadKernels::Describe
   std::vector<kernels::Choice> last_chunk_choices;  // Chunk::choices; empty before the first chunk
-  // predicted error of the last chunk with sampled gradients
+  // Predicted error of the last chunk with sampled gradients.
   double gradient_error = 0.0;
   std::vector<HeadDevice> devices;             // empty unless the classes are divided over devices
   std::optional<kernels::PagingStats> paging;  // only if the head lives in host memory
@@ -451,7 +451,7 @@ class HeadVersions {
   uint64_t weights_;
   uint64_t moments_;
   uint64_t accumulation_;
-  // the `why` of the last changes
+  // The `why` of the last changes.
   std::string step_change_, generation_change_, weights_change_, moments_change_;
   std::map<uint64_t, Written> writes_;  // by token
 };

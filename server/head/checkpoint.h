@@ -101,7 +101,7 @@ struct LoadOptions {
   // processor's cache when it goes to the device after it was hashed.
   int64_t slice_bytes = int64_t{2} << 20;
   int64_t buffer_bytes = int64_t{1} << 30;  // memory for what was read from the disk; at least two slices
-  // threads that read, at least 1; no more than the buffer has room for
+  // Threads that read, at least 1; no more than the buffer has room for.
   int threads = 4;
   // Read everything and compare all checksums before the sink gets anything. If false, the caller must
   // discard what the sink got when Load fails.

@@ -48,7 +48,7 @@ struct FileStamp {
   friend bool operator==(const FileStamp&, const FileStamp&) = default;
 };
 
-// nullopt if there is no regular file at the path.
+// Nullopt if there is no regular file at the path.
 std::optional<FileStamp> StampOf(const std::string& path) {
   struct stat found {};
   if (lstat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode)) return std::nullopt;
@@ -354,7 +354,7 @@ absl::StatusOr<uint64_t> TakeSaveNumber(Disk* disk, const std::string& directory
 }
 
 void SortNewestFirst(std::vector<CheckpointInfo>* infos) {
-  // sorted by time; below, each gets the largest number so far
+  // Sorted by time; below, each gets the largest number so far.
   std::vector<std::pair<absl::Time, uint64_t>> numbered;
   for (const CheckpointInfo& info : *infos) {
     if (info.status.ok() && info.save_number != 0) numbered.emplace_back(info.saved_at, info.save_number);

@@ -211,9 +211,8 @@ inline std::vector<int64_t> FileShape(const kernels::HeadConfig& config, kernels
 inline int64_t SliceRows(const kernels::TensorShape& shape, int64_t slice_bytes) {
   const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::max<int64_t>(slice_bytes / row_bytes, 1);
-  const int64_t aligned_rows =
-      // fewest rows whose bytes are a multiple of the alignment
-      formats::kDirectAlignment / std::gcd(formats::kDirectAlignment, row_bytes);
+  // Fewest rows whose bytes are a multiple of the alignment.
+  const int64_t aligned_rows = formats::kDirectAlignment / std::gcd(formats::kDirectAlignment, row_bytes);
   const int64_t most = rows < aligned_rows ? rows : rows / aligned_rows * aligned_rows;
   return std::min(most, shape.rows);
 }

@@ -119,7 +119,7 @@ struct RegionUse {
 // The table of a server's regions. Thread-safe. The backend outlives the table and all regions.
 class Regions {
  public:
-  // the least a region gets, unless less is asked for
+  // The least a region gets, unless less is asked for.
   static constexpr int64_t kLeastBytes = int64_t{1} << 20;
 
   // A process may have at most `peer_share` of the bytes of the host, and of each device, as in
