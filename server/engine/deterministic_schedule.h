@@ -276,7 +276,7 @@ class Sequencer {
   GroupKey turn_;
   GroupKey furthest_;  // the furthest group that has had its turn in this step
   std::map<GroupKey, std::unique_ptr<GroupAssembly>> open_;
-  std::map<GroupKey, bool> on_device_;  // groups that had their turn, no repeats; true: results are good
+  std::map<GroupKey, bool> on_device_;  // groups that accumulate, on the device; true: results are good
   Area areas_[kAreas];
   std::vector<std::unique_ptr<SliceWork>> waiting_;
   uint64_t last_loan_ = 0;
@@ -296,10 +296,10 @@ struct GroupAreas {
   uint8_t* At(size_t area) const { return memory->bytes().data() + static_cast<int64_t>(area) * area_bytes; }
 };
 
-// Rows that accumulate are computed in the order of a Sequencer: group by group, each group a chunk in an
-// area of memory that holds the whole group. Operations, and rows that do not accumulate, are run by arrival,
-// in an ArrivalSchedule inside this one. Groups and other chunks alternate. An operation runs after all
-// groups that were complete before it.
+// The schedule of a trainable head in deterministic mode. Rows that accumulate are computed in the order of a
+// Sequencer: group by group, each group a chunk in an area of memory that holds the whole group. Operations,
+// and rows that do not accumulate, are run by arrival, in an ArrivalSchedule inside this one. Groups and
+// other chunks alternate. An operation runs after all groups that were complete before it.
 //
 // Threads and locks as in Schedule. Held by a shared pointer, because buffers of slices may outlive the head:
 // they keep a weak pointer, by which they see that the schedule is gone.

@@ -44,7 +44,7 @@ struct MicrobatchTerms {
   kernels::LossOptions options;
   kernels::DType hidden_dtype = kernels::DType::kFloat32;
   Reduction reduction = Reduction::kSum;
-  double normalizer = 1.0;  // resolved: absent ones are filled in
+  double normalizer = 1.0;  // StreamSpec::normalizer, or the computed one if it is absent
   float grad_output = 1.0f;
   // The three `want` fields are set only for streams whose rows are computed in groups with rows of other
   // streams (deterministic_schedule.h).
@@ -63,7 +63,8 @@ struct MicrobatchTerms {
   friend bool operator==(const MicrobatchTerms&, const MicrobatchTerms&) = default;
 };
 
-// Everything that came with some rows except their hidden states. Each field is [rows].
+// The contents of some rows that the ledger keeps and compares: what came with them, except hidden states and
+// wanted classes. Each field is [rows].
 struct RowContents {
   absl::Span<const int32_t> targets;     // classes or kernels::kIgnoredTarget
   absl::Span<const float> row_weights;   // may be empty: 1
@@ -144,15 +145,15 @@ class MicrobatchRecord {
   int64_t declared_rows() const { return declared_rows_; }
   int64_t accumulated_rows() const { return accumulated_rows_; }
   int64_t bytes() const { return bytes_; }
-  bool kept() const { return kept_; }  // a stream of this microbatch has ended well
+  bool kept() const { return kept_; }  // a stream of this microbatch has ended with OK
   bool complete() const { return settled_rows_ == terms_.microbatch_rows; }
   // The microbatch is part of the step: rows were accumulated, or no row needs to be.
   bool begun() const { return accumulated_rows_ > 0 || complete(); }
   bool half_done() const { return accumulated_rows_ > 0 && !complete(); }
 
  private:
-  // kIgnored: the row has no target, so it counts as settled, but no stream that declared it has ended well
-  // (Keep).
+  // kIgnored: the row has no target, so it counts as settled, but no stream that declared it has ended with
+  // OK (Keep).
   enum RowState : uint8_t { kPending, kReserved, kSettled, kIgnored };
   static bool IsSettled(uint8_t state) { return state >= kSettled; }
 
@@ -218,8 +219,8 @@ class Ledger {
   // would exceed its limits. After an error nothing has changed.
   absl::Status Declare(uint64_t id, const MicrobatchTerms& terms, RowRange rows, const RowContents& contents);
 
-  // The stream that declared the rows has ended well: its rows stay in the ledger, including rows without a
-  // target.
+  // The stream that declared the rows has ended with OK: its rows stay in the ledger, including rows without
+  // a target.
   void Keep(uint64_t id, RowRange rows);
   // The stream that declared the rows has failed. In `rows`, the ledger forgets pending rows, and rows
   // without a target for which Keep was not called. A short run of such rows between other rows stays,
