@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Creates CPU backends, and GPU backends through CreateGpuBackend, with their groups and links
+// (create_backend.h).
 #include "kernels/create_backend.h"
 
 #include <utility>
@@ -68,7 +70,7 @@ absl::StatusOr<CreatedBackend> WithGpuLink(const BackendChoice& choice, std::uni
   return created;
 }
 
-// A backend with a link has one device.
+// Checks `replica`, and that a backend with a link has one device.
 absl::Status CheckReplica(const BackendChoice& choice) {
   const Replica replica = choice.replica;
   if (replica.count < 1) return errors::FieldError("replica.count", "be >= 1", replica.count);
@@ -102,7 +104,7 @@ absl::Status Check(const BackendChoice& choice) {
   return errors::FieldError("replicas", "be at least 1, and 1 on one device", choice.replicas);
 }
 
-// The choice of device `index` of the `count` devices of a process.
+// The choice for device `index` of the `count` devices of a process.
 BackendChoice ChoiceOf(const BackendChoice& process, int index, int count) {
   BackendChoice choice = process;
   choice.replica = {process.replica.index * count + index, process.replica.count * count};
@@ -155,7 +157,7 @@ absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
 absl::StatusOr<std::vector<CreatedBackend>> CreateRankBackends(const BackendChoice& choice) {
   LOSSD_RETURN_IF_ERROR(Check(choice));
   if (!choice.devices.empty()) return CreateOnGpus(choice);
-  // One on a GPU, if that is what "auto" takes: `cpu_devices` says nothing of GPUs.
+  // First one backend, because "auto" may take a GPU, for which `cpu_devices` does not count.
   BackendChoice one = choice;
   one.cpu_devices = 1;
   absl::StatusOr<std::vector<CreatedBackend>> first = CreateAll({one});

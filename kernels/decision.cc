@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The outcome of a chunk's decision, and its description for people (decision.h).
 #include "kernels/decision.h"
 
 #include <algorithm>
@@ -33,7 +34,8 @@ LossOptions AsDecided(LossOptions asked, Gradients gradients, float sample_thres
   if (gradients == Gradients::kExact) asked.gradients = Gradients::kExact;
   if (gradients != Gradients::kSampled) return asked;
   asked.sample_threshold = std::clamp(sample_threshold, asked.sample_threshold, 1.0f);
-  // Not kSampled: a backend may sample other parts of the gradient then (docs/math.md).
+  // The option stays kAuto, because with kSampled a backend may sample other parts of the gradient
+  // (docs/math.md).
   if (asked.gradients == Gradients::kAuto) asked.max_gradient_error = std::numeric_limits<float>::max();
   return asked;
 }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Finds the GPUs that a user names, and reads the environment of MPS and NCCL (device_choice.h).
 #include "kernels/device_choice.h"
 
 #include <algorithm>
@@ -90,13 +91,13 @@ std::string FromEnvironment(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// MPS knows two levels and takes everything but 1 for the first.
+// MPS has two priorities. Every value but 1 means the first one.
 std::string PriorityText() {
   const bool below = FromEnvironment("CUDA_MPS_CLIENT_PRIORITY") == "1";
   return absl::StrCat("client priority ", below ? "1 (below normal)" : "0 (normal)");
 }
 
-// The share of the multiprocessors as the environment says; empty if it is all of them.
+// The share of the multiprocessors that the environment sets; empty if it is all of them.
 std::string ShareText() {
   float percent = 100.0f;
   const std::string value = FromEnvironment("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names and checks of distillation options (distillation.h).
 #include "kernels/distillation.h"
 
 #include <cmath>

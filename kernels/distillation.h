@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distillation: a row's loss is a divergence between the softmax of a frozen head, the teacher, and that of
-// the head that is trained, the student. docs/math.md has the formulas under "Distillation".
+// Distillation: the loss of a row is a divergence between the softmax of a frozen head, the teacher, and the
+// softmax of the head that is trained, the student. docs/math.md has the formulas under "Distillation".
 //
-// A row has two hidden states then: one of the student's hidden size, and one of the teacher's. Both heads
-// have the same classes. The gradient goes to the student alone.
+// Such a row has two hidden states, one for each head, with that head's hidden size. Both heads have the same
+// classes. Only the student gets gradients.
 //
 // Plain data; the functions are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_DISTILLATION_H_
@@ -16,9 +16,9 @@
 
 namespace lossd::kernels {
 
-// p is the teacher's softmax and q the student's, both at the temperature.
+// The divergence. p is the teacher's softmax and q the student's, both with the temperature.
 enum class Divergence : uint8_t {
-  kNone,            // the loss knows no teacher
+  kNone,            // the rows have no teacher
   kForwardKl,       // KL(p || q)
   kReverseKl,       // KL(q || p)
   kJensenShannon,   // beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q
@@ -32,23 +32,23 @@ struct Distillation {
   Divergence divergence = Divergence::kNone;
   float beta = 0.5f;                 // kJensenShannon: in (0, 1)
   float temperature = 1.0f;          // divides the logits of both; finite, > 0
-  float weight = 1.0f;               // of the divergence; finite, >= 0
-  float target_weight = 0.0f;        // of the loss with the targets; finite, >= 0
+  float weight = 1.0f;               // factor of the divergence; finite, >= 0
+  float target_weight = 0.0f;        // factor of the loss with the targets; finite, >= 0
   float teacher_logit_scale = 1.0f;  // as LossOptions::logit_scale
   float teacher_softcap = 0.0f;      // as LossOptions::softcap
-  // Names the teacher for whoever has several: rows may share a chunk when it is equal. The kernels do not
-  // look at it.
+  // A number that identifies the teacher: rows may share a chunk if it is equal. The kernels ignore it.
   uint64_t teacher = 0;
 
   bool used() const { return divergence != Divergence::kNone; }
   friend bool operator==(const Distillation&, const Distillation&) = default;
 };
 
-// INVALID_ARGUMENT with the field, "distillation.beta", and its value. Without a divergence all is right.
+// INVALID_ARGUMENT names the field, e.g. "distillation.beta", and its value. Without a divergence always OK.
 absl::Status Validate(const Distillation& distillation);
 
-// What chunks that are distilled need of a pair of heads: INVALID_ARGUMENT with the field `field`, unless the
-// teacher has the same number of classes and is not trainable; UNIMPLEMENTED if both live in host memory.
+// Checks whether two heads may be student and teacher. INVALID_ARGUMENT, which names `field`, unless the
+// teacher has the student's number of classes, has logits and is frozen. UNIMPLEMENTED if both live in host
+// memory.
 struct HeadConfig;
 absl::Status ValidateTeacher(const HeadConfig& student, const HeadConfig& teacher, absl::string_view field);
 

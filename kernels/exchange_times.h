@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long a device exchanges data with others, with ranks or with devices of its process. ExchangeClocks
-// counts the time of one device by what is exchanged, MemberExchanges that of all devices of a process, and
-// TimedReplicas the time of the exchanges of a step.
+// Measures how long a device exchanges data with other ranks or other devices of its process. ExchangeClocks
+// has the times of one device, by kind of exchange. MemberExchanges has the clocks of all devices of a
+// process. TimedReplicas measures the exchanges of a step.
 //
-// BusyClock, ExchangeClocks and MemberExchanges are thread-safe; TimedReplicas is driven as the Replicas that
-// it wraps.
+// BusyClock, ExchangeClocks and MemberExchanges are thread-safe. TimedReplicas has the thread rules of the
+// Replicas that it wraps.
 #ifndef LOSSD_KERNELS_EXCHANGE_TIMES_H_
 #define LOSSD_KERNELS_EXCHANGE_TIMES_H_
 
@@ -25,26 +25,26 @@
 
 namespace lossd::kernels {
 
-// How long at least one of several things has been under way.
+// Measures for how long at least one of several activities has been under way.
 class BusyClock {
  public:
   using Clock = std::chrono::steady_clock;
-  // `now`: of the clock, for tests.
+  // An activity begins. Tests set `now`.
   void Begin(Clock::time_point now = Clock::now()) {
     absl::MutexLock lock(&mutex_);
     if (under_way_++ == 0) since_ = now;
   }
-  // After a Begin.
+  // An activity ends that began with Begin.
   void End(Clock::time_point now = Clock::now()) {
     absl::MutexLock lock(&mutex_);
     if (--under_way_ == 0) total_ += now - since_;
   }
-  // What has taken `time`, and is over; at no time when something else was under way.
+  // Adds an activity that took `time` and is over. No other activity may have been under way meanwhile.
   void Add(Clock::duration time) {
     absl::MutexLock lock(&mutex_);
     total_ += time;
   }
-  // What is under way counts until now.
+  // The time so far; activities under way count until now.
   absl::Duration Total(Clock::time_point now = Clock::now()) const {
     absl::MutexLock lock(&mutex_);
     return absl::FromChrono(under_way_ == 0 ? total_ : total_ + (now - since_));
@@ -61,7 +61,7 @@ class BusyClock {
 class ExchangeClocks {
  public:
   BusyClock& of(ExchangeKind kind) { return clocks_[static_cast<size_t>(kind)]; }
-  // Counts until the result ends.
+  // Counts the time until the result is destroyed.
   [[nodiscard]] auto During(ExchangeKind kind) {
     of(kind).Begin();
     return absl::MakeCleanup([this, kind] { of(kind).End(); });
@@ -82,7 +82,7 @@ class MemberExchanges {
   explicit MemberExchanges(int members) : clocks_(static_cast<size_t>(members)) {}
   ExchangeClocks& of(int member) { return clocks_[static_cast<size_t>(member)]; }
   ExchangeTimes Totals(int member) const { return clocks_[static_cast<size_t>(member)].Totals(); }
-  // In order.
+  // All clocks, in the order of the members.
   std::vector<ExchangeClocks*> All() {
     std::vector<ExchangeClocks*> all;
     for (ExchangeClocks& clocks : clocks_) all.push_back(&clocks);
@@ -93,10 +93,10 @@ class MemberExchanges {
   std::vector<ExchangeClocks> clocks_;
 };
 
-// Replicas whose exchanges are counted.
+// Wraps Replicas and measures their exchanges.
 class TimedReplicas final : public Replicas {
  public:
-  // `clocks`: of those that exchange at once; they outlive the object.
+  // `clocks`: of all devices that take part in an exchange; they outlive the object.
   TimedReplicas(std::unique_ptr<Replicas> replicas, std::vector<ExchangeClocks*> clocks)
       : replicas_(std::move(replicas)), clocks_(std::move(clocks)) {}
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The GPU backend of a build with CUDA: creates CUDA backends, groups of GPUs and their links
+// (create_backend.h).
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -67,7 +69,7 @@ absl::StatusOr<std::unique_ptr<Backend>> CreateGroup(const BackendChoice& choice
            }});
 }
 
-// The GPU of a process that has one.
+// The index of the GPU for a backend with one GPU.
 absl::StatusOr<int> DeviceOf(const BackendChoice& choice, const std::vector<std::string>& uuids) {
   const bool named = choice.device != BackendChoice().device;
   if (named || !choice.local_rank.has_value() || uuids.size() == 1) return FindGpu(choice.device, uuids);

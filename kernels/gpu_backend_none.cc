@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPU backend of a build without a CUDA compiler: there is none. The file is shorter than 60 lines
-// because it stands in for gpu_backend_cuda.cc and does nothing.
+// Used instead of gpu_backend_cuda.cc in a build without a CUDA compiler: every function returns UNAVAILABLE.
+// The file is shorter than 60 lines because it does nothing else.
 #include "kernels/create_backend.h"
 
 namespace lossd::kernels {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names and checks of options and configs (head_config.h).
 #include "kernels/head_config.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace {
 
 constexpr float kLeastThreshold = 1e-30f;
 constexpr float kLeastSoftcap = std::numeric_limits<float>::min();
-constexpr double kLargeLse = 100.0;  // what a log-sum-exp is expected to stay below
+constexpr double kLargeLse = 100.0;  // a log-sum-exp is expected to stay below this
 
 }  // namespace
 
@@ -36,7 +37,7 @@ absl::string_view Name(Gradients gradients) {
 
 namespace {
 
-// What does not go with soft targets.
+// Checks `rest`, and the options that must be absent with soft targets.
 absl::Status ValidateRest(const LossOptions& options) {
   if (options.rest > kLastRest) {
     return errors::FieldError("rest", "be none, renormalized or one_class", static_cast<int>(options.rest));
@@ -58,7 +59,7 @@ absl::Status ValidateRest(const LossOptions& options) {
   return absl::OkStatus();
 }
 
-// The rows of an embedding have no loss, so no option of one may be there.
+// Embedding rows have no loss, so options of a loss must be absent.
 absl::Status ValidateEmbedding(const LossOptions& options) {
   if (options.embedding > Embedding::kGradients) {
     return errors::FieldError("embedding", "be rows or gradients", static_cast<int>(options.embedding));
@@ -107,7 +108,7 @@ absl::Status Validate(const LossOptions& options) {
   if (!(options.filter_epsilon >= 0.0f && options.filter_epsilon < 1.0f)) {
     return errors::FieldError("filter_epsilon", "be in [0, 1)", options.filter_epsilon);
   }
-  // Below, the reciprocal is no number of fp32.
+  // The reciprocal of a smaller threshold overflows in fp32.
   if (!(options.sample_threshold >= kLeastThreshold && options.sample_threshold <= 1.0f)) {
     return errors::FieldError("sample_threshold", "be in [1e-30, 1]", options.sample_threshold);
   }
@@ -143,7 +144,8 @@ double LargestSlope(const LossOptions& options, double largest_class_weight) {
   const Distillation& distillation = options.distillation;
   if (!distillation.used()) return with_target;
   const double temperature = static_cast<double>(distillation.temperature);
-  // That of the reverse KL has the logarithms of q / p in it, those of the others are probabilities at most.
+  // The derivative of the reverse KL has logarithms of q / p; the derivatives of the others are at most
+  // probabilities.
   const bool logarithms = distillation.divergence == Divergence::kReverseKl;
   const double largest = logarithms ? kLargeLse / std::min(temperature, 1.0) : 1.0;
   return static_cast<double>(distillation.target_weight) * with_target +
@@ -223,7 +225,7 @@ OptimizerState RequiredState(const OptimizerOptions& options) {
 
 namespace {
 
-// Keeps every byte count of a head (V * D * 16 and the like) far from 2^63.
+// Keeps byte counts of a head (such as V * D * 16) far below 2^63.
 constexpr int64_t kMaxHiddenSize = int64_t{1} << 24;
 
 bool HasParam(const HeadConfig& config, Param param) {
@@ -317,7 +319,8 @@ absl::Status ValidateResidency(const HeadConfig& config) {
                             Name(config.residency), absl::StatusCode::kUnimplemented);
 }
 
-// What has a part in logits alone is absent without them, and so is what no embedding may have.
+// Without logits (Logits::kNone), everything that belongs to logits must be absent, and everything that
+// embeddings do not support.
 absl::Status ValidateEmbeddingAlone(const HeadConfig& config) {
   if (config.logits != Logits::kNone) return absl::OkStatus();
   if (config.has_bias) return errors::FieldError("bias", "be false without logits", "true");

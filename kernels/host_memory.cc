@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Parses /proc and the files of control groups (host_memory.h).
 #include "kernels/host_memory.h"
 
 #include <algorithm>
@@ -19,7 +20,7 @@ namespace {
 
 using Bound = HostMemory::Bound;
 
-constexpr int64_t kNoLimit = int64_t{1} << 60;  // what is more means that there is none
+constexpr int64_t kNoLimit = int64_t{1} << 60;  // a limit above this means that there is no limit
 
 std::string Human(int64_t bytes) { return errors::HumanBytes(static_cast<double>(bytes)); }
 
@@ -35,7 +36,7 @@ std::vector<absl::string_view> Words(absl::string_view line) {
   return absl::StrSplit(line, absl::ByAnyChar(" \t"), absl::SkipEmpty());
 }
 
-// The number behind `name` in a file of such lines.
+// The number that follows `name` in a file with a name and a number in each line.
 std::optional<int64_t> Figure(const std::string& path, absl::string_view name) {
   for (const std::string& line : Lines(path)) {
     const std::vector<absl::string_view> words = Words(line);
@@ -51,7 +52,7 @@ std::optional<int64_t> FigureKib(const std::string& path, absl::string_view name
   return *kib << 10;
 }
 
-// A file that is one number. Nullopt for "max", and without the file.
+// The number in a file that has only one. Nullopt for "max", or if there is no file.
 std::optional<int64_t> OnlyFigure(const std::string& path) {
   const std::vector<std::string> lines = Lines(path);
   int64_t value = 0;
@@ -66,11 +67,11 @@ void TakeLess(const std::optional<Bound>& bound, std::optional<Bound>* least) {
 
 // ---- Control groups ----
 
-// The names of a hierarchy's files.
+// The names of the files in a control-group hierarchy, v1 or v2.
 struct Hierarchy {
   std::vector<std::string> limits;
   std::string usage;
-  std::vector<std::string> reclaimable;  // figures of memory.stat: page cache counts as free
+  std::vector<std::string> reclaimable;  // entries of memory.stat for page cache, which counts as free
 };
 
 const Hierarchy& V1() {
@@ -102,7 +103,7 @@ std::optional<Bound> OfGroup(const std::string& folder, const std::string& group
                                            " and uses ", Human(used))};
 }
 
-// The group at `path` and those around it.
+// The tightest bound of the group at `path` and its parent groups.
 std::optional<Bound> OfGroups(const std::string& mount, std::string path, const Hierarchy& names) {
   std::optional<Bound> least;
   while (true) {
@@ -112,7 +113,7 @@ std::optional<Bound> OfGroups(const std::string& mount, std::string path, const 
   }
 }
 
-// Where a hierarchy is mounted, and which group lies there.
+// Where a hierarchy is mounted, and which group is its root there.
 struct Mount {
   std::string point;
   std::string group;
@@ -122,7 +123,7 @@ std::optional<Mount> FindMount(const std::string& root, absl::string_view type,
                                absl::string_view controller) {
   for (const std::string& line : Lines(root + "/proc/self/mountinfo")) {
     const std::vector<absl::string_view> words =
-        Words(line);  // id parent device group point options ... - type
+        Words(line);  // "id parent device group point options ... - type ..."
     const auto dash = std::find(words.begin(), words.end(), "-");
     if (words.size() < 6 || words.end() - dash < 4 || dash[1] != type) continue;
     const std::vector<absl::string_view> options = absl::StrSplit(dash[3], ',');
@@ -138,7 +139,7 @@ std::optional<Bound> OfHierarchy(const std::string& root, absl::string_view type
                                  const Hierarchy& names) {
   const std::optional<Mount> mount = FindMount(root, type, controller);
   if (!mount.has_value()) return std::nullopt;
-  // In a container the mount may begin at the container's group, and the path be that of the host.
+  // In a container the mount may begin at the container's group, while the path is the one on the host.
   absl::string_view path = group;
   if (mount->group != "/" && !absl::ConsumePrefix(&path, mount->group)) path = "";
   path = absl::StripSuffix(path, "/");
@@ -148,7 +149,7 @@ std::optional<Bound> OfHierarchy(const std::string& root, absl::string_view type
 
 std::optional<Bound> OfControlGroups(const std::string& root) {
   std::optional<Bound> least;
-  for (const std::string& line : Lines(root + "/proc/self/cgroup")) {  // number:controllers:path
+  for (const std::string& line : Lines(root + "/proc/self/cgroup")) {  // "number:controllers:path"
     const std::vector<absl::string_view> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
     if (parts.size() != 3) continue;
     if (parts[0] == "0" && parts[1].empty())
@@ -166,7 +167,7 @@ std::optional<Bound> OfProcessLimit(const std::string& root, absl::string_view l
                                     absl::string_view field) {
   const std::optional<int64_t> used = FigureKib(root + "/proc/self/status", absl::StrCat(field, ":"));
   if (!used.has_value()) return std::nullopt;
-  for (const std::string& line : Lines(root + "/proc/self/limits")) {  // name, soft limit, hard limit, unit
+  for (const std::string& line : Lines(root + "/proc/self/limits")) {  // "name soft_limit hard_limit unit"
     absl::string_view rest = line;
     if (!absl::ConsumePrefix(&rest, limit)) continue;
     const std::vector<absl::string_view> words = Words(rest);

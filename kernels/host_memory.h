@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much memory this process can still have, as the system says: by MemAvailable, by the limits of its
-// control groups (v1 and v2, with the groups around them), and by the limits of the process (ulimit -v, -d).
+// HostMemory reads how much more memory this process can allocate: from MemAvailable, from the limits of its
+// control groups (v1 and v2, with their parent groups), and from the limits of the process (ulimit -v, -d).
 //
-// Thread-safe; every call reads the files anew.
+// Thread-safe. Every call reads the system's files again.
 #ifndef LOSSD_KERNELS_HOST_MEMORY_H_
 #define LOSSD_KERNELS_HOST_MEMORY_H_
 
@@ -13,21 +13,21 @@
 
 namespace lossd::kernels {
 
-// Reads what the system says.
+// Reads the system's files about memory.
 class HostMemory {
  public:
-  // What bounds the process most.
+  // The tightest of several bounds.
   struct Bound {
-    int64_t bytes = 0;  // that can still be had; may be negative
-    std::string what;   // where that is from, with its figures
+    int64_t bytes = 0;  // how much more can be allocated; may be negative
+    std::string what;   // for people: what sets the bound, with its figures
   };
 
-  // `root`: what stands before /proc and /sys/fs/cgroup.
+  // `root`: a prefix for all paths, such as /proc; for tests.
   explicit HostMemory(std::string root = "") : root_(std::move(root)) {}
 
-  // Nullopt if the system tells nothing.
+  // The tightest bound; nullopt if the system reports none.
   std::optional<Bound> Available() const;
-  // Bytes of this process's own memory that are in RAM; 0 if the system does not tell.
+  // Bytes of this process's anonymous memory that are in RAM; 0 if the system does not report them.
   int64_t ResidentBytes() const;
 
  private:

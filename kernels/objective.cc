@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Names and checks of objectives, and the estimate of their slope (objective.h).
 #include "kernels/objective.h"
 
 #include <algorithm>
@@ -9,12 +10,12 @@
 namespace lossd::kernels {
 namespace {
 
-// A ratio that is not clipped is expected to stay below.
+// A ratio that is not clipped is expected to stay below this.
 constexpr double kLargeRatio = 64.0;
-// As are the derivatives of k2 and k3.
+// The derivatives of k2 and k3 are expected to stay below this.
 constexpr double kLargeDivergenceSlope = 8.0;
 
-// The name of the rule that a number of no use breaks, e.g. "be 0 with reinforce".
+// The rule for a parameter that the kind does not use, e.g. "be 0 with reinforce".
 std::string NoUse(ObjectiveKind kind) { return absl::StrCat("be 0 with ", Name(kind)); }
 
 absl::Status ValidateClip(const Objective& objective) {
@@ -95,7 +96,7 @@ absl::Status Validate(const Objective& objective) {
 double LargestSlope(const Objective& objective, const ObjectiveNumbers<double>& row) {
   double slope = 1.0;
   if (NeedsOldLogprob(objective.kind)) {
-    // A log-probability is at most 0.
+    // l <= 0, so the ratio is at most exp(-l_old).
     slope = std::min(std::exp(std::min(-row.old_logprob, double{kLargestLogRatio})), kLargeRatio);
     if (HasClip(objective.kind) && (objective.kind == ObjectiveKind::kCispo || row.advantage > 0.0)) {
       slope = std::min(slope, 1.0 + double{objective.clip_high});

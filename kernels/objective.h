@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Objectives of a row: what takes the place of the cross-entropy in a row's loss, as a function of the
-// log-probability of the row's target and of numbers that are sent with the row (Objective, ObjectiveNumbers,
+// Objectives replace the cross-entropy in a row's loss. An objective is a function of the log-probability of
+// the row's target and of numbers that are sent with the row (Objective, ObjectiveNumbers,
 // EvaluateObjective).
 //
-// This is the one place for objectives: the CPU and the GPU evaluate the same function. A new objective is a
-// value of ObjectiveKind, a case of Name, what it needs (NeedsAdvantage, NeedsOldLogprob, HasClip,
-// DefaultClip) and a case of EvaluateObjective. CONTRIBUTING.md lists the other files.
+// The CPU and the GPU evaluate the same function from this file. To add an objective, add a value of
+// ObjectiveKind, a case of Name, its needs (NeedsAdvantage, NeedsOldLogprob, HasClip, DefaultClip) and a case
+// of EvaluateObjective. CONTRIBUTING.md lists the other files.
 //
 // Everything here is plain data and pure functions; thread-safe.
 #ifndef LOSSD_KERNELS_OBJECTIVE_H_
@@ -25,8 +25,9 @@
 
 namespace lossd::kernels {
 
-// What a row's loss is made of. The values are those of lossd.v1.ObjectiveKind. Symbols as in docs/math.md: l
-// is the log-probability of the target, A the advantage, rho = exp(l - l_old) the ratio; sg has no gradient.
+// The policy part of a row's loss. The values are those of lossd.v1.ObjectiveKind. Symbols as in
+// docs/math.md: l is the log-probability of the target, A the advantage, rho = exp(l - l_old) the ratio, and
+// sg(x) is x without a gradient.
 enum class ObjectiveKind : uint8_t {
   kCrossEntropy,        // -l, with label smoothing and class weights: none of the objectives below
   kReinforce,           // -A l
@@ -37,26 +38,27 @@ enum class ObjectiveKind : uint8_t {
 };
 inline constexpr ObjectiveKind kLastObjective = ObjectiveKind::kDft;
 
-// Estimators of the divergence from a reference, of d = l_ref - l.
+// Estimators of the divergence from a reference, with d = l_ref - l.
 enum class KlEstimator : uint8_t {
   kK1,  // -d
   kK2,  // d^2 / 2
   kK3,  // exp d - 1 - d
 };
 
-// An objective and its numbers.
+// An objective and its parameters.
 struct Objective {
   ObjectiveKind kind = ObjectiveKind::kCrossEntropy;
-  // kPpo and kCispo: the ratio is clipped to [1 - clip_low, 1 + clip_high]. clip_low in [0, 1], clip_high >=
-  // 0.
+  // kPpo and kCispo: the ratio is clipped to [1 - clip_low, 1 + clip_high]. clip_low is in [0, 1], clip_high
+  // >= 0.
   float clip_low = 0.0f;
   float clip_high = 0.0f;
   float dual_clip = 0.0f;  // kPpo: c > 1; 0: none
   KlEstimator kl = KlEstimator::kK3;
-  float kl_coef = 0.0f;        // >= 0: this times the divergence from the reference is added
-  float entropy_bonus = 0.0f;  // finite: this times the row's entropy is subtracted
+  // >= 0: factor of the divergence from the reference, which is added to the loss
+  float kl_coef = 0.0f;
+  float entropy_bonus = 0.0f;  // finite: factor of the row's entropy, which is subtracted
 
-  // Whether there is an objective in the place of the cross-entropy.
+  // Whether an objective replaces the cross-entropy.
   LOSSD_HOST_DEVICE bool active() const { return kind != ObjectiveKind::kCrossEntropy; }
   LOSSD_HOST_DEVICE bool needs_reference() const { return kl_coef != 0.0f; }
   friend bool operator==(const Objective&, const Objective&) = default;
@@ -65,7 +67,7 @@ struct Objective {
 absl::string_view Name(ObjectiveKind kind);  // "cross_entropy", "reinforce", "importance_sampling", ...
 absl::string_view Name(KlEstimator kl);      // "k1", "k2", "k3"
 
-// What is sent with each row.
+// Which numbers a kind needs with each row, and whether it clips the ratio.
 LOSSD_HOST_DEVICE constexpr bool NeedsAdvantage(ObjectiveKind kind) {
   return kind != ObjectiveKind::kCrossEntropy && kind != ObjectiveKind::kDft;
 }
@@ -77,7 +79,7 @@ LOSSD_HOST_DEVICE constexpr bool HasClip(ObjectiveKind kind) {
   return kind == ObjectiveKind::kPpo || kind == ObjectiveKind::kCispo;
 }
 
-// The clip of a request that names none: PPO's [0.8, 1.2], and CISPO's [0, 5].
+// The default clip_low and clip_high of a kind: the ratio in [0.8, 1.2] for PPO, and in [0, 5] for CISPO.
 struct ClipRange {
   float low = 0.0f;
   float high = 0.0f;
@@ -88,10 +90,10 @@ constexpr ClipRange DefaultClip(ObjectiveKind kind) {
   return {};
 }
 
-// INVALID_ARGUMENT if a number is outside its range, or has no meaning for the kind.
+// INVALID_ARGUMENT if a parameter is outside its range, or is set but not used by the kind.
 absl::Status Validate(const Objective& objective);
 
-// The numbers of one row; those that the objective does not need do not matter.
+// The numbers that are sent with one row. Numbers that the objective does not need are ignored.
 template <typename Real>
 struct ObjectiveNumbers {
   Real advantage = 0;
@@ -99,23 +101,24 @@ struct ObjectiveNumbers {
   Real ref_logprob = 0;
 };
 
-// About the largest derivative of a row's loss with respect to its log-probability, as far as it is known
-// before the log-probability is: for the choice of units in which gradients neither overflow nor vanish.
+// An estimate, before the log-probability is known, of the largest derivative of a row's loss with respect to
+// it. Backends use it to choose units in which gradients neither overflow nor vanish.
 double LargestSlope(const Objective& objective, const ObjectiveNumbers<double>& row);
 
-// What the objective says of one row. The entropy bonus is the caller's.
+// The objective evaluated for one row, without the entropy bonus, which the caller adds.
 template <typename Real>
 struct ObjectiveTerm {
   Real loss = 0;   // before row weight and scale
   Real slope = 0;  // minus the derivative of `loss` with respect to the log-probability
   Real ratio = 0;  // rho; 0 if the objective has none
-  Real old_kl =
-      0;  // k3 of the divergence of the policy from the old one, (rho - 1) - log rho; 0 without a ratio
-  Real ref_kl = 0;       // the estimate of the divergence from the reference; 0 if there is none
-  bool clipped = false;  // the ratio has been clipped
+  // (rho - 1) - log rho, the k3 estimate of the divergence of the policy from the old policy; 0 without a
+  // ratio
+  Real old_kl = 0;
+  Real ref_kl = 0;       // the estimate of the divergence from the reference; 0 without kl_coef
+  bool clipped = false;  // the ratio was clipped
 };
 
-// Sums over the rows of a slice, a stream or a step that have an objective; rows of weight 0 are left out.
+// Sums of ObjectiveTerm over the rows of a slice, a stream or a step, without rows of weight 0.
 struct ObjectiveSums {
   int64_t rows = 0;
   int64_t clipped_rows = 0;
@@ -141,10 +144,10 @@ struct ObjectiveSums {
   }
 };
 
-// A ratio, or exp d of k3, above exp(88) is no number of fp32: the row's loss is NaN, and the row is refused.
+// A ratio, or exp(d) of k3, above exp(88) overflows fp32: the row's loss is then NaN, and its slice fails.
 inline constexpr float kLargestLogRatio = 88.0f;
 
-// The term of a row whose target has the log-probability -nll. Real: float or double.
+// Evaluates the objective for a row whose target has the log-probability -nll. Real: float or double.
 template <typename Real>
 LOSSD_HOST_DEVICE ObjectiveTerm<Real> EvaluateObjective(const Objective& objective, Real nll,
                                                         const ObjectiveNumbers<Real>& row) {
@@ -155,7 +158,8 @@ LOSSD_HOST_DEVICE ObjectiveTerm<Real> EvaluateObjective(const Objective& objecti
   if (NeedsOldLogprob(objective.kind)) {
     const Real log_ratio = -nll - row.old_logprob;
     term.ratio = log_ratio <= kLargest ? std::exp(log_ratio) : kNotFinite;
-    // Of a target of probability 0 all is 0 but this; such a row is refused.
+    // For a target of probability 0 all other terms are 0, and this one is infinite. Such a row makes its
+    // slice fail.
     term.old_kl = log_ratio <= kLargest ? std::expm1(log_ratio) - log_ratio : kNotFinite;
   }
   const Real low = Real(1) - static_cast<Real>(objective.clip_low);

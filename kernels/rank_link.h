@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Heads whose replicas lie in several processes, one replica in each. RankLink is how a process takes part in
-// the sums; a backend that was made as one of several ranks (BackendChoice::replica) comes with a link.
-// RankState and RankTimes are what a server knows of one rank.
+// RankLink connects a backend with the backends of other processes that have replicas or parts of the same
+// heads: it carries their sums and exchanges. A backend that was created as one of several ranks
+// (BackendChoice::replica) comes with a link. RankState and RankTimes are what a server knows of one rank.
 //
-// A RankLink is driven by the backend's driving thread, but for Abort and Times, which are thread-safe. The
+// A RankLink is driven by the backend's driving thread, except Abort and Times, which are thread-safe. The
 // structs are plain data; thread-compatible.
 #ifndef LOSSD_KERNELS_RANK_LINK_H_
 #define LOSSD_KERNELS_RANK_LINK_H_
@@ -23,79 +23,81 @@
 
 namespace lossd::kernels {
 
-// What carries the collectives: sums, copies and exchanges between ranks.
-inline constexpr char kNccl[] = "nccl";  // among GPUs, of which each rank has one of its own
-inline constexpr char kGloo[] = "gloo";  // through the memory of the hosts
+// The libraries that can carry collectives: sums, copies and exchanges between ranks.
+inline constexpr char kNccl[] = "nccl";  // between GPUs, if each rank has one of its own
+inline constexpr char kGloo[] = "gloo";  // through host memory
 
-// What ranks have to have alike beyond what their backends say of themselves.
+// Properties that must be equal for all ranks, in addition to BackendInfo.
 struct RankTraits {
-  int64_t device_bytes = 0;  // memory of the GPU in all; 0: a CPU
-  std::string nccl_version;  // "2.28.3"; empty: NCCL is not offered
+  int64_t device_bytes = 0;  // total memory of the GPU; 0: a CPU
+  std::string nccl_version;  // e.g. "2.28.3"; empty: NCCL is not available
 };
 
-// Connects the heads of one rank with those of the others.
+// Connects the heads of one rank with the heads of the other ranks.
 class RankLink {
  public:
   virtual ~RankLink() = default;
 
-  // Of this rank. A link without a GPU has none.
+  // The traits of this rank; the default is for a link without a GPU.
   virtual RankTraits Traits() const { return {}; }
 
-  // What this rank can use of these, the best first.
+  // The collectives that this rank can use, the best first.
   virtual std::vector<std::string> CollectivesOffered() const = 0;
-  // The choice, which all ranks make alike. Called once, before Address. INVALID_ARGUMENT if it is not
-  // offered.
+  // Sets the collectives, the same on all ranks. Called once, before Address. INVALID_ARGUMENT if they are
+  // not offered.
   virtual absl::Status UseCollectives(const std::string& collectives) = 0;
-  // What the other ranks have to know of this one to reach it. Called once.
+  // The data by which the other ranks reach this rank. Called once.
   virtual absl::StatusOr<std::string> Address() = 0;
-  // Connects this rank with the others. `addresses`: of all ranks, by rank. Blocks until all have called it;
-  // called once, after Address. UNAVAILABLE if one cannot be reached in time.
+  // Connects this rank with the other ranks. `addresses`: Address() of all ranks, by rank. Called once, after
+  // Address. Blocks until all ranks have called it. UNAVAILABLE if a rank cannot be reached in time.
   virtual absl::Status Connect(const std::vector<std::string>& addresses) = 0;
 
-  // This rank's part in the sums of one head, which every rank makes of its replica. All ranks call the same
-  // functions of theirs in the same order, for all heads together; each returns when this rank has done its
-  // part. UNAVAILABLE if another rank does not do its own in time; from then on every call fails.
-  // The link outlives the result, and so does `head`, of the backend that came with the link.
+  // Joins this rank's replica of a head with the replicas of the other ranks. All ranks call the functions of
+  // their results in the same order, over all heads; each call returns when this rank has done its part.
+  // UNAVAILABLE if another rank does not do its part in time; from then on every call fails. `head` is of the
+  // backend that came with the link. Link and head outlive the result.
   virtual absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) = 0;
 
-  // Joins the parts of one head that is split by vocabulary, of which every rank has one: what its chunks
-  // exchange goes over this link. All ranks compute the same chunks of all such heads, and sums, in the same
-  // order. The link outlives `head`, of the backend that came with the link, whose split is kVocabulary.
+  // Joins this rank's part of a head that is split by vocabulary with the parts of the other ranks: exchanges
+  // of its chunks go over this link. All ranks compute the same chunks of all such heads, and sums, in the
+  // same order. `head` is of the backend that came with the link, and its split is kVocabulary. The link
+  // outlives it.
   virtual absl::Status JoinClasses(HeadKernels* head) = 0;
-  // From now on, when a chunk's exchange fails, which is UNAVAILABLE, `on_failure` is told why, on the
-  // driving thread or the one that tells the chunk's results, and the chunk fails with what it returns. It
-  // may block: no chunk is computed any more. Called before the first chunk.
+  // Sets what happens when a chunk's exchange fails, which is UNAVAILABLE. `on_failure` is called with the
+  // error, on the driving thread or on the thread that reports the chunk's results, and the chunk fails with
+  // the status that it returns. It may block, because no more chunks are computed. Called before the first
+  // chunk.
   virtual void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure) = 0;
 
-  // How long this rank has been in exchanges, since the link was made.
+  // How long this rank has been in exchanges since the link was created.
   virtual ExchangeTimes Times() const = 0;
 
-  // Another rank is known to be lost: whatever waits for it fails with `reason`, and all that comes.
+  // Another rank is lost. All calls that wait for it, and all later calls, fail with `reason`.
   virtual void Abort(const absl::Status& reason) = 0;
 };
 
-// What has gone from rank 0 to a worker in messages and come back, since the ranks came together.
+// Bytes of messages between rank 0 and a worker, since the ranks connected.
 struct RankTraffic {
   int64_t sent_bytes = 0;
   int64_t received_bytes = 0;
 };
 
-// What is known of one rank: a device of a server that has several devices, in one process or more.
+// The state of one rank: a device of a server that has several devices, in one or more processes.
 struct RankState {
   int rank = 0;
   std::string host;
   std::string device;
   bool lost = false;
-  MemoryStats memory;                  // as the rank last said
-  int64_t chunks = 0;                  // or parts of them, computed without an error
-  int64_t rows = 0;                    // of these, those without a target included
-  std::optional<RankTraffic> traffic;  // of a worker
+  MemoryStats memory;                  // as the rank last reported it
+  int64_t chunks = 0;                  // chunks, or parts of chunks, computed without an error
+  int64_t rows = 0;                    // rows of these chunks, including ignored rows
+  std::optional<RankTraffic> traffic;  // only for a worker
 };
 
-// What a rank's time went into, since it started.
+// How a rank has spent its time since it started.
 struct RankTimes {
-  absl::Duration busy;      // there was a chunk to compute or a request to carry out
-  ExchangeTimes exchanges;  // of that, in exchanges with other ranks
+  absl::Duration busy;      // time in which it had a chunk or a request to execute
+  ExchangeTimes exchanges;  // the part of `busy` spent in exchanges with other ranks
 };
 
 }  // namespace lossd::kernels

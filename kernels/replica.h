@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which part of a head each of several devices has (Replica, Shard), how memory goes between the processes of
-// one server (HostTransfers), and a part of a head that lies in another process (RemotePart).
+// The division of a head among several devices (Replica, Shard), a part of a head in another process
+// (RemotePart), and transfers of memory between the processes of one server (HostTransfers).
 //
-// By rows, every device computes other rows: it has all values and accumulates gradients of all classes, but
-// each parameter is updated by one of the devices, which alone keeps its optimizer state. By vocabulary, a
-// device has all that belongs to its classes, and nothing of the other classes. A head by vocabulary may have
-// several copies; each copy computes other rows, and each class is updated in one of the copies.
+// In a head split by rows, the devices compute different rows. Every device has all values and accumulates
+// gradients of all classes, but each parameter is updated by only one device, which alone has its optimizer
+// state. In a head split by vocabulary, a device has everything that belongs to its classes, and nothing of
+// other classes. Such a head may have several copies: the copies compute different rows, and each class is
+// updated in only one copy.
 //
 // Structs are plain data. Functions are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_REPLICA_H_
@@ -24,18 +25,19 @@
 
 namespace lossd::kernels {
 
-// Which of how many replicas (or, by vocabulary, parts, or parts of replicas) of its heads a backend holds.
+// Which of `count` replicas of its heads a backend has. If heads are split by vocabulary, the replicas are
+// parts of a head, or the parts of all its copies.
 struct Replica {
   int index = 0;
   int count = 1;
 };
 
-// The parameters that a replica updates.
+// The parameters that one replica updates.
 struct Shard {
   // Rows [first_class, first_class + classes) of the weight and the bias.
   int64_t first_class = 0;
   int64_t classes = 0;
-  bool norm = true;  // also the parameters of the norm
+  bool norm = true;  // whether it also updates the parameters of the norm
 
   int64_t end_class() const { return first_class + classes; }
 };
@@ -43,8 +45,9 @@ struct Shard {
 // Shards begin at multiples of this many classes, so that their parts of tensors are aligned.
 inline constexpr int64_t kShardAlignment = 8;
 
-// By rows: classes in order, each replica as many as the first, but for what alignment takes from the last
-// ones: of few classes they may have none. The first replica also has the norm.
+// The shards of a head split by rows: classes in order, the same number for each replica, rounded up for
+// alignment. So the last replicas may have fewer classes, or none if there are few. The first replica also
+// has the norm.
 inline Shard ShardOf(int64_t vocab_size, Replica replica) {
   const int64_t even = (vocab_size + replica.count - 1) / replica.count;
   const int64_t each = (even + kShardAlignment - 1) / kShardAlignment * kShardAlignment;
@@ -53,22 +56,22 @@ inline Shard ShardOf(int64_t vocab_size, Replica replica) {
   return {.first_class = first, .classes = left < each ? left : each, .norm = replica.index == 0};
 }
 
-// Where shares of a head begin is a multiple of this many classes if there are many: a tile of the kernels.
+// If there are many classes, the share of each device begins at a multiple of this many classes, a tile of
+// the kernels.
 inline constexpr int64_t kShareGrain = 256;
 
-// Boundaries between so many devices are multiples of this.
+// The number of which the boundaries between the shares of `devices` devices are multiples.
 inline int64_t GrainOfShares(int64_t vocab_size, size_t devices) {
   int64_t grain = kShareGrain;
   while (grain > 1 && vocab_size < grain * 8 * static_cast<int64_t>(devices)) grain /= 2;
   return grain;
 }
 
-// The first class of a device whose head is divided by `shares`, one for each device (HeadConfig::shares): a
-// multiple of kShareGrain, or of less where the devices have few classes each. For device shares.size():
-// vocab_size.
+// The first class of `device` in a head divided by `shares`, one for each device (HeadConfig::shares): a
+// multiple of GrainOfShares. For device shares.size(): vocab_size.
 inline int64_t FirstClassOf(int64_t vocab_size, absl::Span<const int32_t> shares, size_t device) {
   int64_t before = 0, all = 0;
-  size_t last = 0;  // the last device that has a share: what rounding leaves is its
+  size_t last = 0;  // the last device that has a share: it takes what rounding leaves over
   for (size_t i = 0; i < shares.size(); ++i) {
     if (i < device) before += shares[i];
     all += shares[i];
@@ -76,14 +79,15 @@ inline int64_t FirstClassOf(int64_t vocab_size, absl::Span<const int32_t> shares
   }
   if (device > last) return vocab_size;
   const int64_t grain = GrainOfShares(vocab_size, shares.size());
-  // vocab_size < 2^31 and all < 2^31, so that the product fits.
+  // vocab_size < 2^31 and all < 2^31, so the product does not overflow.
   const int64_t exact = (vocab_size * before + all / 2) / all;
   return std::min((exact + grain / 2) / grain * grain, vocab_size);
 }
 
-// By vocabulary: classes in order. Without shares they are divided evenly, and the first devices have one
-// more where they do not divide; vocab_size >= replica.count, so that every device has some. The norm's
-// parameters are on every device, which all update them alike.
+// The parts of a head split by vocabulary: classes in order. Without shares they are divided evenly, and the
+// first devices have one class more if the division has a remainder; vocab_size >= replica.count, so that
+// every device has classes. Every device has the norm's parameters, and all devices update them in the same
+// way.
 inline Shard ClassShardOf(int64_t vocab_size, Replica replica, absl::Span<const int32_t> shares = {}) {
   if (!shares.empty()) {
     const auto device = static_cast<size_t>(replica.index);
@@ -98,40 +102,40 @@ inline Shard ClassShardOf(int64_t vocab_size, Replica replica, absl::Span<const 
           .norm = true};
 }
 
-// Memory that goes to another rank, or is filled with what another rank sends; bytes > 0. The processes of
-// one server are its ranks.
+// Memory to send to another rank, or to fill with what that rank sends; bytes > 0. The processes of one
+// server are its ranks.
 struct RankTransfer {
   int rank = 0;
   void* data = nullptr;
   size_t bytes = 0;
 };
 
-// Carries memory of the host between the processes of one server. Called by one thread at a time, but for
-// Abort, which is thread-safe. After an error every call fails with it.
+// Transfers host memory between the processes of one server. Called by one thread at a time, except Abort,
+// which is thread-safe. After an error every call fails with that error.
 class HostTransfers {
  public:
   virtual ~HostTransfers() = default;
 
-  virtual Replica replica() const = 0;  // this rank, of how many
-  // What the other ranks have to know of this one to reach it. Called once.
+  virtual Replica replica() const = 0;  // the number of this rank, and how many ranks there are
+  // The data by which the other ranks reach this rank. Called once.
   virtual absl::StatusOr<std::string> Address() = 0;
-  // Connects this rank with the others. `addresses`: of all ranks, by rank. Blocks until all have called it;
-  // called once, after Address. UNAVAILABLE if one cannot be reached in time.
+  // Connects this rank with the other ranks. `addresses`: Address() of all ranks, by rank. Called once, after
+  // Address. Blocks until all ranks have called it. UNAVAILABLE if a rank cannot be reached in time.
   virtual absl::Status Connect(const std::vector<std::string>& addresses) = 0;
-  // Sends and receives at the same time, and returns when all of it is done. Ranks pair off what they send
-  // to each other in the order of the calls. UNAVAILABLE if another rank does not do its part in time.
+  // Sends and receives at the same time, and returns when everything is done. Between two ranks, sends and
+  // receives are matched in the order of the calls. UNAVAILABLE if another rank does not do its part in time.
   virtual absl::Status Exchange(absl::Span<const RankTransfer> send,
                                 absl::Span<const RankTransfer> receive) = 0;
-  // Whatever waits for another rank fails with `reason`, and all that comes.
+  // Makes all calls that wait for another rank, and all later calls, fail with `reason`.
   virtual void Abort(const absl::Status& reason) = 0;
 };
 
-// A part of a head that lies in another process.
+// A part of a head in another process.
 struct RemotePart {
-  int rank = 0;                // of the process
-  uint64_t head = 0;           // what the head is called there
-  Replica replica;             // which part of the head it is,
-  Split split = Split::kRows;  // and by what the head is divided: never kAny
+  int rank = 0;                // rank of that process
+  uint64_t head = 0;           // number of the head in that process
+  Replica replica;             // which part of the head it is
+  Split split = Split::kRows;  // how the head is divided; never kAny
 };
 
 }  // namespace lossd::kernels

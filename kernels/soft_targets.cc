@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Sorting, merging and checking of soft targets (soft_targets.h).
 #include "kernels/soft_targets.h"
 
 #include <algorithm>
@@ -34,7 +35,7 @@ void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const 
   if (!std::is_sorted(entries.begin(), entries.end(), before)) {
     std::stable_sort(entries.begin(), entries.end(), before);
   }
-  // A class that is named again adds to the entry before.
+  // Merges entries of the same class, which are now neighbors, into one.
   row.sum = 0.0;
   size_t last = 0;
   double weight = 0.0;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Soft targets: a row has K classes with a weight each in the place of its one target, for example the k most
+// Soft targets: instead of one target, a row has K classes with a weight each, for example the K most
 // probable classes of a teacher with their probabilities. docs/math.md has the formulas under "Soft targets".
 //
-// Of one row, q_v is the weight of class v (0 unless the row names v; weights of a class that is named more
-// than once add up), s the sum of all weights, r the rest and T the probability of all classes that the row
-// does not name. Its loss is
+// For one row, let q_v be the weight of class v (0 unless the row names v; if the row names v more than once,
+// its weights add up), s the sum of all weights, r the rest, and T the probability of all classes together
+// that the row does not name. The loss of the row is
 //   -sum q_v log p_v - r log T
-// and the derivative with respect to the logit of class v is
+// and its derivative with respect to the logit of class v is
 //   (s + r) p_v - q_v         of a class that the row names,
-//   (s + r - r / T) p_v       of another one.
+//   (s + r - r / T) p_v       of any other class.
 //
 // Plain data and stateless functions; thread-safe.
 #ifndef LOSSD_KERNELS_SOFT_TARGETS_H_
@@ -23,8 +23,8 @@
 
 namespace lossd::kernels {
 
-// What becomes of the probability that the weights of a row leave over. The values are those of
-// lossd.v1.Rest.
+// How r is defined: what becomes of the probability that the weights of a row leave over. The values are
+// those of lossd.v1.Rest.
 enum class Rest : uint8_t {
   kNoTargets,     // rows have one target each, and no weights
   kNone,          // the weights count as they are; r is 0
@@ -34,11 +34,11 @@ enum class Rest : uint8_t {
 inline constexpr Rest kLastRest = Rest::kOneClass;
 absl::string_view Name(Rest rest);  // "no_targets", "none", "renormalized", "one_class"
 
-// K at most; K is at most V besides.
+// The largest K; K is also at most V.
 inline constexpr int32_t kMostSoftTargets = 256;
-// Entries of a row that name no class; their weight is 0.
+// The class of an entry that names no class; its weight is 0.
 inline constexpr int32_t kNoClass = -1;
-// kOneClass: a rest below it counts as 0: it is what rounding leaves of weights whose sum is 1.
+// kOneClass: a smaller rest counts as 0, because it comes from rounding of weights whose sum is 1.
 inline constexpr double kLeastRest = 0x1p-20;
 
 // The soft targets of one row.
@@ -47,18 +47,18 @@ struct SoftRow {
     int32_t place = 0;
     float weight = 0.0f;
   };
-  std::vector<Entry> entries;  // each class once, the smallest first; classes of weight 0 too
-  double total = 0.0;          // s + r; with kRenormalized 1
+  std::vector<Entry> entries;  // each class once, in ascending order, also with weight 0
+  double total = 0.0;          // s + r; 1 with kRenormalized
   double rest = 0.0;           // r
-  double sum = 0.0;            // s, of the weights as they were given
+  double sum = 0.0;            // s, of the given weights
 };
 
-// The soft targets of a row with these classes and weights, [K] each, which Check has taken. Replaces `row`,
-// whose memory it uses again.
+// Makes the soft targets of a row from these classes and weights, [K] each, which have passed
+// CheckSoftTargets. Replaces the content of `row` and reuses its memory.
 void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const float> weights, SoftRow& row);
 
-// errors::CheckSoftTargets with the sum that `rest` takes, and INVALID_ARGUMENT, naming
-// "<prefix>target_count", unless `count` is in [1, min(V, kMostSoftTargets)].
+// Checks `count`, and classes and weights by errors::CheckSoftTargets with the rule that `rest` sets for the
+// sum. INVALID_ARGUMENT names "<prefix>target_count" unless `count` is in [1, min(V, kMostSoftTargets)].
 absl::Status CheckSoftTargets(absl::string_view prefix, Rest rest, int64_t vocab_size, int64_t count,
                               absl::Span<const int32_t> classes, absl::Span<const float> weights,
                               absl::Span<const int32_t> targets, int32_t ignored);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The least-recently-used pool for heads in host memory (teacher_pool.h).
 #include "kernels/teacher_pool.h"
 
 #include <algorithm>
@@ -69,7 +70,7 @@ TeacherPool::Place TeacherPool::Use(Id id) {
     return place;
   }
   std::optional<int64_t> gap = GapOf(member.bytes);
-  while (!gap.has_value()) {  // a pool that is empty has room for every member
+  while (!gap.has_value()) {  // ends, because an empty pool has room for every member
     const Id oldest = by_use_.front();
     ++members_.at(oldest).stats.evictions;
     Leave(oldest);

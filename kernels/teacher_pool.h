@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pool of a device for heads that live in host memory (Residency::kHost): which of them are on the device
-// now, and where in the pool's memory. A backend has one pool for each device. The pool decides, and the
-// backend owns the memory and copies.
+// TeacherPool manages a device's memory for heads that live in host memory (Residency::kHost): it decides
+// which of them are on the device, and at which offset in the pool. A backend has one pool for each device.
+// The pool only decides; the backend owns the memory and copies the values.
 //
-// Members are such heads. A member that is used gets a place of its size. If there is no room for it, others
-// leave the pool, those first whose last use is longest ago, until the room is there. Their values stay in
-// host memory, so nothing is copied back.
+// The members of a pool are such heads. A member that is used gets a place of its size. If there is no room,
+// the least recently used members leave the pool until there is. The values stay in host memory, so nothing
+// is copied back.
 //
-// Errors leave the pool as it was.
+// After an error the pool is as it was.
 #ifndef LOSSD_KERNELS_TEACHER_POOL_H_
 #define LOSSD_KERNELS_TEACHER_POOL_H_
 
@@ -24,73 +24,76 @@
 
 namespace lossd::kernels {
 
-// How a head that lives in host memory has come to the device and gone, since it was created. Plain data; of
-// several devices the sums.
+// How often a head in host memory was copied to the device since it was created. Plain data; for several
+// devices the sums.
 struct PagingStats {
-  bool on_device = false;    // now; of several devices: on all of them
-  int64_t value_bytes = 0;   // that one copy takes
-  int64_t hits = 0;          // chunks that found the head on the device
-  int64_t copies = 0;        // chunks that it was copied for
-  int64_t evictions = 0;     // times that it left for another head
-  int64_t copied_bytes = 0;  // of all copies
-  absl::Duration copying;    // how long the copies took on their stream; of those that have ended
+  bool on_device = false;    // it is there now; with several devices, on all of them
+  int64_t value_bytes = 0;   // size of one copy
+  int64_t hits = 0;          // chunks that found the values on the device
+  int64_t copies = 0;        // chunks for which the values were copied
+  int64_t evictions = 0;     // how often it left the pool for another head
+  int64_t copied_bytes = 0;  // total of all copies
+  absl::Duration copying;    // total duration, on their stream, of the copies that have ended
 
   PagingStats& operator+=(const PagingStats& other);
 };
 
-// Thread-safe. The backend's driving thread changes the pool; other threads read what it says.
+// Thread-safe. Only the backend's driving thread changes the pool; other threads read it.
 class TeacherPool {
  public:
-  // Names a member; no two members of a pool ever have the same.
+  // Identifies a member. A pool never uses an id twice.
   using Id = uint64_t;
-  // Places begin at multiples of this, and take multiples of it.
+  // The offset and the size of a place are multiples of this.
   static constexpr int64_t kAlignment = 256;
 
   // `limit_bytes`: the size of the pool; 0: as large as its largest member.
   explicit TeacherPool(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
 
-  // How many bytes the pool has when it has a further member of `bytes` >= 0. RESOURCE_EXHAUSTED with both
-  // numbers if the member alone is larger than the limit.
+  // The size that the pool would have with one more member of `bytes` >= 0. RESOURCE_EXHAUSTED, with both
+  // sizes, if the member alone is larger than the limit.
   absl::StatusOr<int64_t> SizeWith(int64_t bytes) const;
-  // A new member, which is not on the device. The pool then has SizeWith(bytes), which has to be OK. If that
-  // is more than before, its memory is another one, and no member is on the device.
+  // Adds a member, which is not on the device yet. SizeWith(bytes) must be OK and becomes the size of the
+  // pool. If that is larger than before, the caller has to allocate new memory, and no member is on the
+  // device.
   Id Add(int64_t bytes);
-  // A pool without members has no memory.
+  // Removes a member. A pool without members has size 0.
   void Remove(Id id);
 
-  // What a use finds, or has to do.
+  // Where a member is, and what the caller has to do.
   struct Place {
-    int64_t offset = 0;       // of the member's bytes in the pool
-    bool copy = false;        // its values have to be copied there first
-    std::vector<Id> evicted;  // for it, in this order; something of theirs may lie in its place
+    int64_t offset = 0;  // offset of the member's values in the pool
+    bool copy = false;   // the caller has to copy the values there first
+    // Members that left the pool for it, in this order; their values may overlap its place.
+    std::vector<Id> evicted;
   };
-  // Brings a member to the device, where it is the one that was used last.
+  // Gives a member a place on the device and makes it the most recently used.
   Place Use(Id id);
-  // The values of the member in host memory have changed: if it was on the device, it is not any more.
+  // The values of the member in host memory have changed, so it is no longer on the device.
   void Invalidate(Id id);
-  // A copy has taken so long.
+  // Adds the duration of a copy.
   void AddCopying(Id id, absl::Duration time);
 
-  int64_t size() const;  // bytes of its memory
+  int64_t size() const;  // bytes of the pool's memory
   PagingStats stats(Id id) const;
   bool on_device(Id id) const;
 
  private:
   struct Member {
-    int64_t bytes = 0;              // rounded up
-    std::optional<int64_t> offset;  // of its place, on the device
+    int64_t bytes = 0;              // rounded up to kAlignment
+    std::optional<int64_t> offset;  // of its place; absent: not on the device
     PagingStats stats;
   };
 
-  // The first gap of so many bytes between the places; nullopt: there is none.
+  // The offset of the first gap of `bytes` bytes between places; nullopt if there is none.
   std::optional<int64_t> GapOf(int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Leave(Id id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int64_t limit_bytes_;
   mutable absl::Mutex mutex_;
   std::map<Id, Member> members_ ABSL_GUARDED_BY(mutex_);
-  std::list<Id> by_use_ ABSL_GUARDED_BY(mutex_);             // on the device; the one used last at the end
-  std::map<int64_t, Id> by_offset_ ABSL_GUARDED_BY(mutex_);  // the same
+  // Members on the device; the most recently used is last.
+  std::list<Id> by_use_ ABSL_GUARDED_BY(mutex_);
+  std::map<int64_t, Id> by_offset_ ABSL_GUARDED_BY(mutex_);  // members on the device, by offset
   int64_t size_ ABSL_GUARDED_BY(mutex_) = 0;
   Id last_id_ ABSL_GUARDED_BY(mutex_) = 0;
 };

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Checks of chunks, tensor accesses and steps (validation.h).
 #include "kernels/validation.h"
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 namespace lossd::kernels {
 namespace {
 
-// "slices[2].rows"
+// The path of a field, e.g. "slices[2].rows".
 std::string Of(size_t slice, absl::string_view field) { return absl::StrCat("slices[", slice, "].", field); }
 
 absl::Status ValidateTargets(const HeadConfig& config, size_t index, const Slice& slice) {
@@ -53,7 +54,7 @@ absl::Status ValidateWantedClasses(const HeadConfig& config, size_t index, const
   return absl::OkStatus();
 }
 
-// Soft targets come with the option, and only with it.
+// Checks soft targets: required with options.rest, and refused without it.
 absl::Status ValidateSoftTargets(const HeadConfig& config, size_t index, const Slice& slice,
                                  const LossOptions& options) {
   if (!options.has_soft_targets()) {
@@ -93,7 +94,7 @@ absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slic
                             offset);
 }
 
-// Of a chunk of an embedding.
+// Checks a slice of a chunk with embedding rows.
 absl::Status ValidateEmbeddingSlice(const HeadConfig& config, size_t index, const Slice& slice,
                                     const Chunk& chunk) {
   const bool gradients = chunk.options.embedding == Embedding::kGradients;
@@ -157,7 +158,7 @@ absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& 
   return ValidateTargets(config, index, slice);
 }
 
-// What a chunk with a teacher has to bring, and one without must not.
+// Checks that a chunk has a teacher if and only if it is distilled, and that its slices fit to that.
 absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) {
   const bool distilled = chunk.options.distillation.used();
   if (distilled != (chunk.teacher != nullptr)) {

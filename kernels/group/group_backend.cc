@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// GroupBackend: plans and creates heads on all members, split by rows or by vocabulary (group_backend.h).
 #include "kernels/group/group_backend.h"
 
 #include <algorithm>
@@ -24,7 +25,7 @@ void Add(const MemoryBytes& bytes, MemoryBytes& sum) {
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) sum.by_kind[kind] += bytes.by_kind[kind];
 }
 
-// The member that has the device; -1: none.
+// The member that has the device; -1 if there is none.
 int MemberWith(const Members& members, absl::string_view device) {
   for (int i = 0; i < members.size(); ++i) {
     const std::vector<std::string> own = members.backend(i).SharingDevices();
@@ -34,13 +35,13 @@ int MemberWith(const Members& members, absl::string_view device) {
 }
 
 Split SplitOf(const GroupOptions& options, const HeadConfig& config) {
-  if (config.residency == Residency::kHost) return Split::kRows;  // Validate takes no other
+  if (config.residency == Residency::kHost) return Split::kRows;  // Validate allows no other split
   const bool of_vocabulary = !config.shares.empty() || ReplicasOf(config) > 1;
   if (config.split == Split::kAny && of_vocabulary) return Split::kVocabulary;
   return config.split == Split::kAny ? options.split : config.split;
 }
 
-// What the members make of a head that is split by vocabulary.
+// The config that the members use for a head that is split by vocabulary.
 HeadConfig ByVocabulary(const GroupOptions& options, const HeadConfig& config) {
   HeadConfig split = config;
   split.split = Split::kVocabulary;
@@ -92,11 +93,11 @@ class GroupBackend final : public Backend {
     return sum;
   }
 
-  // As many as one member takes, and one more for each of the others: so chunks of few rows keep all of them
-  // busy.
+  // As many as one member takes, and one more for each other member, so that chunks of few rows, each on one
+  // member, keep all members busy.
   int max_chunks_in_flight() const override { return first().max_chunks_in_flight() + members_.size() - 1; }
 
-  // Of a config that names no split, by rows.
+  // If neither the config nor the options name a split, plans a split by rows.
   absl::StatusOr<MemoryBytes> PlanHead(const HeadConfig& config) const override {
     HeadConfig planned =
         SplitOf(options_, config) == Split::kVocabulary ? ByVocabulary(options_, config) : config;
@@ -132,7 +133,7 @@ class GroupBackend final : public Backend {
     if (options_.staging != nullptr) return options_.staging->Adopt(&first(), memory, options);
     return first().AdoptStaging(memory, options);
   }
-  // Every member computes rows that lie in that memory, so all members have to share.
+  // Every member computes rows in this memory, so all members must be able to share memory.
   std::vector<std::string> SharingDevices() const override {
     std::vector<std::string> devices;
     for (int i = 0; i < members_.size(); ++i) {
@@ -190,7 +191,8 @@ class GroupBackend final : public Backend {
 
  private:
   Backend& first() const { return members_.backend(0); }
-  // As the split says; where it leaves that open, by vocabulary if there is no room by rows.
+  // Calls one of the two functions, as the split says. With kAny, calls `make_by_rows` first, and
+  // `make_by_vocabulary` if that does not fit.
   template <typename Result, typename ByRows, typename ByVocabulary>
   absl::StatusOr<Result> EitherWay(const HeadConfig& config, const ByRows& make_by_rows,
                                    const ByVocabulary& make_by_vocabulary) const {
@@ -207,8 +209,8 @@ class GroupBackend final : public Backend {
                                                      " devices, ", by_vocabulary.status().message()));
   }
 
-  // Heads of all members, one after the other as CreateHeads makes them: the choices are those of member
-  // `described`, and chunk_rows the fewest.
+  // Plans the heads of all members one after the other, as CreateHeads creates them. The result has the
+  // choices of member `described`, and the smallest slice_rows of the members as chunk_rows.
   absl::StatusOr<PlannedHead> PlanHeads(const HeadConfig& config, const MemoryBytes& beside,
                                         int described) const {
     PlannedHead all;
@@ -222,14 +224,14 @@ class GroupBackend final : public Backend {
         all.compute_dtype = one->compute_dtype;
         all.choices = std::move(one->choices);
       }
-      // A member that does not say has as many as the others.
+      // A member whose plan has no slice_rows does not count.
       const bool says = one->slice_rows > 0;
       if (says && (all.chunk_rows == 0 || one->slice_rows < all.chunk_rows)) all.chunk_rows = one->slice_rows;
     }
     return all;
   }
 
-  // As CreateReplicas.
+  // Plans what CreateReplicas creates.
   absl::StatusOr<PlannedHead> PlanReplicas(const HeadConfig& config, const HeadConfig& divided,
                                            const MemoryBytes& beside) const {
     absl::StatusOr<PlannedHead> all = PlanHeads(divided, beside, WithMostClasses(divided, members_.size()));
@@ -265,7 +267,7 @@ class GroupBackend final : public Backend {
                               config.vocab_size);
   }
 
-  // `divided`: what the members make of a head whose config is `config`.
+  // `divided`: the config that the members use for a head whose config is `config`.
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateReplicas(const HeadConfig& config,
                                                               const HeadConfig& divided) {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
@@ -288,7 +290,7 @@ class GroupBackend final : public Backend {
     return CreateDivided(config);
   }
 
-  // One copy, whose config has passed CheckSplit.
+  // Creates a head with one copy. Its config has passed CheckSplit.
   absl::StatusOr<std::unique_ptr<VocabularyHead>> CreateDivided(const HeadConfig& config) {
     std::vector<std::unique_ptr<HeadKernels>> heads(static_cast<size_t>(members_.size()));
     absl::Status status = CreateHeads(ByVocabulary(options_, config), heads);
@@ -311,7 +313,8 @@ class GroupBackend final : public Backend {
     return all;
   }
 
-  // One member after the other, so that what does not fit is the same each time.
+  // Creates the members' heads one after the other, so that it is always the same member whose head does not
+  // fit.
   absl::Status CreateHeads(const HeadConfig& config, std::vector<std::unique_ptr<HeadKernels>>& heads) {
     for (int i = 0; i < members_.size(); ++i) {
       absl::Status status = members_.On(i, [&] {
@@ -353,7 +356,7 @@ class GroupBackend final : public Backend {
   }
 
   Members members_;
-  // These may hold what connects the members: they end before them.
+  // These may own the connection of the members, so they are destroyed before the members.
   const GroupOptions options_;
   const MakeReplicas make_replicas_;
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several backends as one: heads lie on all of them, and the rows of a chunk, or the classes of a head, are
-// divided among them (docs/scaling.md). To the engine it is a device like any other.
+// A group backend makes several backends, its members, one Backend: each head is on all members, and the
+// members divide the rows of a chunk or the classes of a head (docs/scaling.md). To the engine a group is
+// like any other device.
 #ifndef LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_
 #define LOSSD_KERNELS_GROUP_GROUP_BACKEND_H_
 
@@ -18,19 +19,19 @@
 
 namespace lossd::kernels {
 
-// Connects the heads of the members, of the same config and in the order of the members. How they divide the
-// head is what PlacesOf says of the config.
+// Connects the heads that the members have of one head, in the order of the members. The heads have the same
+// config, and PlacesOf says how they divide the head.
 using MakeReplicas =
     std::function<absl::StatusOr<std::unique_ptr<Replicas>>(absl::Span<HeadKernels* const> heads)>;
 
-// Joins the heads of the members, which have the same config, whose split is kVocabulary, in the order of the
-// members.
+// Joins the heads that the members have of one head, in the order of the members. The heads have the same
+// config, whose split is kVocabulary.
 using JoinClasses = std::function<absl::Status(absl::Span<HeadKernels* const> heads)>;
 
-// INVALID_ARGUMENT: the devices cannot share the classes of a head.
+// A JoinClasses for devices that cannot share the classes of a head: returns INVALID_ARGUMENT.
 absl::Status RefuseToSplitVocabulary(absl::Span<HeadKernels* const> heads);
 
-// Where the staging memory of a group comes from. Thread-safe.
+// A source of staging memory for a group. Thread-safe.
 class GroupStaging {
  public:
   virtual ~GroupStaging() = default;
@@ -41,39 +42,42 @@ class GroupStaging {
 };
 
 struct GroupOptions {
-  // Chunks of fewer rows are computed by one member. With 512 rows a pass over the fp32 weight gradient costs
-  // about as much as the products of the rows; two members would each make the pass for half of the rows.
+  // A chunk of fewer rows is computed by one member. With 512 rows, a pass over the fp32 weight gradient
+  // takes about as long as the products of the rows. If two members shared fewer rows, each of them would
+  // make that pass for half of the rows.
   int64_t least_rows = 512;
-  // The members count their memory together, as those of CreateCpuMembers do: what one of them says is said
-  // of all.
+  // The members count their memory together, as those of CreateCpuMembers do, so the statistics of one member
+  // are those of all.
   bool members_share_memory = false;
-  Split split = Split::kAny;  // of heads whose config names none
-  int replicas = 1;           // of heads split by vocabulary whose config names none; it divides the members
+  Split split = Split::kAny;  // for heads whose config says kAny
+  // For heads split by vocabulary whose config has 0; divides the number of members.
+  int replicas = 1;
   JoinClasses join_classes = RefuseToSplitVocabulary;
-  // Where the exchanges of members of one process are counted: those of a step by the group, those of chunks
-  // by what `join_classes` makes. Null: they are not.
+  // The clocks of exchanges between members of one process. The group counts the exchanges of a step; what
+  // `join_classes` makes counts those of chunks. Null: they are not counted.
   std::shared_ptr<MemberExchanges> exchanges = nullptr;
-  GroupStaging* staging = nullptr;  // outlives the backend; null: member 0
-  // Whether a head that is split by vocabulary may have several replicas: `join_classes` then joins the
-  // members of each among themselves, and MakeReplicas connects those that have the same classes.
+  GroupStaging* staging = nullptr;  // outlives the backend; null: member 0 allocates
+  // Whether a head that is split by vocabulary may have several replicas. `join_classes` then joins the
+  // members of each replica, and MakeReplicas connects the members that have the same classes.
   bool may_have_replicas = true;
-  // The member on whose device the memory lies, -1: it lies elsewhere, or that is not known; so that rows are
-  // computed by the replica that has them. Thread-safe. Null: it is never known.
+  // Returns the member whose device has this memory, or -1 if none has it or that is not known. With it, the
+  // replica whose device has some rows computes them. Thread-safe. Null: never known.
   std::function<int(const void* memory)> member_of = nullptr;
-  // Asked when a chunk comes, on the driving thread; an error refuses it. For members that may still write to
-  // the memory of a chunk that they have failed: once there is one, no other chunk is computed.
+  // Called for each chunk, on the driving thread; an error refuses the chunk. For members that may still
+  // write to the memory of a chunk that failed: after such a failure, no more chunks are computed.
   std::function<absl::Status()> check_members = [] { return absl::OkStatus(); };
 };
 
-// A head whose config names no split, nor the options, is split by rows if that fits the members' memory, and
-// else by vocabulary. Replicas by vocabulary that have one member each are a head that is split by rows.
+// Creates a group. If neither a head's config nor the options say how the head is split, it is split by rows
+// if that fits the members' memory, else by vocabulary. A head split by vocabulary with replicas of one
+// member each is the same as a head split by rows.
 //
-// Staging memory, unless the options have it come from elsewhere, and the memory of deferred microbatches is
-// that of member 0; all members read and write both. `members`: >= 1, all alike, member i made as replica
-// {i, members}. INVALID_ARGUMENT naming what is wrong.
+// Member 0 allocates the memory of deferred microbatches and, without GroupOptions::staging, the staging
+// memory; all members read and write both. `members`: at least one, all of the same kind, member i created as
+// replica {i, number of members}. INVALID_ARGUMENT names what is wrong.
 //
-// A limit of workspace holds for each member. Figures of memory are sums over the members, and peaks sums of
-// their peaks.
+// A limit on workspace holds for each member. Memory statistics are sums over the members, and peaks are sums
+// of the members' peaks.
 absl::StatusOr<std::unique_ptr<Backend>> CreateGroupBackend(std::vector<std::unique_ptr<Backend>> members,
                                                             MakeReplicas make_replicas,
                                                             const GroupOptions& options);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The division of a chunk among members, and the combination of their results (group_chunk.h).
 #include "kernels/group/group_chunk.h"
 
 #include <algorithm>
@@ -13,7 +14,7 @@
 namespace lossd::kernels {
 namespace {
 
-// The rows of each member: those of the slices whose home it is.
+// For each member, the rows of the slices whose home it is.
 std::vector<int64_t> RowsAtHome(absl::Span<const Slice> slices, int members, absl::Span<const int> homes) {
   std::vector<int64_t> rows(static_cast<size_t>(members), 0);
   for (size_t i = 0; i < homes.size(); ++i) {
@@ -22,19 +23,20 @@ std::vector<int64_t> RowsAtHome(absl::Span<const Slice> slices, int members, abs
   return rows;
 }
 
-// The member that computes a chunk which is not divided.
+// The member that computes a chunk that is not divided.
 int SoleMember(absl::Span<const Slice> slices, int members, int first_member, absl::Span<const int> homes) {
   const std::vector<int64_t> rows = RowsAtHome(slices, members, homes);
   const auto most = std::max_element(rows.begin(), rows.end());
   return *most == 0 ? first_member : static_cast<int>(most - rows.begin());
 }
 
-// The member of each slice.
+// The member that computes each slice.
 std::vector<int> MembersOf(absl::Span<const Slice> slices, int members, int first_member,
                            absl::Span<const int> homes) {
   std::vector<int> member_of(slices.size(), 0);
   std::vector<int64_t> rows = RowsAtHome(slices, members, homes);
-  std::rotate(rows.begin(), rows.begin() + first_member, rows.end());  // of the members from first_member on
+  // Now in the order of the members from first_member on.
+  std::rotate(rows.begin(), rows.begin() + first_member, rows.end());
   std::vector<size_t> largest_first(slices.size());
   std::iota(largest_first.begin(), largest_first.end(), size_t{0});
   std::stable_sort(largest_first.begin(), largest_first.end(),
@@ -51,7 +53,8 @@ std::vector<int> MembersOf(absl::Span<const Slice> slices, int members, int firs
   return member_of;
 }
 
-// The slices of one member, in order, cut wherever its chunks are full.
+// Appends the parts of one member: its slices in order, divided so that no part has more than member_rows
+// rows.
 void AddParts(absl::Span<const Slice> slices, const std::vector<int>& member_of, int member,
               int64_t member_rows, std::vector<ChunkPart>& parts) {
   ChunkPart part{.member = member};
@@ -89,7 +92,7 @@ std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimi
 
 namespace {
 
-// A part whose rows are all ignored or absent says nothing of how gradients were computed.
+// The rows that are neither ignored nor absent. Only they show how gradients were computed.
 int64_t RowsThatCount(const std::vector<Slice>& slices) {
   int64_t rows = 0;
   for (const Slice& slice : slices) {
@@ -154,7 +157,8 @@ void GroupChunk::CallResults() {
 void GroupChunk::CallDone() { callbacks_.on_done(DoneStatus()); }
 
 void GroupChunk::CollectSlices() {
-  for (size_t i = parts_.size(); i-- > 0;) {  // so that the first part of a slice says the last word
+  // Backwards, so that the first part that has a slice writes last.
+  for (size_t i = parts_.size(); i-- > 0;) {
     for (size_t j = 0; j < parts_[i].slices.size(); ++j) {
       Slice& slice = whole_->slices[divided_[i].slices[j]];
       slice.first_nonfinite_row = parts_[i].slices[j].first_nonfinite_row;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// GroupHead: chunks, tensors and steps of a head with replicas (group_head.h).
 #include "kernels/group/group_head.h"
 
 #include <algorithm>
@@ -66,7 +67,7 @@ std::vector<Choice> GroupHead::Describe(std::vector<Choice> first, const HeadCon
     own[1].reason = absl::StrCat(layout.reason, "; up to ", MostClassesOf(divided, members),
                                  " classes each; ", few, " replicas");
   }
-  if (!first.empty()) first.erase(first.begin());  // what the first one says of its chunks
+  if (!first.empty()) first.erase(first.begin());  // replaces the member's entry about its own chunks
   first.insert(first.begin(), own.begin(), own.end());
   return first;
 }
@@ -189,7 +190,7 @@ absl::Status GroupHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows,
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
   std::vector<Owned> owners = OwnersOf(id.param, row_begin, rows);
   const bool of_classes = id.param == Param::kWeight || id.param == Param::kBias;
-  if (!of_classes && owners.size() > 1) owners.resize(1);  // all have the same
+  if (!of_classes && owners.size() > 1) owners.resize(1);  // all owners have the same values
   return ForOwners(owners, [&](HeadKernels& head, const Owned& owned) {
     return head.ReadTensor(id, owned.first, owned.rows, dtype,
                            out.subspan(static_cast<size_t>(owned.offset) * row_bytes,

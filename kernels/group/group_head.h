@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head of which a group has several copies, the replicas. Each replica has all values and adds up the
-// gradients of the rows that it computes. Each class is updated by its owner (replica.h), which alone has the
-// optimizer state. A replica is one member, or several members that divide the classes and compute the same
-// rows, as the members of a VocabularyHead do.
+// GroupHead is a head of which a group has several copies, the replicas. The replicas divide the rows: each
+// has all values and sums the gradients of the rows that it computes. Each class is updated by one replica,
+// its owner (replica.h), which alone has the class's optimizer state. A replica is one member, or several
+// members that divide the classes and compute the same rows, like the members of a VocabularyHead.
 //
-// The gradient of a class is the sum over the replicas. Whatever looks at gradients first moves the sums to
-// the owners (Replicas::SumGradients), once for all chunks since the last time.
+// The gradient of a class is the sum over the replicas. An operation that reads gradients first lets
+// Replicas::SumGradients move the sums to the owners, once for all chunks since the last sum.
 #ifndef LOSSD_KERNELS_GROUP_GROUP_HEAD_H_
 #define LOSSD_KERNELS_GROUP_GROUP_HEAD_H_
 
@@ -23,25 +23,27 @@
 
 namespace lossd::kernels {
 
-// How the replicas of a head are made.
+// How a group divides rows among the replicas of a head.
 struct ReplicaLayout {
   int64_t least_rows = 0;  // GroupOptions::least_rows
-  // By vocabulary: why the head is divided so, for people, and GroupOptions::member_of.
+  // These two are for replicas that divide classes: the reason of the split, for people, and
+  // GroupOptions::member_of.
   std::string reason = "";
   std::function<int(const void* hidden)> member_of = nullptr;
 };
 
-// Thread-safety as HeadKernels.
+// Threads as in HeadKernels.
 class GroupHead final : public HeadKernels {
  public:
-  // `config`: as it was asked for. `heads`: one of each member, whose config says how they divide the head
-  // (PlacesOf); those that divide classes are joined. `replicas`: theirs. The members outlive the head.
+  // `config`: as the caller asked for it. `heads`: the head of each member; their config says how they divide
+  // the head (PlacesOf), and heads that divide classes have been joined. `replicas` connects the heads. The
+  // members outlive the head.
   GroupHead(const HeadConfig& config, ReplicaLayout layout, Members* members,
             std::vector<std::unique_ptr<HeadKernels>> heads, std::unique_ptr<Replicas> replicas);
   ~GroupHead() override;
 
-  // What such a head on so many members says of itself: what its member with the most classes says, and how
-  // rows are divided. `divided`: the config of the members.
+  // The description of such a head on `members` members: `first`, the description of the member with the most
+  // classes, plus how rows are divided. `divided`: the config of the members' heads.
   static std::vector<Choice> Describe(std::vector<Choice> first, const HeadConfig& divided, int members,
                                       int64_t member_rows, const ReplicaLayout& layout);
 
@@ -53,11 +55,13 @@ class GroupHead final : public HeadKernels {
   std::vector<Choice> Describe() const override;
   std::optional<PagingStats> paging() const override;  // each device has a pool and a copy of its own
 
-  // Every device computes with its own part of the teacher.
+  // The teacher must be divided over the same devices in the same way, because each device computes with its
+  // own part of it.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
-  // A chunk is divided among the replicas by Divide, each time from the next one on, which computes a chunk
-  // of few rows alone; rows that lie on a device of a replica that divides the classes are that one's. An
-  // independent chunk that accumulates is computed by one replica if that can take it, by its turn.
+  // Divides a chunk among the replicas by Divide. Each chunk begins with the next replica, which computes a
+  // chunk of few rows alone. If replicas divide the classes, rows in a device's memory go to the replica of
+  // that device. An independent chunk that accumulates is computed by one replica, chosen by Chunk::turn, if
+  // it fits.
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -74,8 +78,8 @@ class GroupHead final : public HeadKernels {
   void PassBy(absl::Span<const int> ranks) override { heads_.PassBy(ranks); }
 
  private:
-  // Some rows that one member owns: rows [first, first + rows), which begin at `offset` of the rows asked
-  // for.
+  // Rows that one member owns: rows [first, first + rows) of the tensor, which begin at row `offset` of the
+  // rows asked for.
   struct Owned {
     int member = 0;
     int64_t first = 0;
@@ -86,30 +90,31 @@ class GroupHead final : public HeadKernels {
   HeadKernels& head(int member) const { return heads_.head(member); }
   const HeadConfig& divided() const { return head(0).config(); }
   absl::Status Check(const Chunk& chunk) const;
-  // Of the replicas, and of the members.
+  // The parts of a chunk for the replicas (DivideRows), and for the members (Parts).
   std::vector<ChunkPart> DivideRows(const Chunk& chunk);
   std::vector<ChunkPart> Parts(const Chunk& chunk);
-  // The replica on a device of which each slice lies, -1: not known; or nothing, where that does not matter.
+  // For each slice, the replica whose device has its rows; -1 if not known. Empty if that does not matter.
   std::vector<int> HomesOf(const Chunk& chunk) const;
 
-  // In the order of the members. What is not of classes is updated by several alike where they divide these.
+  // The owners of rows, in the order of the members. If members divide classes, parameters that do not belong
+  // to classes have several owners, which update them in the same way.
   std::vector<Owned> OwnersOf(Param param, int64_t row_begin, int64_t rows) const;
-  // Calls `fn` for each owner of some of the rows, on its thread, one after the other.
+  // Calls `fn` for each of the owners, on the owner's thread, one after the other.
   absl::Status ForOwners(const std::vector<Owned>& owners,
                          absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
-  // Moves the sums to their owners, unless they are there.
+  // Moves the sums of gradients to their owners, unless they are there already.
   absl::Status SumGradients();
 
   const HeadConfig config_;
   MemberHeads heads_;
   const ReplicaLayout layout_;
-  const int places_;             // members of a replica
-  const DivisionLimits limits_;  // whose members are the replicas
+  const int places_;             // number of members of a replica
+  const DivisionLimits limits_;  // for Divide, with the replicas as its members
   Members* const members_;
   std::unique_ptr<Replicas> replicas_;
-  uint64_t next_first_ = 0;  // of Divide
-  bool summed_ = true;       // the owners have all sums, and all others have zeros
-  absl::Status sum_lost_;    // not OK: a sum failed half-way, since then the gradients were not zeroed
+  uint64_t next_first_ = 0;  // counts chunks, for Divide's first_member
+  bool summed_ = true;       // the owners have all sums, and the other replicas zeros
+  absl::Status sum_lost_;    // not OK: a sum failed half-way, and the gradients were not zeroed since
 };
 
 }  // namespace lossd::kernels

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The threads of a group's members, and operations on all of their heads (members.h).
 #include "kernels/group/members.h"
 
 #include <pthread.h>
@@ -221,7 +222,7 @@ void MemberHeads::Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<Chu
                          const MemberHeads* teacher) {
   if (absl::Status status = members_->Check(); !status.ok()) return Refuse(status, std::move(callbacks));
   const auto divided = std::make_shared<GroupChunk>(chunk, std::move(callbacks), std::move(parts));
-  const size_t count = divided->parts();  // it may be over before the last part is posted
+  const size_t count = divided->parts();  // read before the parts start to run
   for (size_t part = 0; part < count && teacher != nullptr; ++part) {
     divided->chunk(part)->teacher = &teacher->head(divided->member(part));
   }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// VocabularyHead: chunks, tensors, shares and steps of a head whose classes are divided (vocabulary_head.h).
 #include "kernels/group/vocabulary_head.h"
 
 #include <algorithm>
@@ -114,9 +115,9 @@ absl::Status VocabularyHead::WriteTensor(TensorId id, int64_t row_begin, int64_t
 
 namespace {
 
-constexpr int64_t kCopyBytes = int64_t{8} << 20;  // at a time; at least a row
+constexpr int64_t kCopyBytes = int64_t{8} << 20;  // bytes copied at a time; at least one row
 
-// All but gradients.
+// Copies all tensors except gradients.
 absl::Status CopyTensors(HeadKernels& from, HeadKernels& to) {
   const HeadConfig& config = from.config();
   std::vector<uint8_t> bytes;

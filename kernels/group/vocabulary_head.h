@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One head whose classes lie on the members of a group. Each member has some of the classes, with their
-// values, gradients and optimizer state, and computes these classes of all rows. The members exchange what
-// goes over all classes while they compute a chunk (docs/scaling.md). All members have the norm's parameters,
-// which stay alike.
+// VocabularyHead is a head whose classes are divided among the members of a group. Each member has some of
+// the classes, with their values, gradients and optimizer state, and computes these classes for all rows.
+// While they compute a chunk, the members exchange sums over all classes (docs/scaling.md). All members have
+// the norm's parameters and update them in the same way.
 #ifndef LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
 #define LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
 
@@ -22,14 +22,15 @@
 
 namespace lossd::kernels {
 
-// Thread-safety as HeadKernels.
+// Threads as in HeadKernels.
 class VocabularyHead final : public HeadKernels {
  public:
-  // Makes a head of the same members, whose tensors are those of a new head.
+  // Creates another head of the same members, with the tensors of a new head.
   using Make = std::function<absl::StatusOr<std::unique_ptr<VocabularyHead>>(const HeadConfig& config)>;
 
-  // `config`: as it was asked for. `reason`: why it is split so, for people. `heads`: one of each member,
-  // whose config's split is kVocabulary, joined. The members, and what `make` needs, outlive the head.
+  // `config`: as the caller asked for it. `reason`: why the head is split by vocabulary, for people. `heads`:
+  // the joined heads of the members; the split in their config is kVocabulary. The members, and what `make`
+  // needs, outlive the head.
   VocabularyHead(const HeadConfig& config, absl::string_view reason, Members* members,
                  std::vector<std::unique_ptr<HeadKernels>> heads, Make make)
       : config_(config),
@@ -38,7 +39,8 @@ class VocabularyHead final : public HeadKernels {
         heads_(std::make_unique<MemberHeads>(members, std::move(heads))) {}
   ~VocabularyHead() override { heads_->WaitUntilIdle(); }
 
-  // What such a head says of itself: what its member with the most classes says, and how classes are divided.
+  // The description of such a head: `first`, the description of the member with the most classes, plus how
+  // classes are divided.
   static std::vector<Choice> Describe(std::vector<Choice> first, const HeadConfig& config, int members,
                                       absl::string_view reason);
 
@@ -48,7 +50,7 @@ class VocabularyHead final : public HeadKernels {
   MemoryBytes memory() const override { return heads_->memory(); }
   std::vector<Choice> Describe() const override;
 
-  // The teacher is split over the same devices with the same shares.
+  // The teacher must be split over the same devices with the same shares.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
@@ -68,8 +70,8 @@ class VocabularyHead final : public HeadKernels {
   void PassBy(absl::Span<const int> ranks) override { heads_->PassBy(ranks); }
 
  private:
-  // Rows [first, first + rows) of a tensor, which one member has; their bytes begin at `offset` of those
-  // asked for.
+  // Rows [first, first + rows) of a tensor, which one member has. They are `bytes` bytes, which begin at byte
+  // `offset` of the rows asked for.
   struct Owned {
     int64_t first = 0;
     int64_t rows = 0;
@@ -77,14 +79,15 @@ class VocabularyHead final : public HeadKernels {
     size_t bytes = 0;
   };
 
-  // Calls `fn` on the threads of the members that have some of the rows, at the same time: for rows of
-  // classes each with its own, else all of them with all rows, or the first alone.
+  // Calls `fn` at the same time for all members that have some of the rows, each on its thread. Rows of
+  // weight and bias belong to one member each. Rows of other parameters are on all members: `fn` is called
+  // for all of them or, with `first_alone`, only for the first.
   absl::Status ForOwners(TensorId id, int64_t row_begin, int64_t rows, DType dtype, bool first_alone,
                          absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
 
-  // Held while the shares change, and by CheckTeacher, which any thread calls.
+  // Held while the shares change, and by CheckTeacher, which any thread may call.
   mutable absl::Mutex division_;
-  HeadConfig config_;  // the shares change
+  HeadConfig config_;  // SetShares changes its shares
   const std::string reason_;
   const Make make_;
   std::unique_ptr<MemberHeads> heads_;

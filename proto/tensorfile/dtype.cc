@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Convert: conversion of elements between floating-point types (dtype.h).
 #include "proto/tensorfile/dtype.h"
 
 #include <Eigen/Core>
@@ -36,7 +37,7 @@ void ConvertFrom(absl::Span<const uint8_t> in, DType to, absl::Span<uint8_t> out
   }
 }
 
-// False unless `bytes` are whole elements of a convertible type.
+// True if `bytes` bytes are whole elements of a convertible type.
 bool IsWhole(DType dtype, size_t bytes) {
   return IsConvertible(dtype) && bytes % static_cast<size_t>(SizeOf(dtype)) == 0;
 }

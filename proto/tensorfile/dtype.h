@@ -28,7 +28,7 @@ enum class DType : uint8_t {
   kBool,
   kFloat8E5M2,
   kFloat8E4M3,
-  kOther,  // of a kind unknown here; element size unknown
+  kOther,  // any other type; its element size is not known
 };
 
 // Bytes of one element; 0 for kOther.
@@ -59,19 +59,19 @@ constexpr int64_t SizeOf(DType dtype) {
   return 0;
 }
 
-// True for the types that Convert takes.
+// True for the types that Convert accepts.
 constexpr bool IsConvertible(DType dtype) {
   return dtype == DType::kFloat64 || dtype == DType::kFloat32 || dtype == DType::kFloat16 ||
          dtype == DType::kBFloat16;
 }
 
-// What a format calls an element type in its headers.
+// The name that a file format uses in its headers for an element type.
 struct NamedDType {
   absl::string_view name;
   DType dtype;
 };
 
-// The type that has this name among the names of a format; kOther if none has.
+// The type with this name in a format; kOther if there is none.
 constexpr DType DTypeNamed(absl::Span<const NamedDType> names, absl::string_view name) {
   for (const NamedDType& known : names) {
     if (known.name == name) return known.dtype;
@@ -88,9 +88,9 @@ constexpr absl::string_view NameOf(absl::Span<const NamedDType> names, DType dty
 }
 
 // Converts all elements of `in` (type `from`, dense, any alignment) to `out` (type `to`). Rounds to nearest,
-// ties to even; too large values become infinity; NaN stays NaN. fp64 goes to the 16-bit types through fp32
-// (two roundings). The spans must not overlap. INVALID_ARGUMENT if a type is not convertible or the spans
-// differ in their number of elements; then `out` is untouched.
+// ties to even. Values that are too large become infinity; NaN stays NaN. fp64 is converted to the 16-bit
+// types through fp32 (two roundings). The spans must not overlap. INVALID_ARGUMENT if a type is not
+// convertible or the numbers of elements differ; then `out` is unchanged.
 absl::Status Convert(DType from, absl::Span<const uint8_t> in, DType to, absl::Span<uint8_t> out);
 
 }  // namespace lossd::formats

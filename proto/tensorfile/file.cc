@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Files with and without direct writes (file.h).
 #include "proto/tensorfile/file.h"
 
 #include <fcntl.h>
@@ -22,7 +23,7 @@ namespace lossd::formats {
 
 namespace {
 
-constexpr int64_t kWritebackBytes = int64_t{8} << 20;  // pushed to the disk together
+constexpr int64_t kWritebackBytes = int64_t{8} << 20;  // bytes after which a write-back is started
 
 class PosixOutputFile final : public OutputFile {
  public:
@@ -43,7 +44,7 @@ class PosixOutputFile final : public OutputFile {
       size_ += written;
     }
     if (size_ - pushed_ >= kWritebackBytes) {
-      // A hint: where it does not work, Sync does it all.
+      // Only a hint: if it fails, Sync writes everything.
       (void)sync_file_range(descriptor_, pushed_, size_ - pushed_, SYNC_FILE_RANGE_WRITE);
       pushed_ = size_;
     }
@@ -64,7 +65,7 @@ class PosixOutputFile final : public OutputFile {
   const std::string path_;
   int descriptor_;
   int64_t size_ = 0;
-  int64_t pushed_ = 0;  // bytes whose way to the disk has started
+  int64_t pushed_ = 0;  // bytes whose write-back has been started
 };
 
 }  // namespace
@@ -218,14 +219,15 @@ class DirectFile final : public OutputFile {
            reinterpret_cast<uintptr_t>(bytes.data()) % kDirectAlignment == 0;
   }
 
-  // Writes as much of the bytes as can go directly; how much that was.
+  // Directly writes as many of the bytes as possible; returns how many.
   absl::StatusOr<int64_t> WriteFrom(absl::Span<const uint8_t> bytes) {
     const int64_t whole = RoundDown(static_cast<int64_t>(bytes.size()), kDirectAlignment);
     LOSSD_RETURN_IF_ERROR(Write(bytes.first(static_cast<size_t>(whole))));
     return whole;
   }
 
-  // Takes as many of the bytes into the buffer as fit; how many that was.
+  // Copies as many of the bytes into the buffer as fit, and writes the buffer when it is full; returns how
+  // many.
   absl::StatusOr<int64_t> Keep(absl::Span<const uint8_t> bytes) {
     if (buffer_ == nullptr) buffer_ = AllocateAligned(kDirectBufferBytes);
     const int64_t count = std::min(static_cast<int64_t>(bytes.size()), kDirectBufferBytes - kept_);
@@ -237,7 +239,8 @@ class DirectFile final : public OutputFile {
     return count;
   }
 
-  // What the buffer has. It ends anywhere, and so does not go directly.
+  // Writes the rest in the buffer. Its size may be no multiple of the alignment, so it is not written
+  // directly.
   absl::Status WriteRest() {
     if (kept_ == 0) return absl::OkStatus();
     BecomeIndirect();
@@ -248,7 +251,7 @@ class DirectFile final : public OutputFile {
     while (!bytes.empty()) {
       const ssize_t count = write(descriptor_, bytes.data(), bytes.size());
       if (count < 0 && errno == EINTR) continue;
-      if (count < 0 && errno == EINVAL && direct_) {  // it wants another alignment
+      if (count < 0 && errno == EINVAL && direct_) {  // the file system needs another alignment
         BecomeIndirect();
         continue;
       }
@@ -256,7 +259,7 @@ class DirectFile final : public OutputFile {
         return FileError(path_, absl::StrCat("write ", errors::ExactBytes(bytes.size()), " at ", written_),
                          errno);
       }
-      if (count % kDirectAlignment != 0) BecomeIndirect();  // a full disk took a part; the next write says so
+      if (count % kDirectAlignment != 0) BecomeIndirect();  // the disk is full; the next write fails
       bytes.remove_prefix(static_cast<size_t>(count));
       written_ += count;
     }
@@ -282,7 +285,7 @@ AlignedBuffer AllocateAligned(int64_t bytes) {
   const auto rounded = static_cast<size_t>((bytes + alignment - 1) / alignment * alignment);
   void* const memory = std::aligned_alloc(static_cast<size_t>(alignment), rounded);
   if (memory == nullptr) throw std::bad_alloc();
-  if (alignment == kHugePageBytes) (void)madvise(memory, rounded, MADV_HUGEPAGE);  // a hint
+  if (alignment == kHugePageBytes) (void)madvise(memory, rounded, MADV_HUGEPAGE);  // only a hint
   return AlignedBuffer(static_cast<uint8_t*>(memory));
 }
 

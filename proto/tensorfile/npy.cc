@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The .npy format: the parser of its header, reading and writing (npy.h).
 #include "proto/tensorfile/npy.h"
 
 #include <algorithm>
@@ -36,7 +37,8 @@ struct Header {
   std::vector<int64_t> shape;
 };
 
-// Takes `token` off the front of `text`, and the blanks around it.
+// Removes `token`, and blanks around it, from the front of `text`. False if `text` begins with something
+// else.
 bool Take(absl::string_view* text, absl::string_view token) {
   *text = absl::StripLeadingAsciiWhitespace(*text);
   if (!absl::ConsumePrefix(text, token)) return false;
@@ -44,7 +46,7 @@ bool Take(absl::string_view* text, absl::string_view token) {
   return true;
 }
 
-// Takes a string in single or double quotes, without escapes.
+// Removes a string in single or double quotes, without escapes, from the front of `text` and returns it.
 std::optional<absl::string_view> TakeString(absl::string_view* text) {
   if (text->empty() || ((*text)[0] != '\'' && (*text)[0] != '"')) return std::nullopt;
   const size_t end = text->find((*text)[0], 1);
@@ -54,7 +56,7 @@ std::optional<absl::string_view> TakeString(absl::string_view* text) {
   return value;
 }
 
-// Takes a tuple of whole numbers: "()", "(3,)", "(3, 4)".
+// Removes a tuple of integers, such as "()", "(3,)" or "(3, 4)", from the front of `text` and returns it.
 std::optional<std::vector<int64_t>> TakeShape(absl::string_view* text) {
   if (!Take(text, "(")) return std::nullopt;
   const size_t end = text->find(')');
@@ -74,8 +76,8 @@ std::optional<std::vector<int64_t>> TakeShape(absl::string_view* text) {
   return shape;
 }
 
-// {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), } with its keys in any order. An error is
-// what is wrong with it.
+// Parses a header such as {'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), } with its keys in any
+// order. The error says what is wrong.
 absl::StatusOr<Header> ParseHeader(absl::string_view text) {
   Header header;
   bool saw_type = false, saw_order = false, saw_shape = false;
@@ -109,7 +111,7 @@ absl::StatusOr<Header> ParseHeader(absl::string_view text) {
   return header;
 }
 
-// The number of elements; nullopt if the bytes of the array leave 63 bits.
+// The number of elements; nullopt if the size of the array in bytes overflows 63 bits.
 std::optional<int64_t> CountElements(const Header& header) {
   int64_t bytes = SizeOf(header.dtype);
   for (const int64_t dimension : header.shape) {
@@ -122,7 +124,7 @@ absl::Status NpyInvalid(absl::string_view path, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(path, ": not a readable .npy file: ", what));
 }
 
-// The header's text; sets where it ends.
+// Reads the text of the header, and sets where the data begin.
 absl::StatusOr<std::string> ReadHeaderText(const InputFile& file, int64_t* data_begin) {
   uint8_t start[12];
   const int64_t available = std::min<int64_t>(file.size(), sizeof(start));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// NumPy's .npy format, versions 1.0 and 2.0: one array behind a header that is a Python dictionary.
-// Little-endian, C order; element types '<f2', '<f4', '<f8', '<i4', '<i8'.
+// Reading and writing NumPy's .npy format, versions 1.0 and 2.0: a header, which is a Python dictionary, and
+// then one array. Supported: little-endian, C order, element types '<f2', '<f4', '<f8', '<i4', '<i8'.
 //
-// Headers are checked against themselves and the file's size. Errors name the file.
+// A header must be consistent with itself and with the file's size. Errors name the file.
 #ifndef LOSSD_PROTO_TENSORFILE_NPY_H_
 #define LOSSD_PROTO_TENSORFILE_NPY_H_
 
@@ -22,7 +22,7 @@ namespace lossd::formats {
 // An open .npy file. Thread-safe.
 class NpyReader {
  public:
-  // INVALID_ARGUMENT if the content is not such a file or holds an array of another kind; file.h's errors.
+  // INVALID_ARGUMENT if the file is not a .npy file or its array is not supported; other errors as in file.h.
   static absl::StatusOr<std::unique_ptr<NpyReader>> Open(const std::string& path);
 
   DType dtype() const { return dtype_; }
@@ -42,9 +42,9 @@ class NpyReader {
   int64_t data_begin_ = 0;
 };
 
-// Creates the file `path`, which must not exist, and writes the header; the data follow through the
-// result, in pieces of any size. INVALID_ARGUMENT for an element type or shape that cannot be stored;
-// file.h's errors, after which the file may exist in part.
+// Creates the file `path`, which must not exist, and writes the header. The caller then appends the data to
+// the result, in pieces of any size. INVALID_ARGUMENT for an element type or shape that cannot be stored.
+// Other errors as in file.h; after these a part of the file may exist.
 absl::StatusOr<std::unique_ptr<DataWriter>> CreateNpy(
     const std::string& path, DType dtype, absl::Span<const int64_t> shape,
     const OutputFileFactory& create_file = CreateOutputFile);

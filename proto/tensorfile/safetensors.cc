@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Readers of untrusted JSON, the safetensors format, and the index of a model (safetensors.h).
 #include "proto/tensorfile/safetensors.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ namespace {
 
 using nlohmann::json;
 
-// A member that returns false ends the parsing.
+// Checks a text while nlohmann's parser reads it. A member that returns false ends the parsing.
 class StrictSax final : public nlohmann::json_sax<json> {
  public:
   explicit StrictSax(const JsonLimits& limits) : limits_(limits) {}
@@ -51,7 +52,8 @@ class StrictSax final : public nlohmann::json_sax<json> {
   }
 
   const JsonLimits& limits_;
-  std::vector<std::set<std::string>> open_;  // the names so far; of an array, none
+  // Open objects and arrays, each with its names so far (an array has none)
+  std::vector<std::set<std::string>> open_;
   int64_t values_ = 0;
 };
 
@@ -60,7 +62,7 @@ class StrictSax final : public nlohmann::json_sax<json> {
 bool IsStrictJson(absl::string_view text, const JsonLimits& limits) {
   if (static_cast<int64_t>(text.size()) > limits.bytes) return false;
   StrictSax sax(limits);
-  // The parser takes a 0 for the end of the text.
+  // The parser treats a zero byte as the end of the text.
   const bool has_nul = text.find('\0') != absl::string_view::npos;
   return !has_nul && json::sax_parse(text.begin(), text.end(), &sax);
 }
@@ -73,8 +75,8 @@ using nlohmann::json;
 
 constexpr int64_t kBlockBytes = int64_t{64} << 10;
 
-// A range of a file's bytes, read block by block. It ends early after an error and after kMaxJsonTokenBytes
-// without a quotation mark: no token is longer than what lies between two of them.
+// A range of a file's bytes, read block by block. It ends early after an error, and after kMaxJsonTokenBytes
+// bytes without a quotation mark, because a token that long is malformed.
 class Bytes {
  public:
   Bytes(const InputFile& file, int64_t begin, int64_t bytes) : file_(file), at_(begin), end_(begin + bytes) {
@@ -84,7 +86,7 @@ class Bytes {
   const absl::Status& status() const { return status_; }
   bool at_end() const { return next_ == block_.size(); }
   char front() const { return static_cast<char>(block_[next_]); }
-  // Whether there was a 0 among the bytes so far, which the parser takes for the end of the text.
+  // Whether a zero byte was among the bytes so far. The parser treats it as the end of the text.
   bool has_nul() const { return has_nul_; }
   void Advance() {
     has_nul_ |= block_[next_] == 0;
@@ -108,7 +110,7 @@ class Bytes {
   }
 
   const InputFile& file_;
-  int64_t at_;  // of the next block
+  int64_t at_;  // offset of the next block
   const int64_t end_;
   std::vector<uint8_t> block_;
   size_t next_ = 0;
@@ -117,7 +119,7 @@ class Bytes {
   absl::Status status_;
 };
 
-// Bytes as an input iterator; the end has none.
+// An input iterator over Bytes. The end iterator has a null pointer.
 class ByteIterator {
  public:
   using iterator_category = std::input_iterator_tag;
@@ -168,7 +170,7 @@ class EntrySax final : public nlohmann::json_sax<json> {
   }
   bool end_object() override {
     if (!open_.empty()) return Close();
-    entry_.spread = false;  // or the outermost object has ended
+    entry_.spread = false;  // the object of the rules has ended, or the outermost one
     return true;
   }
   bool start_array(size_t) override { return began_ && Open(json::array()); }
@@ -187,7 +189,7 @@ class EntrySax final : public nlohmann::json_sax<json> {
  private:
   bool Count() { return ++values_ <= rules_.max_values; }
 
-  // Where the next value belongs.
+  // Where the next value is stored.
   json* Place() {
     if (open_.empty()) return &entry_.value;
     if (open_.back()->is_object()) return slot_;
@@ -226,11 +228,11 @@ class EntrySax final : public nlohmann::json_sax<json> {
   const JsonEntryRules& rules_;
   const absl::FunctionRef<absl::Status(JsonEntry entry)> take_;
   absl::Status status_;
-  bool began_ = false;  // the outermost object
+  bool began_ = false;  // the outermost object has begun
   JsonEntry entry_;
-  std::vector<json*> open_;  // objects and arrays of the entry, outermost first
-  json* slot_ = nullptr;     // of the innermost, if it is an object
-  int64_t values_ = 0;       // in the entry
+  std::vector<json*> open_;  // open objects and arrays of the entry, outermost first
+  json* slot_ = nullptr;     // place of the next value in the innermost one, if it is an object
+  int64_t values_ = 0;       // number of values in the entry so far
 };
 
 }  // namespace
@@ -253,7 +255,7 @@ using nlohmann::json;
 
 constexpr absl::string_view kMetadataKey = "__metadata__";
 constexpr int64_t kLengthBytes = 8;
-constexpr int64_t kMaxEntryValues = 10'000;  // names and values of the metadata; a tensor has fewer
+constexpr int64_t kMaxEntryValues = 10'000;  // names and values of __metadata__; a tensor's entry has fewer
 
 constexpr NamedDType kSafetensorsDTypes[] = {
     {"F64", DType::kFloat64},        {"F32", DType::kFloat32},
@@ -266,7 +268,7 @@ constexpr NamedDType kSafetensorsDTypes[] = {
     {"F8_E4M3", DType::kFloat8E4M3},
 };
 
-// The bytes of a tensor; nullopt if a dimension is negative or the product leaves 63 bits.
+// The bytes of a tensor; nullopt if a dimension is negative or the product overflows 63 bits.
 std::optional<int64_t> TensorBytes(absl::Span<const int64_t> shape, int64_t element_bytes) {
   int64_t bytes = element_bytes;
   for (const int64_t dimension : shape) {
@@ -283,13 +285,13 @@ absl::Status TensorInvalid(absl::string_view path, absl::string_view tensor, abs
   return absl::InvalidArgumentError(absl::StrCat(path, ": tensor '", tensor, "': ", what));
 }
 
-// A whole number in [0, 2^63).
+// The value of an integer in [0, 2^63); nullopt for anything else.
 std::optional<int64_t> AsSize(const json& value) {
   if (!value.is_number_unsigned() || value.get<uint64_t>() >> 63 != 0) return std::nullopt;
   return static_cast<int64_t>(value.get<uint64_t>());
 }
 
-// An array of whole numbers; nullopt for anything else.
+// The values of an array of such integers; nullopt for anything else.
 std::optional<std::vector<int64_t>> AsSizes(const json& value) {
   if (!value.is_array()) return std::nullopt;
   std::vector<int64_t> sizes;
@@ -301,7 +303,7 @@ std::optional<std::vector<int64_t>> AsSizes(const json& value) {
   return sizes;
 }
 
-// Where the header ends; checks no more of it than how it starts.
+// The length of the header; checks only how the header begins.
 absl::StatusOr<int64_t> HeaderBytes(const InputFile& file) {
   uint8_t length_bytes[kLengthBytes];
   if (file.size() < kLengthBytes) return FileInvalid(file.name(), "shorter than 8 bytes");
@@ -329,7 +331,7 @@ absl::StatusOr<std::map<std::string, std::string>> ParseMetadata(absl::string_vi
   return metadata;
 }
 
-// Checks an entry on its own; `data_bytes` follow the header.
+// Parses and checks the entry of one tensor. `data_bytes` bytes of data follow the header.
 absl::StatusOr<SafetensorsInfo> ParseTensor(absl::string_view path, const std::string& name,
                                             const json& entry, int64_t data_begin, int64_t data_bytes) {
   if (!entry.is_object() || !entry.contains("dtype") || !entry.contains("shape") ||
@@ -519,15 +521,15 @@ absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
 namespace {
 
 constexpr absl::string_view kWeightMap = "weight_map";
-constexpr int kMaxDepth = 8;         // metadata may nest a little
-constexpr size_t kMostOthers = 100;  // entries beside the weight map
-constexpr size_t kMostShown = 200;   // characters of a value in an error message
+constexpr int kMaxDepth = 8;         // metadata may be nested
+constexpr size_t kMostOthers = 100;  // most entries besides the weight map
+constexpr size_t kMostShown = 200;   // most characters of a value in an error message
 
 absl::Status IndexInvalid(absl::string_view name, absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat(name, ": not an index of safetensors files: ", what));
 }
 
-// True for names of folders and of a file that lead from a folder to what is in it or below it.
+// True if the path leads from a folder to a file in it or below it.
 bool IsPathBelow(absl::string_view path) {
   if (path.find('\0') != absl::string_view::npos) return false;
   const std::vector<absl::string_view> names = absl::StrSplit(path, '/');
@@ -535,7 +537,7 @@ bool IsPathBelow(absl::string_view path) {
                       [](absl::string_view name) { return name.empty() || name == "." || name == ".."; });
 }
 
-// A value for an error message, not long.
+// The value as text for an error message, shortened.
 std::string Shortened(const nlohmann::json& value) {
   return absl::CHexEscape(value.dump(-1, ' ', true).substr(0, kMostShown));
 }

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The safetensors format: named tensors, row-major and little-endian, behind a JSON header.
+// Reading and writing safetensors files: a JSON header and then named tensors, row-major and little-endian.
 //
 //   8 bytes    N, the header's length, little-endian
 //   N bytes    JSON object: name -> {"dtype", "shape", "data_offsets": [begin, end)}, and optionally
 //              "__metadata__": {string -> string}; may end in spaces
 //   the rest   tensor data; offsets count from its start; tensors neither overlap nor leave gaps
 //
-// Every file that is opened is treated as hostile: a header is either consistent with itself and with
-// the file's size, or refused. It is read entry by entry, so that it takes little more memory than the list
-// of its tensors. Errors name the file and, where there is one, the tensor.
+// Every file is treated as hostile: a header that is not consistent with itself and with the file's size is
+// refused. It is read entry by entry, so that it takes little more memory than the list of its tensors.
+// Errors name the file and, if there is one, the tensor.
 //
-// The file also holds the index of a model in several such files (SafetensorsIndex), and the readers of
-// untrusted JSON below both (IsStrictJson, ReadJsonEntries). Functions are stateless and thread-safe.
+// Also here: the index of a model that is stored in several safetensors files (SafetensorsIndex), and the
+// functions that read untrusted JSON (IsStrictJson, ReadJsonEntries). Functions are stateless and
+// thread-safe.
 #ifndef LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
 #define LOSSD_PROTO_TENSORFILE_SAFETENSORS_H_
 
@@ -34,53 +35,54 @@
 
 namespace lossd::formats {
 
-// Limits on short JSON texts that are not trusted.
+// Limits on short, untrusted JSON texts.
 struct JsonLimits {
-  int64_t bytes = int64_t{1} << 20;  // of the text
-  int depth = 4;                     // of objects and arrays below the outermost one
-  int64_t values = 10'000;           // names, values, objects and arrays
+  int64_t bytes = int64_t{1} << 20;  // length of the text
+  int depth = 4;                     // nesting of objects and arrays below the outermost one
+  int64_t values = 10'000;           // number of names, values, objects and arrays
 };
 
-// True for JSON within the limits whose objects name nothing twice. Reads no further than to the first fault.
+// True if the text is JSON within the limits and no object has a name twice. Stops at the first fault.
 bool IsStrictJson(absl::string_view text, const JsonLimits& limits);
 
-// The value of such a text, else nullopt. The depth of the result is bounded, so it may be copied and
-// printed.
+// Parses a text that IsStrictJson accepts; nullopt for other texts. The depth of the result is bounded, so it
+// may be copied and printed.
 template <typename Json = nlohmann::json>
 std::optional<Json> ParseStrictJson(absl::string_view text, const JsonLimits& limits) {
   if (!IsStrictJson(text, limits)) return std::nullopt;
   return Json::parse(text.begin(), text.end());
 }
 
-// ReadJsonEntries reads JSON of files that are not trusted and may be long. It hands out an object entry by
-// entry while the file is read, so that memory does not grow with the file.
+// ReadJsonEntries reads JSON from files that are untrusted and may be long. It passes an object on entry by
+// entry while it reads the file, so that memory does not grow with the file.
 
-// Longer names, strings and numbers are malformed there.
+// Names, strings and numbers that are longer than this are malformed.
 inline constexpr int64_t kMaxJsonTokenBytes = int64_t{1} << 20;
 
 // What ReadJsonEntries accepts.
 struct JsonEntryRules {
-  int max_depth = 2;          // of objects and arrays below the outermost object
-  int64_t max_values = 1000;  // in one entry: names, values, objects and arrays
-  // The object with this name is handed out as an empty one, and then its entries one by one.
+  int max_depth = 2;          // nesting of objects and arrays below the outermost object
+  int64_t max_values = 1000;  // number of names, values, objects and arrays in one entry
+  // Name of an object in the outermost object. It is passed on as an empty object, followed by its entries
+  // one by one. Empty: no such object.
   std::string spread = {};
-  absl::Status malformed = {};  // what a text gets that is no JSON object within these rules
+  absl::Status malformed = {};  // the error for a text that is no JSON object within these rules
 };
 
-// One entry of the outermost object; or, with `spread` true, of the object that the rules name.
+// An entry of the outermost object or, if `spread` is true, of the object JsonEntryRules::spread.
 struct JsonEntry {
   bool spread = false;
   std::string name;
-  nlohmann::json value;  // names nothing twice
+  nlohmann::json value;  // its objects have no name twice
 };
 
-// Hands out the entries of the object that bytes [begin, begin + bytes) of the file hold, in their order.
-// Whether two entries have one name is left to the caller. Ends with the first error of `take`, which is
-// returned; with file.h's errors; or with rules.malformed.
+// Reads the JSON object in bytes [begin, begin + bytes) of the file and calls `take` for its entries, in
+// order. The caller checks whether two entries have the same name. Ends with the first error of `take`, with
+// an error as in file.h, or with rules.malformed.
 absl::Status ReadJsonEntries(const InputFile& file, int64_t begin, int64_t bytes, const JsonEntryRules& rules,
                              absl::FunctionRef<absl::Status(JsonEntry entry)> take);
 
-// Longer headers are refused, when reading and when writing.
+// Headers that are longer than this are refused, in reading and in writing.
 inline constexpr int64_t kMaxSafetensorsHeaderBytes = int64_t{32} << 20;
 
 // A tensor in a file.
@@ -96,17 +98,17 @@ struct SafetensorsInfo {
   int64_t rows() const { return shape.empty() ? 1 : shape[0]; }
 };
 
-// An open file. Thread-safe.
+// An open safetensors file. Thread-safe.
 class SafetensorsReader {
  public:
-  // INVALID_ARGUMENT if the content is not a safetensors file; file.h's errors.
-  // `name`: as in InputFile::Open.
+  // INVALID_ARGUMENT if the content is not a safetensors file; other errors as in file.h. `name`: as in
+  // InputFile::Open.
   static absl::StatusOr<std::unique_ptr<SafetensorsReader>> Open(const std::string& path,
                                                                  std::string name = "");
   static absl::StatusOr<std::unique_ptr<SafetensorsReader>> Open(std::unique_ptr<InputFile> file);
 
   const std::string& name() const { return file_->name(); }
-  // In the order of their data.
+  // All tensors, in the order of their data.
   const std::vector<SafetensorsInfo>& tensors() const { return tensors_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   // NOT_FOUND if there is no such tensor. The result lives as long as the reader.
@@ -135,17 +137,17 @@ struct SafetensorsSpec {
   std::vector<int64_t> shape;
 };
 
-// Creates the file `path`, which must not exist, and writes the header. The data of all tensors follow
-// through the result, in the order of `tensors`, in pieces of any size.
-// `data_alignment`: the data begin at a multiple of so many bytes.
-// INVALID_ARGUMENT for a spec that cannot be stored (then there is no file); file.h's errors, after which
-// the file may exist in part.
+// Creates the file `path`, which must not exist, and writes the header. The caller then appends the data of
+// all tensors to the result, in the order of `tensors`, in pieces of any size. The data begin at a multiple
+// of `data_alignment` bytes. INVALID_ARGUMENT for a spec that cannot be stored; then no file is created.
+// Other errors as in file.h; after these a part of the file may exist.
 absl::StatusOr<std::unique_ptr<DataWriter>> CreateSafetensors(
     const std::string& path, absl::Span<const SafetensorsSpec> tensors,
     const std::map<std::string, std::string>& metadata = {},
     const OutputFileFactory& create_file = CreateOutputFile, int64_t data_alignment = 64);
 
-// Longer indexes are refused. Models of a trillion parameters have about 15 MB.
+// Indexes that are longer than this are refused. The index of a model with a trillion parameters has about 15
+// MB.
 inline constexpr int64_t kMaxSafetensorsIndexBytes = int64_t{64} << 20;
 
 // The index of a model whose tensors are spread over several safetensors files (shards), as Hugging Face
@@ -153,19 +155,19 @@ inline constexpr int64_t kMaxSafetensorsIndexBytes = int64_t{64} << 20;
 //
 //   {"metadata": {...}, "weight_map": {"<tensor>": "<path of its shard>", ...}}
 //
-// Shards lie in the index's folder or below it: a path that could lead anywhere else is refused. Every index
-// is treated as hostile; errors name the file and, where there is one, the tensor. All of it is checked, and
-// only what was asked for is kept in memory. Thread-safe.
+// Shards are in the index's folder or below it; a path that could lead anywhere else is refused. Every index
+// is treated as hostile. The whole index is checked, but only the tensors that were asked for are kept in
+// memory. Errors name the file and, if there is one, the tensor. Thread-safe.
 class SafetensorsIndex {
  public:
-  // Reads where `tensors` are. INVALID_ARGUMENT if the content is no such index, or names one of them twice;
-  // file.h's errors.
+  // Reads in which shards `tensors` are. INVALID_ARGUMENT if the content is not an index, or names one of
+  // `tensors` twice; other errors as in file.h.
   static absl::StatusOr<SafetensorsIndex> Read(const InputFile& file, absl::Span<const std::string> tensors);
 
-  // The path, from the index's folder on, of the shard with this tensor, one of those that Read was asked
-  // for; NOT_FOUND if no shard has it. The result lives as long as the index.
+  // The path of the shard with this tensor, relative to the index's folder. `tensor` is one of those given to
+  // Read. NOT_FOUND if no shard has it. The result lives as long as the index.
   absl::StatusOr<absl::string_view> ShardOf(absl::string_view tensor) const;
-  int64_t tensors() const { return tensors_; }  // that the index names
+  int64_t tensors() const { return tensors_; }  // the number of tensors that the index names
 
  private:
   explicit SafetensorsIndex(std::string name) : name_(std::move(name)) {}

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Encoding and decoding of messages with a payload (payload_codec.h). Decode first finds the payload fields
+// in the bytes, and lets protobuf parse the bytes outside of them.
 #include "proto/wire/payload_codec.h"
 
 #include <google/protobuf/io/coded_stream.h>
@@ -34,7 +36,7 @@ constexpr int kMaxTagBytes = 5;
 constexpr int kMaxLengthBytes = 5;
 constexpr int kMaxVarintBytes = 10;
 
-// The header's fields and, if there is a payload, its tag and length.
+// Encodes the header's fields and, if there is a payload, its tag and length.
 grpc::Slice EncodeHeader(const MessageLite& header, size_t payload_size) {
   const size_t header_size = header.ByteSizeLong();
   size_t total = header_size;
@@ -42,7 +44,7 @@ grpc::Slice EncodeHeader(const MessageLite& header, size_t payload_size) {
     total += CodedOutputStream::VarintSize32(kPayloadTag) + CodedOutputStream::VarintSize64(payload_size);
   }
   grpc::Slice slice(total);
-  auto* out = const_cast<uint8_t*>(slice.begin());  // a fresh slice, which no other code sees yet
+  auto* out = const_cast<uint8_t*>(slice.begin());  // a new slice, which no other code uses yet
   out = header.SerializeWithCachedSizesToArray(out);
   if (payload_size > 0) {
     out = CodedOutputStream::WriteVarint32ToArray(kPayloadTag, out);
@@ -51,8 +53,8 @@ grpc::Slice EncodeHeader(const MessageLite& header, size_t payload_size) {
   return slice;
 }
 
-// What runs when a buffer's memory is not used any more. gRPC orders making it before running it; the flag
-// says so in a way that a thread sanitizer sees.
+// The function to run when a buffer's memory is no longer used. gRPC ensures that it is created before it
+// runs; the flag makes that order visible to a thread sanitizer.
 struct Release {
   explicit Release(absl::AnyInvocable<void()> function) : run(std::move(function)) { made.store(true); }
 
@@ -65,13 +67,13 @@ void RunRelease(void* user_data) {
   if (release->made.load()) release->run();
 }
 
-// Bytes [begin, end) of a message.
+// The bytes [begin, end) of a message.
 struct Extent {
   size_t begin = 0;
   size_t end = 0;
 };
 
-// Reads the top level of an encoded message that lies in several slices.
+// Reads the top-level fields of an encoded message that is in several slices.
 class Cursor {
  public:
   explicit Cursor(const std::vector<grpc::Slice>& slices) : slices_(slices) {
@@ -82,7 +84,7 @@ class Cursor {
   size_t position() const { return position_; }
   size_t remaining() const { return remaining_; }
 
-  // False if fewer than `count` bytes remain. Leaves the cursor on a byte unless none remains.
+  // Skips `count` bytes; false if fewer remain. Afterwards the cursor is on a byte, unless none remains.
   bool Skip(size_t count) {
     if (count > remaining_) return false;
     position_ += count;
@@ -92,7 +94,7 @@ class Cursor {
     return true;
   }
 
-  // A varint of at most `max_bytes` bytes; bits above 64 are dropped as protobuf does.
+  // Reads a varint of at most `max_bytes` bytes. Bits above 64 are dropped, as in protobuf.
   std::optional<uint64_t> ReadVarint(int max_bytes) {
     uint64_t value = 0;
     for (int i = 0; i < max_bytes && remaining_ > 0; ++i) {
@@ -112,15 +114,15 @@ class Cursor {
   size_t remaining_ = 0;
 };
 
-// The fields of a message that are payloads: where they lie with tag and length, and the bytes of the
-// last one.
+// The payload fields of a message: the bytes of each field with its tag and length, and the bytes of the last
+// field's value.
 struct Payloads {
   std::vector<Extent> fields;
   Extent last_value;
 };
 
-// Skips the value of a field with this tag; keeps count of open groups, whose payload-like fields are
-// not ours. False if the bytes end early or are no field.
+// Skips the value of a field with this tag. Counts open groups, because a field in a group that looks like a
+// payload is not one. False if the bytes end early or are not a field.
 bool SkipValue(uint32_t tag, Cursor* cursor, int64_t* open_groups) {
   switch (WireFormatLite::GetTagWireType(tag)) {
     case WireFormatLite::WIRETYPE_VARINT:
@@ -143,7 +145,8 @@ bool SkipValue(uint32_t tag, Cursor* cursor, int64_t* open_groups) {
   }
 }
 
-// Nullopt if the bytes are no sequence of fields; the cursor then stands near the fault.
+// Finds the payload fields. Nullopt if the bytes are not a sequence of fields; the cursor is then near the
+// fault.
 std::optional<Payloads> FindPayloads(Cursor* cursor) {
   Payloads found;
   int64_t open_groups = 0;
@@ -192,7 +195,7 @@ std::vector<absl::Span<const uint8_t>> Remainder(const std::vector<grpc::Slice>&
   return pieces;
 }
 
-// The non-empty pieces one after the other.
+// A stream of the pieces, which are not empty, one after the other.
 class PieceStream final : public google::protobuf::io::ZeroCopyInputStream {
  public:
   explicit PieceStream(const std::vector<absl::Span<const uint8_t>>& pieces) : pieces_(pieces) {}

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The packets of a region socket and their descriptors (region_packets.h).
 #include "proto/wire/region_packets.h"
 
 #include <sys/un.h>
@@ -21,7 +22,7 @@ absl::Status Broken(absl::string_view what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
-// Why a connection to the socket failed, and what is missing.
+// The error of a failed connection, with a hint at the cause.
 absl::Status CannotConnect(absl::string_view name, int error) {
   const bool is_abstract = name.front() == '@';
   absl::string_view hint;
@@ -89,12 +90,14 @@ absl::StatusOr<RegionPeer> PeerOf(int socket) {
 
 int PollMilliseconds(absl::Time deadline) {
   if (deadline == absl::InfiniteFuture()) return -1;
-  const int64_t left = absl::ToInt64Milliseconds(deadline - clocks::SteadyNow()) + 1;  // not before it
+  // Rounded up, so that poll does not return before the deadline.
+  const int64_t left = absl::ToInt64Milliseconds(deadline - clocks::SteadyNow()) + 1;
   return static_cast<int>(std::clamp<int64_t>(left, 0, 60'000));
 }
 
 absl::Status SendRegionPacket(int socket, absl::string_view bytes, int descriptor) {
-  iovec data = {.iov_base = const_cast<char*>(bytes.data()), .iov_len = bytes.size()};  // only read
+  // `sendmsg` only reads it.
+  iovec data = {.iov_base = const_cast<char*>(bytes.data()), .iov_len = bytes.size()};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message = {};
   message.msg_iov = &data;
@@ -122,8 +125,8 @@ absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket, std::vector<OwnedDe
   message.msg_control = control;
   message.msg_controllen = sizeof(control);
   ssize_t received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-  // The other side has closed with something of ours unread. That is reported once, ahead of its last
-  // packets.
+  // The other side closed without reading everything that we sent. The kernel reports this once, before the
+  // last packets of the other side, so try again.
   if (received < 0 && errno == ECONNRESET)
     received = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   if (received < 0) return Broken("recvmsg");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packets of a region socket (region.proto): one protobuf message each, with the descriptor of memory
-// beside it.
+// Sends, receives and parses the packets of a region socket (region.proto). A packet is one protobuf message
+// and may carry a file descriptor of memory.
 //
 // Stateless; thread-safe.
 #ifndef LOSSD_PROTO_WIRE_REGION_PACKETS_H_
@@ -25,7 +25,7 @@ namespace lossd::wire {
 inline constexpr size_t kMaxRegionPacket = 4096;
 inline constexpr size_t kRegionIdBytes = 16;
 
-// A descriptor that is closed at its end. Move-only.
+// A file descriptor that the destructor closes. Move-only.
 class OwnedDescriptor {
  public:
   OwnedDescriptor() = default;
@@ -42,43 +42,45 @@ class OwnedDescriptor {
   int descriptor_ = -1;
 };
 
-// A SOCK_SEQPACKET socket that is connected to `name`: a path, or "@" and a name in the abstract namespace.
-// INVALID_ARGUMENT for a name that cannot be one; UNAVAILABLE if nobody listens there, which says why.
+// Opens a SOCK_SEQPACKET socket that is connected to `name`: a path, or "@" and a name in the abstract
+// namespace. INVALID_ARGUMENT for a name that is neither. UNAVAILABLE if the connection fails; the message
+// says why.
 absl::StatusOr<OwnedDescriptor> ConnectRegionSocket(absl::string_view name);
 
-// Who is at the other end of a socket, as the kernel says.
+// The user and process at the other end of a socket, as reported by the kernel.
 struct RegionPeer {
   uid_t user;
   pid_t process;
 };
-// UNAVAILABLE if the kernel does not say.
+// UNAVAILABLE if the kernel does not report them.
 absl::StatusOr<RegionPeer> PeerOf(int socket);
 
-// How long poll is to wait for `deadline`, in milliseconds: at most a minute, and -1 if it is infinite.
+// The timeout for poll() until `deadline`, in milliseconds: at most a minute, and -1 if the deadline is
+// infinite.
 int PollMilliseconds(absl::Time deadline);
 
-// Sends one packet, with a copy of `descriptor` unless that is -1. Does not wait. UNAVAILABLE.
+// Sends one packet, with a copy of `descriptor` unless it is -1. Does not wait. UNAVAILABLE if sending fails.
 absl::Status SendRegionPacket(int socket, absl::string_view bytes, int descriptor);
 
 struct RegionPacket {
   std::string bytes;
-  OwnedDescriptor descriptor;  // that came with it, if exactly one did
-  bool closed = false;         // no packet: the other side has closed the connection
+  OwnedDescriptor descriptor;  // the descriptor of the packet, if it has exactly one
+  bool closed = false;         // there is no packet: the other side has closed the connection
 };
-// Receives one packet without waiting; those that were sent before the other side closed still arrive,
-// whether or not it had read ours. UNAVAILABLE if there is none or the connection is broken; INVALID_ARGUMENT
-// for one that is longer than kMaxRegionPacket. Descriptors that are not in the result are added to `others`,
-// or closed here, which may take as long as their sender likes.
+// Receives one packet without waiting. Packets that the other side sent before it closed still arrive,
+// whether or not it had read ours. UNAVAILABLE if there is no packet or the connection is broken.
+// INVALID_ARGUMENT if the packet is longer than kMaxRegionPacket. Descriptors that are not in the result are
+// added to `others`. If `others` is null, they are closed here, which a hostile sender can make slow.
 absl::StatusOr<RegionPacket> ReceiveRegionPacket(int socket, std::vector<OwnedDescriptor>* others = nullptr);
 
-inline constexpr size_t kMaxDescriptors = 253;  // that the kernel lets a packet bring
-// Takes the descriptors out of what recvmsg has received.
+inline constexpr size_t kMaxDescriptors = 253;  // most descriptors that the kernel allows in a packet
+// Takes the descriptors out of a message that recvmsg received.
 std::vector<OwnedDescriptor> DescriptorsOf(msghdr* message);
 
-// INVALID_ARGUMENT, naming field and value, unless the bytes are a request of the protocol.
+// INVALID_ARGUMENT, naming field and value, unless the bytes are a valid request.
 absl::StatusOr<v1::RegionRequest> ParseRegionRequest(absl::string_view bytes);
-// INVALID_ARGUMENT unless the bytes are an answer of the protocol: `opened` with an id of kRegionIdBytes and
-// at least a byte of memory, or `refused`.
+// INVALID_ARGUMENT unless the bytes are a valid answer: `opened` with an id of kRegionIdBytes and at least a
+// byte of memory, or `refused`.
 absl::StatusOr<v1::RegionAnswer> ParseRegionAnswer(absl::string_view bytes);
 
 }  // namespace lossd::wire

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Shared memory by a sealed memfd (shared_memory.h).
 #include "proto/wire/shared_memory.h"
 
 #include <fcntl.h>
@@ -47,11 +48,12 @@ absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Reserve(int64_t byte
   return memory;
 }
 
-// Pages that are missing later would end the process with a signal instead of an error.
+// Allocates now, because a page that cannot be allocated later would end the process with a signal instead of
+// an error.
 absl::Status SharedMemory::Fill() {
   const auto size = static_cast<off_t>(bytes_.size());
   if (fallocate(descriptor_.get(), 0, 0, size) != 0) return Failed("allocation", size);
-  // Else each is mapped when it is touched first, which is slower and nothing worse.
+  // Maps all pages now. If that fails, each page is mapped when it is first accessed, which is only slower.
   madvise(bytes_.data(), bytes_.size(), MADV_POPULATE_WRITE);
   return absl::OkStatus();
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SharedMemory is memory that can be shared with another process: a sealed memfd, mapped into this process. A
-// process that gets the descriptor can write to the memory, but cannot make it shorter under this process.
+// process that gets the descriptor can write to the memory, but cannot change its size.
 #ifndef LOSSD_PROTO_WIRE_SHARED_MEMORY_H_
 #define LOSSD_PROTO_WIRE_SHARED_MEMORY_H_
 
@@ -18,15 +18,15 @@ namespace lossd::wire {
 // Thread-compatible.
 class SharedMemory {
  public:
-  // At least `bytes` > 0, in whole pages, all of them there already. RESOURCE_EXHAUSTED if the system has not
-  // so much.
+  // Creates memory of at least `bytes` > 0, in whole pages, and allocates all pages. RESOURCE_EXHAUSTED if
+  // the system has too little memory.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Create(int64_t bytes);
-  // The same without its pages, for callers that count memory before they take it: Fill makes them, and is
-  // called before anything touches the memory.
+  // Creates the memory without its pages, for callers that check limits before they allocate. Fill allocates
+  // the pages; call it before anything accesses the memory.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Reserve(int64_t bytes);
   absl::Status Fill();
-  // Gives the pages back to the system, even those that another process still has mapped: it then finds
-  // zeros.
+  // Gives the pages back to the system, even if another process still has them mapped. That process then
+  // reads zeros.
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;

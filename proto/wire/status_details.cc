@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Statuses and their details on the wire (status_details.h).
 #include "proto/wire/status_details.h"
 
 #include <google/protobuf/wire_format_lite.h>
@@ -15,12 +16,12 @@ namespace {
 
 using google::protobuf::internal::WireFormatLite;
 
-// Valid UTF-8 in at most `limit` bytes.
+// `bytes` as valid UTF-8, cut to at most `limit` bytes.
 std::string Text(absl::string_view bytes, size_t limit) {
   return errors::Shortened(errors::ValidUtf8(bytes), limit);
 }
 
-// `detail` with valid UTF-8 only: protobuf does not read a message with other bytes in a string.
+// `detail` with valid UTF-8 only, because protobuf does not parse a message with other bytes in a string.
 v1::ErrorDetail Readable(v1::ErrorDetail detail) {
   detail.set_field(errors::ValidUtf8(detail.field()));
   detail.set_value(errors::ValidUtf8(detail.value()));
@@ -28,7 +29,7 @@ v1::ErrorDetail Readable(v1::ErrorDetail detail) {
   return detail;
 }
 
-// `detail`, readable, in at most kMaxDetailBytes.
+// `given` as valid UTF-8, shortened to at most kMaxDetailBytes.
 v1::ErrorDetail Fitted(const v1::ErrorDetail& given) {
   const v1::ErrorDetail detail = Readable(given);
   v1::ErrorDetail fitted = detail;

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The schedule of deterministic mode (deterministic_schedule.h), and GroupChunk, the chunk that it makes of a
+// group of rows.
 #include "server/engine/deterministic_schedule.h"
 
 #include <algorithm>
@@ -117,7 +119,8 @@ RowRange GroupAssembly::FirstMissing() const {
 
 void GroupDecisions::Note(GroupKey group, const kernels::Chunk& chunk) {
   const kernels::LossOptions& asked = chunk.options;
-  decided_.erase(group);  // it may have been computed before, with other rows that were not finite
+  // The group may have been computed before, and failed because some rows were not finite.
+  decided_.erase(group);
   if (kernels::AsDecided(asked, chunk.gradients, chunk.sample_threshold) == asked) return;
   if (decided_.size() < kMostGroups) decided_[group] = {chunk.gradients, chunk.sample_threshold};
 }
@@ -139,7 +142,7 @@ RowRange Sequencer::RowsOf(GroupKey key) const {
 }
 
 std::vector<RowRange> Sequencer::Withdrawable(uint64_t microbatch_id, RowRange rows) const {
-  // The first row of the first group of the microbatch that is not before `turn`.
+  // The first row, of this microbatch, whose group does not lie before `turn`; at most rows.end.
   const auto first_from = [&](GroupKey turn) {
     if (microbatch_id != turn.microbatch_id)
       return microbatch_id > turn.microbatch_id ? rows.begin : rows.end;
@@ -153,7 +156,8 @@ std::vector<RowRange> Sequencer::Withdrawable(uint64_t microbatch_id, RowRange r
     if (ledger_->CountUnsettled(microbatch_id, RowsOf(key)) > 0) withdrawable.push_back({begin, end});
     begin = end;
   }
-  withdrawable.push_back({not_passed, rows.end});  // if empty: with it goes a microbatch without rows
+  // Also if empty: Ledger::Withdraw then forgets a microbatch without rows.
+  withdrawable.push_back({not_passed, rows.end});
   return withdrawable;
 }
 
@@ -213,7 +217,7 @@ void Sequencer::Return(size_t area, uint64_t loan) {
 }
 
 void Sequencer::CloseIdle() {
-  // Also in turn or beyond it: after a withdrawal its rows may be unsettled again, or others.
+  // This includes the group in turn and groups beyond it: after a withdrawal their rows may have changed.
   std::erase_if(open_, [this](const auto& entry) {
     const GroupAssembly& group = *entry.second;
     const bool idle = group.IsQuiet() && group.slices().empty();
@@ -340,7 +344,7 @@ int64_t Sequencer::attached_slices() const {
 
 namespace {
 
-// What was declared of the rows from `index` on; null if the declaration has no such values.
+// The declared values of the rows from `index` on; null if the declaration has none of this kind.
 template <typename T>
 const T* DeclaredAt(const std::vector<T>& values, size_t index) {
   return values.empty() ? nullptr : values.data() + index;
@@ -350,8 +354,8 @@ bool HasTargets(absl::Span<const int32_t> targets) {
   return std::any_of(targets.begin(), targets.end(), [](int32_t t) { return t != kernels::kIgnoredTarget; });
 }
 
-// A group of rows: a segment for each run of rows that the same slices hold. Rows that have their place in
-// the group but were not sent again are computed as zeros, unless none of them has a target.
+// The chunk of one group, with a segment for each run of rows that the same slices hold. A run of rows that
+// no slice sent again is computed as zeros, unless none of its rows has a target.
 struct GroupChunk final : ChunkWork {
   GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAssembly> assembly, Ledger& ledger,
              uint8_t* area);
@@ -360,12 +364,13 @@ struct GroupChunk final : ChunkWork {
   void OnComputed(const kernels::Chunk& chunk) override;
   void OnResults(bool all_good) override { schedule_->OnResults(*group_, all_good); }
   void OnLeft() override { schedule_->OnLeft(*group_); }
-  // All that comes after the group waits for it.
+  // All groups behind this one wait for it, so a failure affects every stream that accumulates.
   bool Affects(const StreamState& stream) const override { return stream.spec().accumulate_gradients; }
 
  private:
   void AddSegment(const GroupAssembly::Segment& piece, RowWants wants, uint8_t* area);
-  // Of rows that no slice holds. What is agreed on in the microbatch, any of its streams can say.
+  // The input for rows that no slice holds. It takes what all streams of the microbatch agree on from any one
+  // of them.
   kernels::Slice GapInput(RowRange rows, size_t index, uint8_t* memory) const;
 
   DeterministicSchedule* const schedule_;
@@ -427,7 +432,7 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.hidden = memory;
   slice.targets = DeclaredAt(declared_.targets, index);
   slice.row_weights = DeclaredAt(declared_.row_weights, index);
-  slice.grad_scale = stream.grad_scale(gap.begin);  // it adds nothing
+  slice.grad_scale = stream.grad_scale(gap.begin);  // any scale will do: the gap adds nothing
   slice.grad_loss = DeclaredAt(declared_.grad_loss, index);
   slice.grad_lse = DeclaredAt(declared_.grad_lse, index);
   slice.grad_entropy = DeclaredAt(declared_.grad_entropy, index);
@@ -435,7 +440,8 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.old_logprobs = DeclaredAt(declared_.numbers.old_logprobs, index);
   slice.ref_logprobs = DeclaredAt(declared_.numbers.ref_logprobs, index);
   if (stream.spec().options.has_soft_targets()) {
-    // Their targets alone, with as much weight: gradients of the others are stored in the same unit.
+    // Of the soft targets only the row's target, with the weight of all of them, because it affects the unit
+    // in which the gradients of the sent rows are stored.
     slice.target_count = 1;
     slice.target_classes = slice.targets;
     slice.target_weights = DeclaredAt(declared_.digest.sums, index);
@@ -445,7 +451,7 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   return slice;
 }
 
-// What the group decides is what all its rows do when they are accumulated.
+// Only a chunk with all rows of the group, which accumulates some of them, makes the group's decision.
 void GroupChunk::OnComputed(const kernels::Chunk& chunk) {
   const bool is_repeat =
       std::all_of(accumulate_.begin(), accumulate_.end(), [](uint8_t row) { return row == 0; });
@@ -458,7 +464,7 @@ void GroupChunk::Prepare() {
 
 constexpr auto kAreas = static_cast<int64_t>(Sequencer::kAreas);
 
-// Of the widest dtype, so that groups have the same rows in all of them.
+// Bytes of a row in the widest dtype, so that groups have the same rows in all dtypes.
 int64_t RowBytesOf(int64_t hidden_size) { return hidden_size * static_cast<int64_t>(sizeof(float)); }
 
 }  // namespace
@@ -534,7 +540,7 @@ StagingBuffer DeterministicSchedule::BufferFor(const Sequencer::Grant& grant) {
   context_->mutex.AssertHeld();
   const StreamState& stream = *grant.slice->stream;
   ++context_->area_buffers_lent;
-  // The buffer may outlive the head, so it keeps the memory; the engine waits for nothing but the return.
+  // The buffer may outlive the head, so it keeps the memory alive. The engine only waits until it comes back.
   return StagingBuffer(areas_.At(grant.area) + stream.RowBytes(grant.rows.begin),
                        stream.RowBytes(grant.rows.size()),
                        [context = context_, self = weak_from_this(), memory = areas_.memory,
@@ -547,15 +553,16 @@ StagingBuffer DeterministicSchedule::BufferFor(const Sequencer::Grant& grant) {
                            context->loop.Wake();
                          }
                          absl::MutexLock lock(&context->mutex);
-                         --context->area_buffers_lent;  // last: then the engine may be destroyed
+                         // Last, because the engine may be destroyed after this.
+                         --context->area_buffers_lent;
                        });
 }
 
 void DeterministicSchedule::Queue(std::unique_ptr<SliceWork> slice) {
   const bool attached = sequencer_.Attach(slice, ++arrivals_);
-  assert(attached);  // its stream has not failed, so its group still has what was lent to it
+  assert(attached);  // its stream has not failed, so its loan still exists
   (void)attached;
-  Advance();  // others may have waited for the same rows
+  Advance();  // slices may have waited for the places of the same rows
 }
 
 DroppedSlices DeterministicSchedule::TakeFailed() {
@@ -578,7 +585,7 @@ ScheduledWork DeterministicSchedule::TakeNext(const DeviceLoad& load, bool head_
   if (operation != nullptr && !sequencer_.HasReady(operation->arrival))
     return arrival_.TakeNext(load, head_is_idle);
   if (!load.accepts_chunk()) return {};
-  // An operation has to wait for the groups, and chunks behind it for the operation.
+  // Chunks by arrival that stand behind an operation wait for it, and the operation waits for the groups.
   const auto take_chunk = [&] {
     return operation == nullptr ? arrival_.TakeNext(load, head_is_idle) : ScheduledWork();
   };
@@ -638,7 +645,7 @@ void DeterministicSchedule::OnDeclared(uint64_t microbatch_id) {
 }
 
 void DeterministicSchedule::OnContribution() {
-  sequencer_.OnContribution();  // it may have nothing to add
+  sequencer_.OnContribution();  // a contribution may have no rows to add
   Advance();
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The loops of the device thread and of the notifier, and the runtime of a server (device_loop.h).
 #include "server/engine/device_loop.h"
 
 #include <pthread.h>
@@ -150,12 +151,12 @@ Runtime::Loop::Progress DeviceLoop::RunNext() {
     {
       MutexUnlock unlock(mutex_);
       work();
-      work = nullptr;  // what it owns is destroyed without the lock
+      work = nullptr;  // destroys what the closure owns, without the lock
     }
     CountTime();
     works_ = false;
   }
-  if (found || load_.chunks == 0) heartbeat_.Beat();  // a device that computes beats by finishing chunks
+  if (found || load_.chunks == 0) heartbeat_.Beat();  // while chunks are on the device, OnLeft beats
   if (found) return Progress::kWorked;
   news_ = false;
   if (!stopping_ || load_.chunks > 0) return Progress::kIdle;

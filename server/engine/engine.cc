@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The members of Engine: each finds the session of a head by name and passes the request on (engine.h).
 #include "server/engine/engine.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 namespace lossd::engine {
 namespace {
 
-// What a head needs beside what its backend checks.
+// Checks what the engine requires of a head's config; the backend checks the rest.
 absl::Status CheckConfig(const EngineOptions& options, const kernels::HeadConfig& config) {
   LOSSD_RETURN_IF_ERROR(kernels::Validate(config));
   const int64_t slice_bytes = options.slice_bytes;
@@ -28,7 +29,7 @@ absl::Status CheckConfig(const EngineOptions& options, const kernels::HeadConfig
       absl::StrCat(config.hidden_size));
 }
 
-// Without the lock; blocks until no chunk of a head is under way that is being deleted.
+// Blocks until no chunk of `session`, which is being deleted, is under way. Called without the lock.
 void AwaitIdle(HeadSession& session, EngineContext* context) {
   const auto nothing = [](head::Head&) { return absl::OkStatus(); };
   Operation last{.run = nothing};
@@ -41,13 +42,13 @@ void AwaitIdle(HeadSession& session, EngineContext* context) {
   context->runtime->Wait(last.done);
 }
 
-// Why a head that was named as a teacher is not found.
+// The error for a teacher that a request names and that was not found for the reason `why`.
 absl::Status UnknownTeacher(const absl::Status& why, absl::string_view name) {
   if (!absl::IsNotFound(why)) return why;
   return FieldError(absl::StatusCode::kNotFound, "open.options.distillation.teacher", "is not a head", name);
 }
 
-// The head of a new stream, contribution or tensor call.
+// Finds the head of a new stream, contribution or tensor call.
 absl::StatusOr<HeadDirectory::SessionPtr> FindOpen(const EngineContext& context, const HeadDirectory& heads,
                                                    absl::string_view name) {
   if (context.loop.stopping()) return ShuttingDown();
@@ -77,7 +78,7 @@ Engine::~Engine() {
       session->streams().EndAll(ShuttingDown());
       if (session->order() != nullptr) session->order()->EndTurns();
     }
-    // Heads end on the thread that owns the device, whatever still holds their sessions.
+    // Heads are destroyed on the device thread, even if something still holds their sessions.
     context_->loop.Stop([this] {
       std::vector<SessionPtr> sessions;
       {
@@ -110,7 +111,7 @@ EngineStats Engine::stats() const {
 
 namespace {
 
-// Backends count classes from 0, whatever they are called.
+// A backend numbers classes from 0 and does not know the class list.
 kernels::HeadConfig ForBackend(kernels::HeadConfig config) {
   config.class_list = {};
   return config;
@@ -201,7 +202,7 @@ absl::Status Engine::DeleteHead(absl::string_view name) {
     {
       absl::MutexLock lock(&context_->mutex);
       session = heads_.EndDelete(name, number);
-      if (session == nullptr) return;  // its creation failed
+      if (session == nullptr) return;  // the creation of this head failed meanwhile
       context_->loop.Remove(name);
       session->step().ForgetRows();
       for (Operation* operation : session->schedule().TakeOperations()) {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Creates an EngineContext: checks the options and allocates staging and retained memory.
 #include "server/engine/engine_context.h"
 
 #include <utility>

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// EngineContext holds what all parts of one engine share: its options, its memory, its lock and its threads.
+// EngineContext holds what all parts of one engine share: options, memory, the lock and the threads.
 //
-// The engine has one lock. It is a leaf with respect to everything outside the engine: neither an observer
-// nor a caller's copy function nor the backend is ever called with the lock held. Slices are destroyed, and
-// their memory is given back, without the lock.
+// The engine has one lock, EngineContext::mutex. The engine never calls an observer, a caller's copy function
+// or the backend with the lock held. It destroys slices, which gives their memory back, without the lock.
 #ifndef LOSSD_SERVER_ENGINE_ENGINE_CONTEXT_H_
 #define LOSSD_SERVER_ENGINE_ENGINE_CONTEXT_H_
 
@@ -34,9 +33,9 @@ struct EngineContext {
                 std::vector<EngineObserver*> observers, std::unique_ptr<StagingPool> staging,
                 std::unique_ptr<kernels::RetainedMemory> retained, Runtime* runtime);
 
-  // Tells the observers if the device is gone: if the backend has returned UNAVAILABLE. Takes what a call of
-  // the backend returned, and returns it; what the engine itself says of a head is not for here. Without the
-  // lock.
+  // Tells the observers if the device is lost, which the backend says by UNAVAILABLE. Takes the status that a
+  // call of the backend returned, and returns it unchanged. It is not for statuses that the engine itself
+  // makes. Called without the lock.
   absl::Status NoteIfLost(absl::Status from_backend) const;
 
   const EngineOptions options;
@@ -45,19 +44,20 @@ struct EngineContext {
   const EngineObservers observers;
   Runtime* const runtime;
   const std::unique_ptr<StagingPool> staging;
-  const std::unique_ptr<kernels::RetainedMemory> retained;  // null: the engine keeps no rows
+  const std::unique_ptr<kernels::RetainedMemory> retained;  // null: the engine retains no rows
   RangeAllocator retained_ranges;                           // of `retained`
 
   absl::Mutex mutex;                               // the engine's lock
-  VersionCounter versions ABSL_GUARDED_BY(mutex);  // of all heads
-  FairShare stream_places ABSL_GUARDED_BY(mutex);  // by peer
+  VersionCounter versions ABSL_GUARDED_BY(mutex);  // versions of all heads
+  FairShare stream_places ABSL_GUARDED_BY(mutex);  // places for open streams, shared by peer
   RowMemory row_memory ABSL_GUARDED_BY(mutex);
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
-  // Buffers in the areas of groups that slices hold while they are received, computed or sent.
+  // Deterministic mode: how many slices hold a place in a group's area, while they are received, computed or
+  // sent.
   int64_t area_buffers_lent ABSL_GUARDED_BY(mutex) = 0;
 
   DeviceLoop loop;
-  Notifier notifier;  // goes first: its events use the rest
+  Notifier notifier;  // destroyed first, because its events use the other members
 };
 
 }  // namespace lossd::engine

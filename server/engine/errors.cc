@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The texts of the engine's errors, and the payloads of absl::Status that carry data for programs (errors.h).
 #include "server/engine/errors.h"
 
 #include "absl/strings/numbers.h"

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The life of a chunk on the device: submission, results, settlement (flight.h).
 #include "server/engine/flight.h"
 
 #include <algorithm>
@@ -13,21 +14,21 @@
 namespace lossd::engine {
 namespace {
 
-// Where the results of the rows from `index` on go; null if they are not wanted.
+// Where the backend writes the results of the rows from `index` on; null if they are not wanted.
 template <typename T>
 T* PlaceIf(bool wanted, std::vector<T>& values, size_t index) {
   return wanted ? values.data() + index : nullptr;
 }
 
-// Copies the results of some rows if they are wanted.
+// Copies the results of rows [index, index + rows) if they are wanted.
 template <typename T>
 void CopyIf(bool wanted, const std::vector<T>& from, size_t index, size_t rows, std::vector<T>& to) {
-  if (!wanted) return;  // then `from` is empty
+  if (!wanted) return;  // not wanted: `from` may be empty
   const auto first = from.begin() + static_cast<std::ptrdiff_t>(index);
   to.assign(first, first + static_cast<std::ptrdiff_t>(rows));
 }
 
-// Copies the first `wanted` of each row's `each` results.
+// `from` has `each` results a row. Copies the first `wanted` results of each row.
 template <typename T>
 void CopyFirst(const std::vector<T>& from, int32_t each, size_t index, size_t rows, int32_t wanted,
                std::vector<T>& to) {
@@ -77,7 +78,7 @@ void Flight::MakeChunk() {
                  .entropy = PlaceIf(segment.wants.entropy, results_.entropy, segment.index),
                  .target_logprob = PlaceIf(segment.wants.logprob, results_.logprob, segment.index),
                  .argmax = PlaceIf(segment.wants.argmax, results_.argmax, segment.index)};
-    // Rows that want any top classes get as many as the chunk's widest slice.
+    // Rows that want top classes get as many as the slice that wants most; TakeResults cuts them.
     const bool wants_top = segment.wants.top_k > 0;
     slice.top_k = wants_top ? wants.top_k : 0;
     slice.out.top_logprobs = PlaceIf(wants_top, results_.top_logprobs, segment.index * top_k);
@@ -183,7 +184,7 @@ void Flight::OnDone(const absl::Status& status) {
   EngineContext& context = *head_.context;
   if (!settled_) Tell();
   context.observers.Tell(&EngineObserver::OnChunkLeft, Report());
-  // Broken: the head's accumulators can no longer be trusted (kernels::ChunkCallbacks::on_done).
+  // Broken: the head's accumulators may be half-written (kernels::ChunkCallbacks::on_done).
   const bool broken = !status.ok() && (results_ok_ || absl::IsDataLoss(status));
   if (broken) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&context.mutex);
@@ -214,7 +215,7 @@ void Flight::Settle(bool accumulated) {
     }
     int64_t committed = ledger.Commit(segment.microbatch_id, segment.rows);
     for (SliceWork* slice : segment.slices) {
-      if (!slice->is_good()) continue;  // its rows are not reported
+      if (!slice->is_good()) continue;  // a failed slice reports no rows
       slice->accumulated_rows += committed;
       slice->repeated_rows += slices_[i].sums.valid_rows - committed;
       committed = 0;

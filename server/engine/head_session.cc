@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// HeadSession, Stream and HeadDirectory: how a head is set up, and the way of slices and chunks through it
+// (head_session.h).
 #include "server/engine/head_session.h"
 
 #include <algorithm>
@@ -16,7 +18,7 @@
 namespace lossd::engine {
 namespace {
 
-// The bytes of `rows` rows of hidden states in the widest dtype.
+// Bytes of `rows` rows of hidden states in the widest dtype.
 int64_t MostBytes(int64_t rows, const kernels::HeadConfig& config) {
   return rows * config.hidden_size * static_cast<int64_t>(sizeof(float));
 }
@@ -74,8 +76,9 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
         observer.OnMemory(
             [alive, slice = std::move(slice)]() mutable { alive->CopyAndQueue(std::move(slice)); });
       },
-      // The session's own schedule calls this. A head and its teacher never both live in host memory
-      // (ValidateTeacher), so the answer is that of the one that does.
+      // Tells the session's schedule where the values of a slice's heads are. A head and its teacher never
+      // both live in host memory (ValidateTeacher), so the answer is where the values of that one of the two
+      // are.
       [head = session.get()](const SliceWork& slice) {
         const std::shared_ptr<HeadSession>& teacher = slice.stream->teacher().session;
         const ValuesAre own = head->teaching.values();
@@ -170,7 +173,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
   };
   const auto accept = [&](const kernels::HeadKernels& divided) {
     absl::MutexLock lock(&context_->mutex);
-    // Only asks whether the schedule accepts the limits, and puts back those that the schedule has now.
+    // Only tests whether the schedule accepts the new limits, and then restores the present ones.
     absl::Status status = set_limits(divided.slice_rows(), divided.chunk_rows());
     if (status.ok()) set_limits(slice_rows_, chunk_rows_).IgnoreError();
     return status;
@@ -182,7 +185,7 @@ absl::Status HeadSession::SetShares(const std::vector<int32_t>& shares) {
   slice_rows_ = kernels.slice_rows();
   memory_ = kernels.memory();
   choices_ = kernels.Describe();
-  set_limits(slice_rows_, chunk_rows_).IgnoreError();  // the schedule has accepted these limits above
+  set_limits(slice_rows_, chunk_rows_).IgnoreError();  // the schedule accepted these limits above
   return absl::OkStatus();
 }
 
@@ -254,7 +257,7 @@ DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
   }
   auto* const chunk = std::get_if<std::unique_ptr<ChunkWork>>(&next);
   if (chunk == nullptr) return nullptr;
-  // Operations on the teacher wait until it is used no more.
+  // Operations on the teacher wait until this chunk has left the device.
   if ((*chunk)->teacher != nullptr) ++(*chunk)->teacher->chunks_in_flight_;
   auto flight = std::make_shared<Flight>(shared_from_this(), std::move(*chunk));
   if (flight->accumulates()) step_->versions().NewAccumulation();
@@ -289,7 +292,7 @@ void HeadSession::OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) {
 }
 
 void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices) {
-  if (choices.empty()) return;  // it was refused
+  if (choices.empty()) return;  // the backend refused the chunk
   {
     absl::MutexLock lock(&context_->mutex);
     if (report.gradients == kernels::Gradients::kSampled) gradient_error_ = report.sums.gradient_error();
@@ -299,7 +302,7 @@ void HeadSession::NoteChunk(const ChunkReport& report, const std::vector<kernels
   context_->observers.Tell(&EngineObserver::OnChoices, {.head = name_, .choices = choices});
 }
 
-// ---- HeadSession: what is told about it ----
+// ---- HeadSession: its snapshot ----
 
 namespace {
 
@@ -390,8 +393,8 @@ void Stream::Receive(IncomingSlice incoming) {
   slice->stream = state_;
   slice->rows = incoming.rows;
   slice->bytes = incoming.bytes;
-  // A slice without values needs memory for its results. If the caller has a place for the results, `bytes`
-  // is set already. Rows outside the stream's range get no memory: the session refuses them.
+  // A slice without values needs memory for its results. `bytes` is set already if the caller has a place for
+  // the results. Rows outside the stream's range get no memory: HeadSession::Receive refuses them.
   const bool own = incoming.rows.begin < incoming.rows.end && incoming.rows.IsWithin(state_->spec().rows);
   if (own && !BringsRows(*state_) && incoming.bytes == 0)
     slice->bytes = state_->RowBytes(incoming.rows.size());
@@ -415,7 +418,7 @@ void Stream::HalfClose() {
 
 void Stream::Cancel(absl::Status why) {
   absl::MutexLock lock(&session_->context().mutex);
-  state_->Start();  // so that OnFinished comes even if the caller gave up before starting
+  state_->Start();  // so that OnFinished comes even if the caller never called Start
   if (!state_->finished()) session_->streams().Fail(*state_, std::move(why));
   session_->streams().FinishIfReady(state_);
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The heads of an engine. A HeadSession is one head with everything that is going on with it, a Stream
-// is the caller's end of one of its streams, and a HeadDirectory has the sessions of all heads by name.
+// The heads of an engine. A HeadSession is one head with all work on it. A Stream is the caller's end of one
+// of its streams. A HeadDirectory has the sessions of all heads by name.
 //
 // Threads. The engine's lock guards all of it. Members are called with the lock held unless they say
-// otherwise; a Stream takes the lock itself.
+// otherwise. A Stream takes the lock itself.
 #ifndef LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
 #define LOSSD_SERVER_ENGINE_HEAD_SESSION_H_
 
@@ -34,24 +34,25 @@
 
 namespace lossd::engine {
 
-// One head and everything that is going on with it: its open step (open_step.h), its streams
-// (stream_admission.h), its deferred microbatches (stream_state.h), and the schedule of its work
-// (schedule.h). A session lives from the creation of the head until the last of its slices is gone; the head
-// itself ends on the device thread.
+// One head and all work on it: its open step (open_step.h), its streams (stream_admission.h), its deferred
+// microbatches (stream_state.h), and the schedule of its work (schedule.h). A session lives from the creation
+// of the head until the last of its slices is destroyed. The head itself is destroyed earlier, on the device
+// thread (DeleteHead).
 //
-// Each part has a contract of its own. A session does what concerns several parts: it leads a slice from its
-// caller to the schedule and a chunk to the device and back, and it lets a step begin.
+// Each part has a contract of its own. The session does what concerns several parts: it passes a slice from
+// its caller to the schedule, it sends a chunk to the device and takes it back, and it begins a new step.
 class HeadSession final : public DeviceLoop::Source,
                           public Flight::Owner,
                           public std::enable_shared_from_this<HeadSession> {
  public:
-  // On the device thread, without the lock. The context outlives the session. Allocates what the head's
-  // schedule needs besides the head. `class_list`: config().class_list, which the kernels do not know.
+  // Creates the session of a head whose kernels exist, and allocates the memory of its schedule. Called on
+  // the device thread, without the lock. The context outlives the session. `class_list`: the list for
+  // config().class_list, which the kernels do not know.
   static absl::StatusOr<std::shared_ptr<HeadSession>> Create(EngineContext* context, std::string name,
                                                              std::unique_ptr<kernels::HeadKernels> kernels,
                                                              kernels::ClassList class_list = {});
 
-  // ---- Parts; the first three are constant, but for config().shares ----
+  // ---- Parts; the first three are constant, except config().shares ----
   const std::string& name() const { return name_; }
   const kernels::HeadConfig& config() const { return config_; }
   EngineContext& context() { return *context_; }
@@ -60,44 +61,47 @@ class HeadSession final : public DeviceLoop::Source,
   StreamAdmission& admission() { return *admission_; }
   DeferredMicrobatches& deferred() { return deferred_; }
   Schedule& schedule() { return *schedule_; }
-  // The order in which rows and contributions accumulate. Null: in whatever order they come, and nothing
-  // waits for a turn.
+  // The schedule that puts rows and contributions in order, in deterministic mode. Null: they accumulate in
+  // any order, and nothing waits for a turn.
   DeterministicSchedule* order() { return order_; }
-  // On the device thread only, without the lock.
+  // Used on the device thread only, without the lock.
   head::Head& head() { return *head_; }
-  Magnitudes magnitudes;  // of what the head holds; also on the device thread only
-  Teaching teaching;      // of streams of other heads
-  // On the device thread, without the lock. Ends the head, and gives back the context's memory that the
-  // session holds, because the backend may keep the session longer than the engine lives.
+  Magnitudes magnitudes;  // of the head's values and moments; used on the device thread only
+  Teaching teaching;      // the streams of other heads that this head teaches
+  // Destroys the head, and gives back the context's memory that the session holds, because the backend may
+  // keep the session alive longer than the engine. Called on the device thread, without the lock.
   void DeleteHead();
 
   // ---- Slices ----
-  // Takes a slice of an open stream. True if `slice` has its memory now: then the caller calls CopyAndQueue.
-  // False if the slice waits for memory, or has been refused and is to be destroyed without the lock.
+  // Takes a slice of an open stream. True if `slice` has its memory now; the caller then calls CopyAndQueue.
+  // False if the slice waits for memory, or was refused; the caller destroys a slice that was refused without
+  // the lock.
   bool Receive(std::unique_ptr<SliceWork>& slice);
-  // Without the lock, where the time of a copy may be spent: has the rows copied and the slice queued.
+  // Copies the slice's rows into its memory and queues the slice. Called without the lock, on a thread that
+  // may spend the time of a copy.
   void CopyAndQueue(std::unique_ptr<SliceWork> slice);
 
   // ---- Versions ----
-  // Calls `enter`, which puts another step in the place of the open one, and then ends what was bound to the
+  // Calls `enter`, which replaces the open step by another one, and then ends the calls that are bound to the
   // former step.
   void EnterStep(absl::FunctionRef<void(OpenStep&)> enter);
-  // After a change of versions: ends the streams, also those that the head teaches, and releases the deferred
-  // microbatches, that are bound to versions of the past (OpenStep::CheckBound).
+  // Called after a change of versions. Ends the streams of this head, and the streams that it teaches, that
+  // are bound to an earlier version (OpenStep::CheckBound). Releases the deferred microbatches that are.
   void EndStale();
-  // On the device thread, without the lock, while nothing is under way: kernels::SetShares of the head.
+  // Calls SetShares of the head's kernels and adopts the new sizes of slices and chunks. On the device
+  // thread, without the lock, while nothing is under way on the head.
   absl::Status SetShares(const std::vector<int32_t>& shares);
-  // Notes that the weights may be half-written, and ends what is bound to them (EndStale).
+  // Notes that the weights may be half-written, and ends the calls that are bound to them (EndStale).
   void MarkWeightsInvalid(absl::Status why);
   void OnAccumulationFailed(const absl::Status& status) override;
 
   // ---- The device ----
-  // Without the lock; blocks until `operation` has run on the device thread, after everything submitted to
-  // the head before. NOT_FOUND if the head is deleted, UNAVAILABLE, RESOURCE_EXHAUSTED (too many waiting), or
-  // what `operation` returns.
+  // Runs `operation` on the device thread after everything that was submitted to the head before, and blocks
+  // until it has run. Called without the lock. NOT_FOUND if the head is deleted, UNAVAILABLE,
+  // RESOURCE_EXHAUSTED (too many operations wait), or what `operation` returns.
   absl::Status Run(absl::FunctionRef<absl::Status()> operation);
-  // The head is being deleted: Run refuses from now on. False if a chunk of the head is still under way; this
-  // can be so although all calls that sent rows have ended.
+  // Begins to delete the head: Run refuses from now on. False if a chunk of the head is still under way,
+  // which is possible although all calls that sent rows have ended.
   bool BeginDelete() {
     deleting_ = true;
     return chunks_in_flight_ == 0;
@@ -108,8 +112,8 @@ class HeadSession final : public DeviceLoop::Source,
 
   // ---- Its flights ----
   Flight::Parts flight_parts() override;
-  // Keeps what is described of the last chunk, and tells the observers if it was computed in another way than
-  // the one before it.
+  // Keeps the description of the last chunk, and tells the observers if the chunk was computed in another way
+  // than the chunk before it.
   void NoteChunk(const ChunkReport& report, const std::vector<kernels::Choice>& choices) override;
   void FinishSlice(const SliceWork& slice, double compute_seconds) override;
   void OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) override;
@@ -129,17 +133,17 @@ class HeadSession final : public DeviceLoop::Source,
   int64_t slice_rows_;
   kernels::MemoryBytes memory_;
   std::vector<kernels::Choice> choices_;
-  const bool divided_;  // several devices have some of the classes each
+  const bool divided_;  // each of several devices has some of the classes
 
   const std::shared_ptr<OpenStep> step_;
   DeferredMicrobatches deferred_;
   std::shared_ptr<Schedule> schedule_;          // set once, by Create
-  DeterministicSchedule* order_ = nullptr;      // schedule_, if that is one
+  DeterministicSchedule* order_ = nullptr;      // schedule_ if it is deterministic; else null
   std::unique_ptr<StreamSet> streams_;          // set once, by Create
   std::unique_ptr<StreamAdmission> admission_;  // set once, by Create
   std::vector<kernels::Choice> last_chunk_choices_;
-  double gradient_error_ = 0.0;   // of the last chunk that was sampled
-  int64_t chunks_in_flight_ = 0;  // also those of other heads that this one teaches
+  double gradient_error_ = 0.0;   // predicted, of the last chunk with sampled gradients
+  int64_t chunks_in_flight_ = 0;  // includes chunks of other heads that this head teaches
   bool deleting_ = false;
   int64_t total_rows_ = 0;
 };
@@ -147,12 +151,13 @@ class HeadSession final : public DeviceLoop::Source,
 // Adds the streams, slices and rows of the head to `stats`.
 void AddTo(HeadSession& session, EngineStats& stats);
 
-// The limits on slices of a head with this config, whose backend takes slices of at most `slice_rows` rows.
+// The limits that a head with this config would have on its slices, if its backend takes slices of at most
+// `slice_rows` rows.
 SliceLimits PlannedLimits(const EngineOptions& options, const kernels::HeadConfig& config,
                           int64_t slice_rows);
 
-// An open stream. Thread-safe; destroying it cancels what is not finished (OnFinished still comes). Must
-// be destroyed before the engine.
+// The caller's end of an open stream. Thread-safe. Destroying it cancels the stream if it has not finished;
+// StreamObserver::OnFinished still comes. Must be destroyed before the engine.
 class Stream {
  public:
   Stream(std::shared_ptr<HeadSession> session, std::shared_ptr<StreamState> state)
@@ -161,29 +166,29 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Its name; valid as long as the stream.
+  // The name of its head; valid as long as the stream.
   absl::string_view head() const { return state_->spec().head; }
   uint64_t microbatch_id() const { return state_->spec().microbatch_id; }
-  HeadState state() const { return state_->head_state(); }  // when it was opened
+  HeadState state() const { return state_->head_state(); }  // when the stream was opened
   SliceLimits limits() const { return state_->limits(); }   // for this stream's dtype
   int64_t hidden_size() const { return state_->hidden_size(); }
-  bool brings_rows() const { return BringsRows(*state_); }  // slices bring values of their rows
+  bool brings_rows() const { return BringsRows(*state_); }  // whether slices bring values of their rows
 
-  // Lets results flow; nothing reaches the observer before. Call once.
+  // Lets results flow; the observer is not called before. Call once.
   void Start();
-  // Takes one slice: checks it, finds memory for its rows, has them copied there and queues it. If there is
-  // memory now, all of that happens in this call; otherwise the slice waits, and goes on with
-  // StreamObserver::OnMemory. Memory is usually a buffer of the staging pool; on a deterministic engine, for
-  // a stream that accumulates, it is the rows' place in their group, once it is their turn. A slice that
-  // breaks a rule fails the stream through OnFinished. One slice at a time: the next one when
-  // IncomingSlice::on_queued has been called.
+  // Takes one slice: checks it, finds memory for its rows, copies the rows there and queues the slice. If
+  // there is memory now, this call does all of that. Otherwise the slice waits, and StreamObserver::OnMemory
+  // continues. The memory is usually a buffer of the staging pool. For a stream that accumulates on a
+  // deterministic engine it is the place of the rows in their group, when the group has its turn. A slice
+  // that breaks a rule fails the stream, with OnFinished. Hand over one slice at a time: the next one after
+  // IncomingSlice::on_queued was called.
   void Receive(IncomingSlice slice);
-  // Streams of OpenBackward: the slices to be received, in order. Their hidden states are in retained memory,
-  // so only IncomingSlice::rows and on_queued are used.
+  // For streams of OpenBackward: the slices to hand to Receive, in order. Their hidden states are in retained
+  // memory, so Receive uses only IncomingSlice::rows and on_queued.
   std::vector<RowRange> RetainedSlices() const { return state_->RetainedSlices(); }
-  // No more slices will come; fails the stream if valid rows are missing.
+  // Says that no more slices will come. Fails the stream if valid rows are missing.
   void HalfClose();
-  // Fails the stream with `why` (not OK): slices that wait or are queued are dropped, those on the device
+  // Fails the stream with `why` (not OK). Slices that wait or are queued are dropped; slices on the device
   // finish.
   void Cancel(absl::Status why);
 
@@ -192,9 +197,9 @@ class Stream {
   const std::shared_ptr<StreamState> state_;
 };
 
-// The heads of an engine by name, and how far each has come: a name is taken when creation begins, the head
-// is there when its session is, it is visible when it has been published, and it is gone for callers when
-// deletion begins.
+// The heads of an engine by name. A head passes through these states: its name is taken when creation begins
+// (Reserve), the head exists when it has its session (Fill), callers see it when it is published (Publish),
+// and they see it no longer when deletion begins (BeginDelete).
 //
 // Plain state; the engine's lock guards it.
 class HeadDirectory {
@@ -204,39 +209,39 @@ class HeadDirectory {
   explicit HeadDirectory(int64_t max_heads) : max_heads_(max_heads) {}
 
   // ---- Creation ----
-  // Takes a name. RESOURCE_EXHAUSTED, or ALREADY_EXISTS.
+  // Takes a name. RESOURCE_EXHAUSTED or ALREADY_EXISTS.
   absl::Status Reserve(absl::string_view name);
-  // Whether Reserve would take it.
+  // Checks whether Reserve would take the name; errors as Reserve.
   absl::Status CheckFree(absl::string_view name) const;
   // Gives a reserved name its session.
   void Fill(absl::string_view name, SessionPtr session);
-  // Makes a head visible. Errors as those of Find.
+  // Makes a head visible. Errors as Find.
   absl::Status Publish(absl::string_view name);
 
   // ---- Deletion ----
-  // The head is not found from now on. Returns the number of the head, which EndDelete takes; NOT_FOUND if
-  // there is no such head.
+  // Hides a head from Find. Returns its number, for EndDelete. NOT_FOUND if there is no such head.
   absl::StatusOr<uint64_t> BeginDelete(absl::string_view name);
-  // Frees the name of the head with this number, and returns the head's session. Null if the creation of that
-  // head has failed meanwhile; the name may then belong to another head, which stays.
+  // Frees the name of the head with this number and returns the head's session. Null if the creation of that
+  // head has failed meanwhile. The name may then belong to another head, which stays.
   SessionPtr EndDelete(absl::string_view name, uint64_t number);
-  // Frees the name of a head that could not be created.
+  // Frees the name of a head whose creation failed.
   void Remove(absl::string_view name);
   std::vector<SessionPtr> RemoveAll();
 
   // ---- Look-up ----
   // NOT_FOUND, or UNAVAILABLE while the head is being created.
   absl::StatusOr<SessionPtr> Find(absl::string_view name) const;
-  // The same for a head that has been published; UNAVAILABLE before.
+  // As Find, for published heads only; UNAVAILABLE before a head is published.
   absl::StatusOr<SessionPtr> FindPublished(absl::string_view name) const;
-  // Both lists are in the order of the names.
-  std::vector<SessionPtr> Sessions() const;  // of all heads that are there, also those that are being deleted
-  std::vector<SessionPtr> Published() const;  // of those that Find finds
-  int64_t published() const;                  // those that are being deleted are counted
+  // Both lists are ordered by name.
+  // of all heads that have a session, also those that are being deleted
+  std::vector<SessionPtr> Sessions() const;
+  std::vector<SessionPtr> Published() const;  // of all published heads that are not being deleted
+  int64_t published() const;                  // includes published heads that are being deleted
 
  private:
   struct Slot {
-    uint64_t number = 0;  // no two heads have the same
+    uint64_t number = 0;  // unique in the directory
     SessionPtr session;   // null while the head is being created
     bool published = false;
     bool deleting = false;

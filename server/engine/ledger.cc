@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The ledgers of an open step (ledger.h), and the checks of a contribution's values.
 #include "server/engine/ledger.h"
 
 #include <xxhash.h>
@@ -20,18 +21,19 @@
 namespace lossd::engine {
 namespace {
 
-constexpr int64_t kTargetAndStateBytes = sizeof(int32_t) + sizeof(uint8_t);  // of a row of a microbatch
+constexpr int64_t kTargetAndStateBytes = sizeof(int32_t) + sizeof(uint8_t);  // per row of a microbatch
 
-// A fast test for the usual case: rows come again with the same contents.
+// A fast test for the usual case, in which rows come again with the same contents. False does not mean that
+// the values differ (0 and -0).
 template <typename T>
 bool SameBytes(const T* a, const T* b, size_t count) {
   return std::memcmp(a, b, count * sizeof(T)) == 0;
 }
 
-// Rows that are missing, for a message.
+// Collects the ranges of missing rows, for a message.
 class MissingRows {
  public:
-  // Rows behind all that were added before; none is possible.
+  // Adds rows that lie behind all rows added before. The range may be empty.
   void Add(RowRange rows) {
     if (rows.begin >= rows.end) return;
     if (!ranges_.empty() && ranges_.back().end == rows.begin) {
@@ -40,7 +42,7 @@ class MissingRows {
       ranges_.push_back(rows);
     }
   }
-  // "rows [0, 4), [8, 16)", after eight ranges "and 3 more ranges".
+  // E.g. "rows [0, 4), [8, 16)"; after eight ranges the text ends with e.g. "and 3 more ranges".
   std::string ToText() const {
     constexpr size_t kMost = 8;
     std::string text = "rows ";
@@ -81,7 +83,7 @@ MicrobatchRecord::Segment MicrobatchRecord::Segment::Part(size_t first, size_t c
 }
 
 std::vector<std::pair<size_t, size_t>> MicrobatchRecord::Segment::Staying(size_t first, size_t last) const {
-  // A shorter run stays: it takes less memory than the bookkeeping of one more segment.
+  // A shorter run between rows that stay also stays: it takes less memory than one more segment would.
   constexpr size_t kShortest = 64;
   const auto goes = [&](size_t i) {
     return i >= first && i < last && (states[i] == kPending || states[i] == kIgnored);
@@ -147,7 +149,8 @@ SoftDigest DigestOf(const SoftTargets& soft, absl::Span<const int32_t> targets) 
     hash = XXH3_64bits_withSeed(weights, each * sizeof(float), hash);
     double sum = 0.0;
     for (size_t i = 0; i < each && targets[row] != kernels::kIgnoredTarget; ++i) sum += double{weights[i]};
-    constexpr uint64_t kWhole = (uint64_t{1} << 24) - 1;  // a float holds it
+    // The largest 24-bit number, which a float represents exactly.
+    constexpr uint64_t kWhole = (uint64_t{1} << 24) - 1;
     digest.low.push_back(static_cast<float>(hash & kWhole));
     digest.high.push_back(static_cast<float>(hash >> 24 & kWhole));
     digest.sums.push_back(static_cast<float>(sum));
@@ -167,7 +170,7 @@ std::optional<int64_t> MicrobatchRecord::FirstDiffering(RowRange rows, const Row
   int64_t bad_row = -1;
   ForEachRun(*this, rows, [&](const Segment& segment, size_t first, size_t count, int64_t row) {
     const size_t offset = static_cast<size_t>(row - rows.begin);
-    // Index in the run of the first row that differs, else count.
+    // Updates bad_row with the first row of the run that differs, if one does.
     const auto note = [&](auto differs) {
       size_t i = 0;
       while (i < count && !differs(i)) ++i;
@@ -343,7 +346,7 @@ int64_t MicrobatchRecord::Commit(RowRange rows) {
 
 std::string MicrobatchRecord::DescribeMissing() const {
   MissingRows missing;
-  int64_t next = 0;  // first row not yet known to be settled
+  int64_t next = 0;  // the first row that the loop has not looked at
   for (const auto& [begin, segment] : segments_) {
     missing.Add({next, begin});
     for (size_t i = 0; i < segment.states.size(); ++i) {
@@ -360,7 +363,7 @@ std::string MicrobatchRecord::DescribeMissing() const {
 
 namespace {
 
-// "open.microbatch_id <id><how>"
+// An error with the text "open.microbatch_id <id><how>".
 absl::Status OpenedOtherwise(uint64_t id, absl::string_view how) {
   return errors::WithViolation(
       absl::FailedPreconditionError(absl::StrCat("open.microbatch_id ", id, how)),
@@ -536,7 +539,8 @@ std::vector<std::string> Ledger::Missing(absl::Span<const uint64_t> ids, int max
   int64_t more = 0;
   auto it = microbatches_.begin();
   for (uint64_t id : ids) {
-    if (it != microbatches_.end() && it->first < id) ++it;  // the usual case: `ids` has all of them
+    // Fast in the usual case, where `ids` has all microbatches.
+    if (it != microbatches_.end() && it->first < id) ++it;
     if (it == microbatches_.end() || it->first != id) it = microbatches_.lower_bound(id);
     const bool known = it != microbatches_.end() && it->first == id;
     if (known && it->second.complete()) continue;
@@ -573,10 +577,10 @@ std::vector<uint64_t> Ledger::CompleteIds() const {
 
 namespace {
 
-// The numbers of a type as their bits without the sign, which order them by magnitude.
+// The bits of a floating-point type without the sign. Compared as integers, they order values by magnitude.
 struct FloatBits {
   uint32_t mask;      // all bits but the sign
-  uint32_t infinity;  // the least that is not finite
+  uint32_t infinity;  // the least bits that are not finite
 
   static FloatBits Of(kernels::DType dtype) {
     switch (dtype) {
@@ -606,8 +610,8 @@ float FiniteValue(kernels::DType dtype, uint32_t bits) {
   return std::bit_cast<float>(bits);
 }
 
-// The least magnitude that overflows: it is not finite, or its product with the scale, rounded to fp32, is
-// not finite.
+// The bits of the least magnitude that overflows: it is not finite, or its product with the scale, rounded to
+// fp32, is not finite.
 uint32_t LeastOverflowing(kernels::DType dtype, float scale) {
   uint32_t fits = 0;
   uint32_t overflows = FloatBits::Of(dtype).infinity;
@@ -618,10 +622,10 @@ uint32_t LeastOverflowing(kernels::DType dtype, float scale) {
   return overflows;
 }
 
-// The index of the first element of at least the given magnitude, else -1.
+// The index of the first element whose magnitude is at least `least`; -1 if there is none.
 template <typename Bits>
 int64_t FirstAtLeast(absl::Span<const uint8_t> values, Bits mask, Bits least) {
-  constexpr int64_t kBlock = 4096;  // looked at without branches
+  constexpr int64_t kBlock = 4096;  // elements that are tested together, without branches
   const int64_t count = static_cast<int64_t>(values.size() / sizeof(Bits));
   const auto is_less = [&](int64_t i) {
     Bits bits;  // elements may be unaligned

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Measures the magnitudes of a head by reading its tensors in pieces (magnitudes.h).
 #include "server/engine/magnitudes.h"
 
 #include <algorithm>
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kReadBytes = int64_t{1} << 20;
 
-// The largest magnitude that a tensor counts for; null: no update changes the tensor.
+// The field of `most` that a tensor counts for; null if no update changes the tensor.
 double* PlaceOf(kernels::TensorId id, Magnitudes* most) {
   if (id.role == kernels::Role::kMoment1) return &most->moment1;
   if (id.role == kernels::Role::kMoment2) return &most->moment2;

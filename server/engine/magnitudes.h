@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Magnitudes says how large the values and moments of a head are at most. What an update can make of them
-// follows from that (operations.h).
+// Magnitudes holds upper bounds of |x| for the values and moments of a head. From these bounds, operations.h
+// computes whether an update can make a value infinite.
 //
-// A session keeps the magnitudes from step to step. A write into the head makes them unknown; a step whose
-// outcome depends on them then reads the tensors.
+// A session keeps the magnitudes from step to step. A write into the head makes them unknown. The next step
+// that needs them then reads the tensors (Measure).
 //
-// Threads. On the device thread only.
+// Threads. Used on the device thread only.
 #ifndef LOSSD_SERVER_ENGINE_MAGNITUDES_H_
 #define LOSSD_SERVER_ENGINE_MAGNITUDES_H_
 
@@ -18,7 +18,7 @@
 
 namespace lossd::engine {
 
-// Each is the most that |x| may be. Infinity: not known, or some x is not finite.
+// Each field is an upper bound of |x|. kUnknown (infinity): the bound is not known, or some x is not finite.
 struct Magnitudes {
   static constexpr double kUnknown = std::numeric_limits<double>::infinity();
 
@@ -28,13 +28,14 @@ struct Magnitudes {
   double moment2 = 0.0;
 };
 
-// How many values and moments are no finite numbers, by kind. A bias may be: -infinity keeps a class out.
+// How many values and moments are not finite, by kind. A bias of -infinity is legal: it excludes a class.
 struct NotFinite {
   int64_t nan = 0;
   int64_t infinite = 0;
   int64_t minus_infinite = 0;
 
-  // How many more there are of each kind than before. So it counts a -infinity that has become NaN, too.
+  // The sum over the kinds of how many more there are than `before`. It also counts a -infinity that became
+  // NaN.
   int64_t MoreThan(const NotFinite& before) const;
 };
 
@@ -42,10 +43,10 @@ struct Measurement {
   Magnitudes most;
   NotFinite not_finite;
 };
-// Reads all values and moments. Fails as Head::ReadRows.
+// Reads all values and moments. Errors as Head::ReadRows.
 absl::StatusOr<Measurement> Measure(head::Head& head);
 
-// Makes unknown what has been written since the last call.
+// Sets the magnitudes of what was written since the last call to kUnknown.
 void ForgetWritten(head::Head& head, Magnitudes* magnitudes);
 
 }  // namespace lossd::engine

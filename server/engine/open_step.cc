@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The checks and transitions of a head's steps, and the explanations for callers that name another step
+// (open_step.h).
 #include "server/engine/open_step.h"
 
 #include <algorithm>
@@ -72,7 +74,7 @@ StepResult LastStep::Result(const HeadState& now) const {
 
 namespace {
 
-// "3 seconds ago".
+// E.g. "3 seconds ago".
 std::string Ago(absl::Time then, absl::Time now) {
   const int64_t seconds = std::max<int64_t>(0, absl::ToInt64Seconds(now - then));
   const auto text = [](int64_t count, absl::string_view unit) {
@@ -84,7 +86,7 @@ std::string Ago(absl::Time then, absl::Time now) {
   return text(seconds / (24 * 3600), "day");
 }
 
-// With a space before it; "" if the time is not known.
+// As Ago, with a space before it; "" if the time is not known (0).
 std::string AgoIfKnown(int64_t unix_seconds, absl::Time now) {
   return unix_seconds == 0 ? "" : absl::StrCat(" ", Ago(absl::FromUnixSeconds(unix_seconds), now));
 }

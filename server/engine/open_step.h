@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps of one head. OpenStep is the step that is open: it decides what a call may begin or go on with
-// and whether the step may be closed. LastStep is the step before it, so that a repeated ApplyStep gets the
-// same answer. StepHistory knows who trains the head and where its values come from, and finds the words for
-// a caller that names another step.
+// The steps of one head. OpenStep is the step that is open: it decides what a call may begin or continue, and
+// whether the step may be closed. LastStep is the step before it, kept so that a repeated ApplyStep gets the
+// same answer. StepHistory knows which program trains the head and where its values come from; it explains to
+// a caller why the step that the caller names is not open.
 //
-// Plain state without threads, device or lock; the engine's lock guards it. Checks change nothing.
+// Plain state without threads or device; the engine's lock guards it. Checks change nothing.
 #ifndef LOSSD_SERVER_ENGINE_OPEN_STEP_H_
 #define LOSSD_SERVER_ENGINE_OPEN_STEP_H_
 
@@ -24,72 +24,78 @@
 
 namespace lossd::engine {
 
-// How the step before the open one was closed, so that a repeat of the request that closed it is recognised
-// and gets the same answer.
+// LastStep records how the step before the open one was closed, so that a repeat of the request that closed
+// it is recognized and gets the same answer.
 class LastStep {
  public:
-  // The step `number` was closed by this engine with these microbatches and contributions complete,
-  // ascending.
+  // This engine closed step `number`. `complete_ids`, ascending: the microbatches and contributions that were
+  // complete in it.
   void Set(uint64_t number, const head::AppliedStep& applied, std::vector<uint64_t> complete_ids);
-  // The step `number` was closed by the engine that wrote a checkpoint, as far as the checkpoint tells.
+  // The engine that wrote the loaded checkpoint closed step `number`. `applied` is what the checkpoint says
+  // of it.
   void SetLoaded(uint64_t number, const std::optional<head::AppliedStep>& applied);
 
-  // Nothing if it is not known how the step was closed, or if there was none.
+  // How the step was closed; nothing if that is not known, or if there was no such step.
   const std::optional<head::AppliedStep>& applied() const { return applied_; }
 
-  // True if the request is for this step, so that the answer is Result.
+  // True if the request is for this step: it is then checked by CheckRepeat and answered with Result.
   bool IsRepeat(const StepRequest& request) const { return applied_.has_value() && request.step == number_; }
 
-  // The members below are for a step of which `applied` is known.
+  // The members below require that applied() has a value.
 
-  // FAILED_PRECONDITION unless the repeat means the step that was applied, ABORTED if that was with other
-  // gradients than it names; GetMissing (errors.h) lists the differences.
+  // Checks that a repeat asks for the step as it was applied. FAILED_PRECONDITION if it differs; GetMissing
+  // (errors.h) then lists what differs. ABORTED if it names another generation of gradients.
   absl::Status CheckRepeat(const StepRequest& request) const;
-  // The answer to the request that closed the step. `now`: the state of the head.
+  // The answer to the request that closed the step. `now`: the present state of the head.
   StepResult Result(const HeadState& now) const;
 
  private:
   uint64_t number_ = 0;
   std::optional<head::AppliedStep> applied_;
-  // The microbatches and contributions that were complete in it, ascending; nothing if another process
+  // The microbatches and contributions that were complete in the step, ascending; nothing if another process
   // applied it.
   std::optional<std::vector<uint64_t>> complete_ids_;
 };
 
-// A step that a call names, and the run that makes the call ("": it names none).
+// A step that a call names, and the run that makes the call; "": the call names no run.
 struct NamedStep {
   uint64_t step = 0;
   absl::string_view run;
 };
 
-// What is known of who trains a head and where its values come from, and the words in which a caller is told
-// that it named another step than the open one: another program trains the head, or the head went back.
+// StepHistory records which program trains a head and where the head's values come from. From that it
+// explains why a caller named a step that is not open: another program trains the head, or the head went back
+// to an earlier step.
 class StepHistory {
  public:
-  // `origin` names where the values come from: another number with each OnReplaced, none twice in an engine.
+  // `origin` identifies where the values come from. OnLoaded and OnReset give a new number, and no number is
+  // used twice in an engine.
   explicit StepHistory(uint64_t origin) : origin_(origin) {}
 
   const head::History& history() const { return history_; }
   uint64_t origin() const { return origin_; }
-  // The run that sent the first rows of the open step; "": the step has no rows, or the run gave no name.
+  // The run that sent the first rows of the open step; "": the step has no rows, or the call named no run.
   std::string open_run() const { return open_run_.value_or(""); }
 
   // ---- Events ----
-  // Rows have been entered in a ledger.
+  // `run` entered rows in a ledger.
   void OnRows(absl::string_view run) {
     if (!open_run_.has_value()) open_run_ = std::string(run);
   }
+  // `run` closed the open step.
   void OnApplied(absl::string_view run, absl::Time now);
-  // The open step has no rows any more.
+  // The open step has no rows anymore.
   void OnDiscarded() { open_run_.reset(); }
-  // A checkpoint took the place of the values; `loaded` says what it knows.
+  // A checkpoint replaced the values; `loaded` is the history in the checkpoint.
   void OnLoaded(uint64_t origin, const head::History& loaded);
+  // The head was reset.
   void OnReset(uint64_t origin, absl::Time now);
-  // The values of `origin` with step `step` open were saved. Nothing if the head has others since.
+  // The values of `origin`, with step `step` open, were saved to a checkpoint. Does nothing if the head has
+  // values of another origin now.
   void OnSaved(uint64_t origin, absl::string_view checkpoint, uint64_t step, absl::Time saved_at);
 
-  // What is known of why `named` is not `open`, for people, e.g. "another program trains this head: run a
-  // applied step 1 3 seconds ago". Never empty.
+  // Explains to people why the step that a call named is not the open one, e.g. "another program trains this
+  // head: run a applied step 1 3 seconds ago". Never empty.
   std::string WhyNotOpen(const NamedStep& named, uint64_t open, absl::Time now) const;
 
  private:
@@ -97,21 +103,21 @@ class StepHistory {
 
   uint64_t origin_;
   head::History history_;
-  bool applied_here_ = false;            // a step since `origin`
-  std::optional<absl::Time> reset_at_;   // the values of `origin` come from a reset
-  std::optional<std::string> open_run_;  // nothing: the open step has no rows
+  bool applied_here_ = false;            // a step was applied since the values of `origin` came
+  std::optional<absl::Time> reset_at_;   // set if the values of `origin` come from a reset
+  std::optional<std::string> open_run_;  // absent: the open step has no rows
 };
 
-// The open step of one head: its number, what has been accumulated in it, and whether the numbers on the
-// device are valid. OpenStep alone knows the versions of a head (stream.h), and so what a call may begin, may
-// go on with, or has to end for.
+// The open step of one head: its number, the ledgers of what has been accumulated in it, and whether weights
+// and gradients on the device are valid. It owns the versions of the head (HeadVersions in stream.h), so it
+// decides what a call may begin or continue, and when a call has to end.
 //
-// A transition gives the numbers their new values. The rows of the step before stay in the ledgers until
-// ForgetRows, so that the calls that end with them can be ended first.
+// A transition sets the new step and versions. The rows of the former step stay in the ledgers until
+// ForgetRows, so that the calls that have to end can be ended first.
 class OpenStep {
  public:
-  // Step 0 of a new head. `incarnation` of the engine; `counter` outlives this; the limits are those of the
-  // two ledgers, and `memory` pays for them.
+  // Opens step 0 of a new head. `incarnation`: the engine's. `counter` outlives this object. The limits are
+  // those of each of the two ledgers, and `memory` pays for the ledgers.
   OpenStep(uint64_t incarnation, VersionCounter* counter, int64_t max_rows, int64_t max_microbatches,
            const RowMemory::Account& memory = {});
 
@@ -134,60 +140,61 @@ class OpenStep {
   const ContributionLedger& contributions() const { return ledgers_.contributions; }
 
   // ---- Validity ----
-  // Not OK if the accumulators may be half-written, until the next generation.
+  // Not OK if the accumulators may be half-written; OK again with the next generation.
   const absl::Status& gradients_status() const { return gradients_status_; }
   void MarkGradientsInvalid(absl::Status why);
-  // The weights may be half-written, until a checkpoint has been loaded.
+  // The weights may be half-written, until a checkpoint has been loaded or the head was reset.
   void MarkWeightsInvalid(absl::Status why) { weights_status_ = std::move(why); }
 
   // ---- What a call may begin ----
-  // To accumulate or to apply: the error of the weights, else of the gradients. UNAVAILABLE while the step is
-  // being applied.
+  // Whether a call may accumulate or apply. Returns the error of the weights, else of the gradients.
+  // UNAVAILABLE while the step is being applied.
   absl::Status CheckValid() const;
-  // To compute with the weights. UNAVAILABLE while a value is being written.
+  // Whether a call may compute with the weights. UNAVAILABLE while a value is being written.
   absl::Status CheckWeights() const;
-  // To use values and moments as they are, in a step, a save or a read. UNAVAILABLE while one is being
+  // Whether a step, a save or a read may use values and moments. UNAVAILABLE while one of them is being
   // written.
   absl::Status CheckTensors() const;
-  // To read the accumulated gradients.
+  // Whether a call may read the accumulated gradients.
   absl::Status CheckGradients() const { return weights_status_.ok() ? gradients_status_ : weights_status_; }
-  // Checks the step that a call names. FAILED_PRECONDITION if another one is open, saying what is known of
-  // why.
+  // Checks the step that a call names. FAILED_PRECONDITION if another step is open; the message explains why
+  // (StepHistory::WhyNotOpen).
   absl::Status CheckNumber(absl::string_view field, const NamedStep& named, absl::Time now) const;
   // Checks the generation of gradients that a call names, if it names one. ABORTED if the head has another.
   absl::Status CheckGeneration(absl::string_view field, std::optional<uint64_t> named) const;
 
-  // ---- What a call may go on with ----
-  // ABORTED if something that the call is bound to has changed; the error of the weights.
+  // ---- What a call may continue ----
+  // ABORTED if a version that the call is bound to has changed; else the error of the weights.
   absl::Status CheckBound(const Binding& binding) const;
 
   // ---- Closing ----
-  // FAILED_PRECONDITION unless the request is for the open step and all that it expects is there; GetMissing
-  // lists what is not. ABORTED if the head has other gradients than it names, UNAVAILABLE while a tensor is
-  // being written. `waits_for`: what slices of the head wait for, or empty.
+  // Checks that the request is for the open step and that everything that it expects has been accumulated.
+  // FAILED_PRECONDITION if not; GetMissing then lists what is missing. ABORTED if the request names another
+  // generation of gradients. UNAVAILABLE while a tensor is being written. `waits_for`: what slices of the
+  // head wait for, or empty.
   absl::Status CheckComplete(const StepRequest& request, absl::string_view waits_for, absl::Time now) const;
 
   // ---- Transitions ----
-  // The step is going to be applied with what is in it now; nothing may join it until Close or CancelClose.
+  // The step will be applied with what it has now. No rows may join it until Close or CancelClose.
   void BeginClose();
   void CancelClose() { closing_.reset(); }
-  // The step has been applied as the request says, or skipped, after BeginClose: the next one opens.
+  // After BeginClose: the step has been applied as the request says, or skipped. The next step opens.
   void Close(const StepRequest& request, double grad_norm, bool skipped, absl::Time now);
-  // Gradients of the open step were zeroed: it begins again. With `new_optimizer` the moments were zeroed,
-  // too, and the next update is the first.
+  // The gradients of the open step were zeroed: the step begins again. `new_optimizer`: the moments were
+  // zeroed, too, and the next update is the first.
   void Restart(bool new_optimizer = false);
-  // Other values take the place of all there is; they are there with EndLoad. `last_step`: how the step
-  // before was applied, as far as that is known. `history`: of a checkpoint that is loaded; nothing: the head
-  // is reset. `why` CheckWeights says until then.
+  // All tensors are being replaced; EndLoad says when that is done. Until then CheckWeights returns `why`.
+  // `last_step`: how the step before `progress.step` was applied, if that is known. `history`: of the
+  // checkpoint that is loaded; absent if the head is reset.
   void BeginLoad(const head::Progress& progress, const std::optional<head::AppliedStep>& last_step,
                  const std::optional<head::History>& history, absl::Status why, absl::Time now);
   void EndLoad() { weights_status_ = absl::OkStatus(); }
-  // After Close, Restart, a reset and BeginLoad, and when the head is gone: empties the ledgers, which give
-  // their memory back.
+  // Empties the ledgers, which give their memory back. Called after Close, Restart and BeginLoad, and when
+  // the head is gone.
   void ForgetRows() { ledgers_.Clear(); }
 
  private:
-  // What a step was applied with.
+  // What was in a step when it was applied.
   struct Contents {
     int64_t microbatches = 0;
     int64_t rows = 0;
@@ -195,7 +202,7 @@ class OpenStep {
     std::vector<uint64_t> complete_ids;  // ascending
   };
 
-  // The gradients begin at zero.
+  // Starts a new generation, whose gradients begin at zero.
   void Enter(absl::string_view why);
 
   const uint64_t incarnation_;
@@ -205,7 +212,7 @@ class OpenStep {
   StepLedgers ledgers_;
   absl::Status gradients_status_;
   absl::Status weights_status_;
-  std::optional<Contents> closing_;  // while the step is being applied
+  std::optional<Contents> closing_;  // set while the step is being applied
   LastStep last_;
   StepHistory history_;
 };

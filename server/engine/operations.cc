@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The operations on a head (operations.h), in the order of the header.
 #include "server/engine/operations.h"
 
 #include <algorithm>
@@ -26,14 +27,15 @@ absl::Status NormNotFinite(double norm) {
                     absl::StrCat("a norm of ", norm));
 }
 
-// A frozen head has no gradients. The device would refuse too, which must not pass for a failure of the
+// A frozen head has no gradients. The device would refuse, too, but that must not look like a failure of the
 // device.
 absl::Status CheckTrained(const HeadSession& session) {
   if (session.config().trainable) return absl::OkStatus();
   return FieldError(absl::StatusCode::kFailedPrecondition, "head", "must not be frozen", session.name());
 }
 
-// If it fails, some gradients are gone although the ledger knows them.
+// Zeroes the accumulated gradients. If it fails, some gradients are gone although the ledger counts their
+// rows.
 absl::Status ClearGradients(HeadSession& session) {
   absl::Status status = session.head().kernels().ZeroGradients();
   if (status.ok()) return status;
@@ -46,8 +48,8 @@ absl::Status ClearGradients(HeadSession& session) {
   return step.gradients_status();
 }
 
-// A device that fails half-way leaves weights or moments that are neither the old nor the new ones. `what` it
-// did, e.g. "applying step 3 to".
+// Handles a device that failed half-way and left weights or moments that are neither old nor new. `what` it
+// was doing, e.g. "applying step 3 to".
 absl::Status TensorsFailed(HeadSession& session, absl::string_view what, const absl::Status& status) {
   session.context().observers.Tell(&EngineObserver::OnDeviceError, status);
   absl::MutexLock lock(&session.context().mutex);
@@ -72,8 +74,8 @@ absl::StatusOr<double> NormOnDevice(HeadSession& session) {
   return session.context().NoteIfLost(norm.status());
 }
 
-// Updates the weights, or zeroes the gradients if `skip`; with moments that are zero before if the request
-// says so.
+// Updates the weights, or only zeroes the gradients if `skip`. Zeroes the moments first if the request begins
+// a new optimizer.
 absl::Status Update(HeadSession& session, const StepRequest& request, int64_t update, bool skip) {
   if (skip) {
     const absl::Status cleared = ClearGradients(session);
@@ -95,13 +97,14 @@ absl::StatusOr<Measurement> MeasureHead(HeadSession& session) {
   return session.context().NoteIfLost(measured.status());
 }
 
-// What an update will do.
+// What is known of an update before it is made.
 struct PlannedUpdate {
   Reach reach;
-  NotFinite not_finite;  // before an update that may do anything
+  NotFinite not_finite;  // before the update; set if its reach is unknown
 };
 
-// Fails if the update is refused. Reads what the head holds if the outcome depends on it and it is not known.
+// Fails if the update is refused. Reads the head's tensors if the outcome depends on magnitudes that are not
+// known.
 absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest& request, int64_t update,
                                          double norm) {
   const auto reach_from = [&](Magnitudes before) {
@@ -121,8 +124,8 @@ absl::StatusOr<PlannedUpdate> PlanUpdate(HeadSession& session, const StepRequest
   return PlannedUpdate{.reach = *reach, .not_finite = measured->not_finite};
 }
 
-// After an update that may have done anything. If it has made values infinite or NaN, the head is not to be
-// used any more: what was there is gone.
+// Checks the tensors after an update whose reach was unknown. If the update made values infinite or NaN, the
+// head cannot be used anymore, because the former values are gone.
 absl::Status CheckFinite(HeadSession& session, const StepRequest& request,
                          const NotFinite& not_finite_before) {
   const absl::StatusOr<Measurement> measured = MeasureHead(session);
@@ -142,7 +145,7 @@ absl::Status CheckFinite(HeadSession& session, const StepRequest& request,
   return why;
 }
 
-// With the lock: a head is not reset while a client is sending rows into its gradients.
+// A head is not reset while a client sends rows into its gradients. Called with the lock held.
 absl::Status CheckNothingOpen(HeadSession& session) {
   const int64_t streams = session.streams().accumulating();
   const int64_t contributions = *session.streams().contributions();
@@ -160,7 +163,7 @@ absl::Status CheckNothingOpen(HeadSession& session) {
 
 absl::Status OrderExpected(const EngineOptions& options, StepRequest& request) {
   std::vector<uint64_t>& ids = request.expected_microbatches;
-  // A step has at most so many microbatches, and as many contributions.
+  // A step has at most max_step_microbatches microbatches, and as many contributions.
   const int64_t most = 2 * options.max_step_microbatches;
   if (static_cast<int64_t>(ids.size()) > most) {
     return InvalidField("expected_microbatches.size",
@@ -255,7 +258,7 @@ absl::StatusOr<HeadState> ZeroGradients(HeadSession& session, uint64_t step, abs
 
 namespace {
 
-// With the lock: shares change between steps, while nothing is under way on the head.
+// Shares change between steps, while nothing is under way on the head. Called with the lock held.
 absl::Status CheckBetweenSteps(HeadSession& session) {
   OpenStep& step = session.step();
   const std::pair<int64_t, absl::string_view> all[] = {
@@ -351,7 +354,7 @@ absl::Status CheckSpec(const ContributionSpec& spec, const kernels::HeadConfig& 
   return absl::OkStatus();
 }
 
-// Whether the call may still add to the head's gradients.
+// Checks whether the call may still add to the head's gradients.
 absl::Status CheckOpen(HeadSession& session, const Contribution& contribution) {
   const OpenStep& step = session.step();
   LOSSD_RETURN_IF_ERROR(step.CheckBound(contribution.binding));
@@ -370,7 +373,7 @@ absl::Status CheckId(OpenStep& step, uint64_t id) {
                     "names a microbatch of this step", absl::StrCat(id));
 }
 
-// Enters the contribution in the ledger, if it is not there.
+// Enters the contribution in the ledger if it is not there yet.
 absl::Status Declare(OpenStep& step, const Contribution& contribution) {
   LOSSD_RETURN_IF_ERROR(CheckId(step, contribution.id));
   absl::Status declared = step.contributions().Declare(contribution.id, contribution.terms);
@@ -378,7 +381,7 @@ absl::Status Declare(OpenStep& step, const Contribution& contribution) {
   return declared;
 }
 
-// The runs of rows that have not been added.
+// The runs of rows that were not added before.
 absl::StatusOr<std::vector<RowRange>> Pending(HeadSession& session, const Contribution& contribution,
                                               const ContributionRows& rows) {
   absl::MutexLock lock(&session.context().mutex);
@@ -422,7 +425,7 @@ absl::StatusOr<Contribution> OpenContribution(HeadSession& session, const Contri
                             .run = spec.run,
                             .counted = std::make_shared<CountedCall>(session.streams().contributions())};
   contribution.rows = spec.rows.value_or(contribution.terms.rows);
-  // Booked with its first rows, unless it is complete without any.
+  // A contribution enters the ledger with its first rows. One without rows is complete and enters it now.
   if (contribution.terms.rows.size() > 0) {
     auto possible = step.contributions().CheckDeclare(contribution.id, contribution.terms);
     if (!possible.ok()) return possible;
@@ -479,9 +482,10 @@ namespace {
 using kernels::OptimizerOptions;
 
 constexpr double kMostFloat = std::numeric_limits<float>::max();
-constexpr double kSafe = 1e37;          // sums and products up to it are finite in fp32, roundings included
-constexpr double kMostGradient = 1e19;  // whose square is
-constexpr double kGrowth = 1.0 + 4e-7;  // what rounding may add
+// A bound: sums and products up to it stay finite in fp32, with roundings.
+constexpr double kSafe = 1e37;
+constexpr double kMostGradient = 1e19;  // a bound of gradients: its square stays finite in fp32
+constexpr double kGrowth = 1.0 + 4e-7;  // the factor by which rounding may enlarge a result
 
 bool IsAdamW(const OptimizerOptions& options) { return options.kind == OptimizerOptions::Kind::kAdamW; }
 
@@ -489,27 +493,27 @@ absl::Status TooLarge(absl::string_view field, absl::string_view what, double va
   return InvalidField(field, absl::StrCat("must be a number that fp32 has", what), absl::StrCat(value));
 }
 
-// What AdamW multiplies the quotient of the moments with.
+// The factor by which the update multiplies the quotient of the moments (AdamW) or the gradient (SGD).
 double RateOf(const OptimizerOptions& options, int64_t update) {
   if (!IsAdamW(options)) return options.learning_rate;
   return options.learning_rate / (1.0 - std::pow(options.beta1, static_cast<double>(update)));
 }
 
-bool Fits(double most) { return most <= kSafe; }  // NaN does not
+bool Fits(double most) { return most <= kSafe; }  // false for NaN
 
 double DecayOf(const OptimizerOptions& options, bool is_vector) {
   return is_vector && !options.decay_vectors ? 0.0 : options.weight_decay;
 }
 
-// AdamW: what a value is multiplied with.
+// AdamW: the factor of weight decay, by which a value is multiplied.
 double KeepOf(const OptimizerOptions& options, bool is_vector) {
   return 1.0 - options.learning_rate * DecayOf(options, is_vector);
 }
 
-// True if the factor makes no value larger and leaves the infinite ones what they are.
+// True if the factor makes no value larger and leaves infinite values unchanged.
 bool IsPlainKeep(double keep) { return static_cast<float>(keep) > 0.0f && keep <= 1.0; }
 
-// What becomes of the values of one kind, weights or vectors.
+// Bounds after the update, of the matrix or of the vectors.
 struct Outcome {
   bool bounded = false;
   double value = Magnitudes::kUnknown;
@@ -521,7 +525,7 @@ Outcome AfterChange(double value, double change, double moment1, bool fits) {
   return {.bounded = fits && (change <= kMostChange || Fits(after)), .value = after, .moment1 = moment1};
 }
 
-// `gradient`: the most that a gradient is, after the multiplier.
+// `gradient`, here and below: a bound of |gradient|, after the multiplier.
 double AdamMoment1(const OptimizerOptions& options, double gradient, double before) {
   return kGrowth * (static_cast<float>(options.beta1) * before + (1.0 - options.beta1) * gradient);
 }
@@ -530,12 +534,13 @@ double AdamMoment2(const OptimizerOptions& options, double gradient, double befo
   return kGrowth * (static_cast<float>(options.beta2) * before + (1.0 - options.beta2) * gradient * gradient);
 }
 
-// The second moment may be 0 although the first is not: the square of a small gradient is 0 in fp32, and the
-// decay rates may have been others before. So epsilon alone bounds the quotient.
+// The largest change of a value. The second moment may be 0 although the first is not, because the square of
+// a small gradient is 0 in fp32 and the decay rates may have been different before. So epsilon alone bounds
+// the quotient.
 double AdamChange(const OptimizerOptions& options, double rate, double moment1) {
   if (moment1 == 0.0) return 0.0;
   const float epsilon = static_cast<float>(options.epsilon);
-  // A device may take a subnormal number for 0.
+  // A device may treat a subnormal epsilon as 0.
   if (epsilon < std::numeric_limits<float>::min()) return Magnitudes::kUnknown;
   return Fits(rate * moment1) ? rate * moment1 / epsilon : Magnitudes::kUnknown;
 }
@@ -637,7 +642,7 @@ absl::StatusOr<Reach> CheckReach(const OptimizerOptions& options, int64_t update
   Reach reach =
       adamw ? AdamReach(options, rate, gradient, before) : SgdReach(options, update, gradient, before);
   if (options.lazy_rows) {
-    // Idle rows stay as large as they are.
+    // Rows that the step skips keep their magnitude.
     reach.after.matrix = std::max(reach.after.matrix, before.matrix);
     reach.after.moment1 = std::max(reach.after.moment1, before.moment1);
     reach.after.moment2 = std::max(reach.after.moment2, before.moment2);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// WorkQueue, and ArrivalSchedule with the chunks that it makes (schedule.h).
 #include "server/engine/schedule.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 namespace lossd::engine {
 
 uint64_t SampleSeed(absl::string_view head, uint64_t step, uint64_t microbatch_id) {
-  // absl::Hash and std::hash differ between processes and platforms.
+  // Not absl::Hash or std::hash, which differ between processes and platforms.
   uint64_t seed = XXH64(head.data(), head.size(), /*seed=*/0);
   seed = kernels::MixBits(seed + step);
   return kernels::MixBits(seed + microbatch_id);
@@ -22,13 +23,14 @@ uint64_t SampleSeed(absl::string_view head, uint64_t step, uint64_t microbatch_i
 
 namespace {
 
-// Rows of both may be computed in one chunk.
+// True if rows of both streams may be computed in one chunk.
 bool Compatible(const StreamSpec& a, const StreamSpec& b) {
   return a.options == b.options && a.hidden_dtype == b.hidden_dtype &&
          a.accumulate_gradients == b.accumulate_gradients;
 }
 
-// Reserves the slice's rows; false if some are being computed by another chunk.
+// Reserves the slice's rows in the ledger, if it accumulates. False if another chunk is computing some of
+// them.
 bool TryReserve(SliceWork& slice, Ledger& ledger) {
   const StreamSpec& spec = slice.stream->spec();
   if (!spec.accumulate_gradients) return true;
@@ -125,7 +127,7 @@ ValuesAre WorkQueue::ValuesAt(size_t position) const {
   return values_ == nullptr ? ValuesAre::kHome : values_(*SliceAt(position));
 }
 
-// Whoever has been passed over often enough lets nobody behind it pass any more.
+// A slice that was passed over kMostPassedOver times leads the next chunk, wherever its values are.
 size_t WorkQueue::Lead() const {
   for (size_t i = 0; SliceAt(i) != nullptr; ++i) {
     if (ValuesAt(i) != ValuesAre::kAway || SliceAt(i)->passed_over >= kMostPassedOver) return i;
@@ -170,7 +172,7 @@ std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows,
   std::vector<std::unique_ptr<SliceWork>> chunk;
   const size_t lead = Lead();
   if (lead == items_.size()) return chunk;
-  const int64_t round = SliceAt(0)->round;  // of those who are passed over
+  const int64_t round = SliceAt(0)->round;  // the round of the front slice, which may be passed over
   ForEachOfNext(chunk_rows, [&](size_t i) {
     auto& slice = std::get<std::unique_ptr<SliceWork>>(items_[i]);
     if (!TryReserve(*slice, ledger)) return false;
@@ -196,18 +198,20 @@ std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows,
 
 namespace {
 
-// One segment a slice.
+// A chunk of an ArrivalSchedule. It has one segment for each slice.
 struct ArrivalChunk final : ChunkWork {
   explicit ArrivalChunk(std::vector<std::unique_ptr<SliceWork>> works) {
     slices = std::move(works);
     const StreamSpec& first = slices.front()->stream->spec();
     options = first.options;
     hidden_dtype = first.hidden_dtype;
-    teacher = slices.front()->stream->teacher().session;  // the options of all slices name the same
+    // All slices have the same options, so the same teacher.
+    teacher = slices.front()->stream->teacher().session;
     accumulates = settles_with_results = first.accumulate_gradients;
     for (const auto& work : slices) {
       const StreamState& stream = *work->stream;
-      // The weight gradient reads retained rows, which are free when the call has ended.
+      // The weight gradient reads retained rows, which may be released when the call has ended. So the call
+      // ends after it.
       if (stream.is_backward()) settles_with_results = false;
       work->index = rows;
       Segment segment{.microbatch_id = stream.spec().microbatch_id,

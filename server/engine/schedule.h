@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The work of the device on one head, and what comes next of it. A SliceWork is a slice on its way through
-// the engine, a ChunkWork is the rows that are computed together, an Operation is anything else that the
-// device thread does on the head. WorkQueue keeps slices and operations in order and forms chunks of the
-// slices.
+// The work that waits for the device on one head, and the choice of what comes next. A SliceWork is a slice
+// on its way through the engine. A ChunkWork holds the rows that are computed together. An Operation is
+// anything else that the device thread does on the head. WorkQueue keeps slices and operations in order and
+// forms chunks from the slices.
 //
-// A Schedule decides what comes next to the device on one head, and where slices are received until then. Two
-// schedules exist. ArrivalSchedule, in this file, computes rows in the order in which they arrive.
-// DeterministicSchedule (deterministic_schedule.h) accumulates rows in an order of its own and contains an
-// arrival schedule for everything else. Schedule is what both are: the work that waits for the device. What
-// only an order has, turns, are further members of DeterministicSchedule (HeadSession::order).
+// A Schedule decides which work of one head goes to the device next, and into which memory slices are
+// received. It is the interface of two classes. ArrivalSchedule, in this file, computes rows in the order in
+// which they arrive. DeterministicSchedule (deterministic_schedule.h) accumulates rows in a fixed order and
+// contains an arrival schedule for everything else. Turns exist only there; HeadSession::order gives access
+// to them.
 //
-// A slice goes through a schedule in three steps: FindMemory (its rows may now be copied), Queue (they have
-// been), and TakeNext, which makes it part of a chunk. A stream stays with the schedule that For gave it.
+// A slice goes through a schedule in three steps: FindMemory finds memory for its rows, Queue takes it when
+// its rows have been copied there, and TakeNext makes it part of a chunk. A stream stays with the schedule
+// that For returned for it.
 //
-// Plain state without locks. The engine's lock guards it unless a type says otherwise, and is held in all
-// calls of a schedule. Slices that a schedule gives back are to be destroyed without the lock.
+// Plain state. The engine's lock guards it unless a type says otherwise, and is held in all calls of a
+// schedule. Slices that a schedule gives back must be destroyed without the lock.
 #ifndef LOSSD_SERVER_ENGINE_SCHEDULE_H_
 #define LOSSD_SERVER_ENGINE_SCHEDULE_H_
 
@@ -46,26 +47,27 @@ namespace lossd::engine {
 
 // ---- Work ----
 
-// A slice on its way through the engine. Owned by whoever has it: the schedule while it waits, its chunk
-// afterwards. Destroyed without the engine's lock.
+// A slice on its way through the engine. The schedule owns it while it waits, its chunk afterwards. Destroyed
+// without the engine's lock.
 struct SliceWork {
   std::shared_ptr<StreamState> stream;
   RowRange rows;
   int64_t bytes = 0;     // of its hidden states
-  IncomingSlice caller;  // how its rows are copied, and what is called then
-  StagingBuffer buffer;  // its memory, once it has been found
+  IncomingSlice caller;  // the caller's functions: copy the rows, learn that they are queued
+  StagingBuffer buffer;  // its memory; empty until it is found
   absl::Time queued;
-  int64_t round = 0;    // in which it is to be computed (WorkQueue)
-  int passed_over = 0;  // chunks of slices behind it that went before it (WorkQueue)
-  // Set when it joins a chunk by arrival that accumulates.
-  std::vector<uint8_t> accumulate;  // [rows], 1: reserved for it
-  bool has_repeats = false;         // some of its rows were settled before
+  int64_t round = 0;    // the round in which it is to be computed (WorkQueue)
+  int passed_over = 0;  // how many chunks of later slices went first (WorkQueue)
+  // These two are set when the slice joins a chunk of an ArrivalSchedule that accumulates.
+  std::vector<uint8_t> accumulate;  // [rows], 1: the row is reserved for this slice
+  bool has_repeats = false;         // some of its rows had been settled before
 
   // ---- In a chunk ----
-  size_t index = 0;  // of its first row in the arrays over the chunk
+  size_t index = 0;  // index of its first row in the arrays over the chunk
   double queue_seconds = 0.0;
-  int64_t bad_row = -1;  // of the microbatch: the first one without a result; -1: all have one
-  // If it is bad: rows of it are accumulated that it shares with other slices, or that lie behind such rows.
+  int64_t bad_row = -1;  // the first row, as numbered in the microbatch, without a result; -1: none
+  // A segment with rows of this slice is good and accumulated. If the slice is bad because of another
+  // segment, its error says that some rows may have been accumulated (RowNotFinite in errors.h).
   bool accumulated_all_the_same = false;
   kernels::LossSums sums;
   int64_t accumulated_rows = 0;
@@ -75,71 +77,72 @@ struct SliceWork {
   bool is_good() const { return bad_row < 0; }
 };
 
-// What failed streams leave behind.
+// The slices that a schedule had of failed streams.
 struct DroppedSlices {
   std::vector<std::unique_ptr<SliceWork>> queued;
   std::vector<std::unique_ptr<SliceWork>> waiting;  // for memory
 };
 
-// The seed of a microbatch's random numbers (kernels/decision.h): a function of what identifies it and of
-// nothing else. So a row is sampled alike whenever and wherever it is computed: in a repeat, by another
-// connection, cut into other slices, in its backward pass, after a restart. Pure; thread-safe.
-// `step`: the one that was open when the rows were opened. The result may not change from one version of the
-// program to the next.
+// The seed of a microbatch's random numbers (kernels/decision.h). It depends only on what identifies the
+// microbatch, so a row is sampled in the same way whenever it is computed: in a repeat, over another
+// connection, cut into other slices, in its backward pass, after a restart. `step`: the step that was open
+// when the stream was opened. Pure; thread-safe. The result must not change from one version of the program
+// to the next.
 uint64_t SampleSeed(absl::string_view head, uint64_t step, uint64_t microbatch_id);
 
-// A run of rows of one microbatch in a chunk. It belongs to the slices that hold its rows: usually one,
-// several if the same rows were sent twice, or none if rows have to be computed that were not sent.
+// A run of rows of one microbatch in a chunk. It usually belongs to one slice. It belongs to several slices
+// if the same rows were sent twice, and to none if rows are computed that were not sent (deterministic mode).
 struct Segment {
   uint64_t microbatch_id = 0;
   RowRange rows;
-  size_t index = 0;                // of its first row in the arrays over the chunk
-  std::vector<SliceWork*> slices;  // that hold the rows, in order of arrival
-  RowWants wants;                  // results that are computed
-  kernels::Slice input;            // all that the backend is given but for the results
+  size_t index = 0;                // index of its first row in the arrays over the chunk
+  std::vector<SliceWork*> slices;  // the slices that hold the rows, in order of arrival
+  RowWants wants;                  // the results to compute
+  kernels::Slice input;            // the backend's input; Flight adds where results go
 };
 
-// A chunk on its way through the engine: a list of segments that are computed together. The schedule that put
-// them together describes the chunk, and a Flight (flight.h), which is the same for all
-// schedules, computes it. Guarded by the engine's lock before the launch; the flight's own afterwards.
+// A chunk on its way through the engine: a list of segments that are computed together. A schedule makes the
+// chunk by deriving from this struct. A Flight (flight.h), which is the same for all schedules, has it
+// computed. The engine's lock guards the chunk before the launch; afterwards the flight owns it.
 struct ChunkWork {
   virtual ~ChunkWork() = default;
 
   // Called on the device thread, without the lock, right before the launch.
   virtual void Prepare() = 0;
   // The members below are called with the lock held.
-  // How the chunk was computed, before OnResults; not if that failed.
+  // OnComputed says how the chunk was computed. Called before OnResults, unless the chunk failed.
   virtual void OnComputed(const kernels::Chunk& chunk) {}
-  // Results are there, and the memory of the slices is not in use any more. `all_good`: every slice has
+  // The results are there, and the memory of the slices is no longer in use. `all_good`: every slice has
   // results.
   virtual void OnResults(bool all_good) = 0;
-  // The chunk has left the device, and the ledger knows what of it is settled.
+  // The chunk has left the device, and the ledger knows which of its rows are settled.
   virtual void OnLeft() = 0;
-  // True if a stream depends on rows of this chunk besides its own: then it ends if the device fails half-way
-  // through accumulating the chunk.
+  // True if a stream depends on this chunk although none of its slices is in it. The stream then ends, too,
+  // if the device fails while it accumulates the chunk.
   virtual bool Affects(const StreamState& stream) const = 0;
 
   std::vector<std::unique_ptr<SliceWork>> slices;  // in order of arrival
   std::vector<Segment> segments;                   // by index
-  size_t rows = 0;                                 // length of the arrays over the chunk
+  size_t rows = 0;                                 // the length of the arrays over the chunk
   kernels::LossOptions options;
   kernels::DType hidden_dtype = kernels::DType::kBFloat16;
   bool accumulates = false;  // rows of the segments are reserved in the ledger
-  // Rows are booked, and calls end, with the results instead of with the weight gradient.
+  // Rows are settled in the ledger, and calls end, when the results are there, before the weight gradient is
+  // complete.
   bool settles_with_results = false;
   uint64_t turn = 0;                     // kernels::Chunk::turn
-  std::shared_ptr<HeadSession> teacher;  // of all rows; null without one
+  std::shared_ptr<HeadSession> teacher;  // teacher of all rows; null if there is none
 };
 
-// Says which random numbers are those of some rows of the stream's microbatch.
+// Sets in `slice` what identifies the random numbers of these rows of the stream's microbatch.
 inline void NameSamples(const StreamState& stream, RowRange rows, kernels::Slice& slice) {
   const StreamSpec& spec = stream.spec();
   slice.sample_seed = SampleSeed(spec.head, stream.head_state().step, spec.microbatch_id);
   slice.first_row = rows.begin;
 }
 
-// What the backend is given of rows of a stream. `memory`: where their hidden states are, unless they are
-// retained, and where their gradients go, if wanted.
+// The backend's input for some rows of a stream. `memory`: where their hidden states are, unless these are
+// retained, and where the gradients of the hidden states go, if wanted.
 inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t* memory) {
   kernels::Slice slice;
   slice.rows = rows.size();
@@ -153,27 +156,28 @@ inline kernels::Slice InputOf(const StreamState& stream, RowRange rows, uint8_t*
   return slice;
 }
 
-// ---- When a chunk is formed of what is queued ----
-// A chunk that accumulates reads and writes the whole fp32 weight gradient, however few rows it has. So rows
-// are worth waiting for, as long as the device does not idle over it: a chunk in flight has its results
-// before it computes its weight gradient, about a third of its time, and by then the next chunk is needed.
-// Until then it may fill. Nothing waits for a clock: with no such chunk in flight, what is there goes at
-// once.
+// ---- When a chunk is formed from the queue ----
+// A chunk that accumulates reads and writes the whole fp32 weight gradient, even if it has few rows. So it is
+// worth waiting for more rows, as long as the device does not become idle. A chunk in flight has its results
+// before it computes its weight gradient, which takes about a third of its time. The next chunk is not needed
+// before those results, and may fill until then. Nothing waits for a clock: if no chunk in flight is still
+// without results, the queued rows go at once.
 
-// What could be launched now.
+// The chunk that could be launched now.
 struct NextChunk {
   int64_t rows = 0;  // 0: nothing
   bool accumulates = false;
-  bool closed = false;  // no row can join it any more: it is full, or an operation is next
+  bool closed = false;  // no more rows can join it: it is full, or an operation comes next
 };
 
-// `without_results`: accumulating chunks in flight whose results are not there yet.
+// Whether the next chunk should wait for more rows. `without_results`: the number of accumulating chunks in
+// flight that have no results yet.
 inline bool WaitsForRows(const NextChunk& next, int without_results) {
   return next.accumulates && !next.closed && without_results > 0;
 }
 
-// Something to run on the device thread while no chunk of the head is in flight. Owned by the thread
-// that waits for `done`.
+// A function to run on the device thread while no chunk of the head is in flight. Owned by the thread that
+// waits for `done`.
 struct Operation {
   absl::FunctionRef<absl::Status(head::Head&)> run;
   absl::Status result;
@@ -183,23 +187,23 @@ struct Operation {
 
 // ---- The queue ----
 
-// What waits for the device on one head, in order: slices and operations, and the choice of what goes next.
+// WorkQueue holds the slices and operations that wait for the device on one head, and chooses what goes next.
 //
-// Peers share the device in rounds: of each peer that has slices here, about `round_rows` rows belong to a
-// round, and the slices of a round come before those of the next one. Within a round the order is that of
-// arrival. So a peer that queues much does not hold up the others, whose slices join the round that has
-// begun. The slices of a peer keep their order, and none passes an operation.
+// Peers share the device in rounds. In each round every peer with slices here has about `round_rows` rows,
+// and slices of a round come before slices of the next round. Within a round slices are in order of arrival.
+// So a peer that queues many rows does not hold up other peers: their slices join the round that has begun.
+// The slices of a peer keep their order, and no slice passes an operation.
 //
-// With one exception: where the rows of slices have teachers that live in host memory, those whose teacher is
-// on the device go before those whose teacher is not, so that rows of one teacher are computed together. At
-// most kMostPassedOver chunks go before a slice in this way. The slices of one teacher keep their order.
+// There is one exception. If slices have teachers that live in host memory, slices whose teacher is on the
+// device go before slices whose teacher is not, so that rows of one teacher are computed together. At most
+// kMostPassedOver chunks pass a slice in this way. The slices of one teacher keep their order.
 class WorkQueue {
  public:
-  // Where the values are that a slice needs from host memory. Called with the lock held.
+  // Says where the values are that a slice needs from host memory. Called with the lock held.
   using ValuesOf = std::function<ValuesAre(const SliceWork&)>;
 
-  // `round_rows`: those of a chunk, so that a round of one peer fills one. `values`: null: no slice needs
-  // any.
+  // `round_rows`: the rows of a chunk, so that one peer's rows of a round fill a chunk. `values` null: no
+  // slice needs values from host memory.
   explicit WorkQueue(int64_t round_rows, ValuesOf values = nullptr)
       : round_rows_(round_rows), values_(std::move(values)) {}
 
@@ -211,15 +215,16 @@ class WorkQueue {
   // Removes all operations.
   std::vector<Operation*> TakeOperations();
 
-  // The operation at the front; null if a slice is there or nothing.
+  // The operation at the front; null if a slice is at the front or the queue is empty.
   Operation* FrontOperation() const;
-  // The same, removed.
+  // Removes and returns the operation at the front; null as FrontOperation.
   Operation* TakeOperation();
-  // The next chunk: the slice that comes next and others, up to the next operation, that share its options,
-  // dtype and kind, at most `chunk_rows` rows in all, in their order.
+  // Describes the next chunk: the slice that comes next, and later slices up to the next operation that have
+  // the same options and dtype and also accumulate or also do not. At most `chunk_rows` rows, in the queue's
+  // order.
   NextChunk Next(int64_t chunk_rows) const;
-  // Its slices, removed, with their rows reserved in the ledger; only those before the first one with rows
-  // that another chunk is computing right now.
+  // Removes and returns the slices of the next chunk, and reserves their rows in the ledger. Stops at the
+  // first slice with rows that another chunk is computing now.
   std::vector<std::unique_ptr<SliceWork>> TakeChunk(int64_t chunk_rows, Ledger& ledger);
 
   // Where the values are that the next chunk needs.
@@ -233,24 +238,26 @@ class WorkQueue {
  private:
   using Item = std::variant<std::unique_ptr<SliceWork>, Operation*>;
 
-  const SliceWork* SliceAt(size_t position) const;  // null: an operation is there
+  const SliceWork* SliceAt(size_t position) const;  // null: an operation is at this position, or nothing
   ValuesAre ValuesAt(size_t position) const;
-  // The position of the slice whose options the next chunk has; the size of the queue if there is none.
+  // The position of the slice that leads the next chunk, which has its options. The size of the queue if no
+  // slice comes before an operation.
   size_t Lead() const;
-  // Calls fn(position) for the slices of the next chunk while it returns true; returns whether no further
-  // slice can join them.
+  // Calls fn(position) for each slice of the next chunk as long as fn returns true. Returns whether no
+  // further slice can join the chunk.
   template <typename Fn>
   bool ForEachOfNext(int64_t chunk_rows, Fn fn) const;
 
-  // The round of a slice that is pushed now.
+  // The round of a slice that is pushed now; counts its rows for its peer.
   int64_t RoundOf(const SliceWork& slice);
-  // Forgets the peers that have nothing of the present round or a later one.
+  // Forgets the peers that have no rows in the present round or a later one.
   void ForgetPeers();
 
   const int64_t round_rows_;
   const ValuesOf values_;
-  int64_t round_ = 0;                     // that of the last chunk
-  std::map<std::string, int64_t> given_;  // by peer: rows up to its last slice, round_rows_ for each round
+  int64_t round_ = 0;  // the round of the last chunk
+  // By peer: its rows so far, where an earlier round counts as round_rows_.
+  std::map<std::string, int64_t> given_;
   std::deque<Item> items_;
   int64_t slices_ = 0;
   int64_t rows_ = 0;
@@ -258,17 +265,17 @@ class WorkQueue {
 
 // ---- Schedules ----
 
-// Takes a slice whose memory has been found after a while. Called without the lock, on any thread.
+// Takes a slice that had to wait for its memory and has it now. Called without the lock, on any thread.
 using MemoryReady = std::function<void(std::unique_ptr<SliceWork>)>;
 
 // A chunk, an operation, or nothing.
 using ScheduledWork = std::variant<std::monostate, std::unique_ptr<ChunkWork>, Operation*>;
 
-// What lies in a schedule.
+// Counts of what a schedule holds.
 struct Backlog {
   int64_t queued_slices = 0;
-  int64_t queued_rows = 0;     // of those that are computed by arrival
-  int64_t waiting_slices = 0;  // for their turn; contributions too
+  int64_t queued_rows = 0;     // rows of slices that are computed by arrival
+  int64_t waiting_slices = 0;  // slices and contributions that wait for their turn
   std::string waits_for;       // e.g. "microbatch 3, rows [0, 128)"; empty if no slice waits for another
 };
 
@@ -276,45 +283,47 @@ class Schedule {
  public:
   virtual ~Schedule() = default;
 
-  // The schedule of those streams of the head that accumulate, or do not; this one or a part of it.
+  // The schedule for streams of the head that accumulate, or for those that do not: this schedule or a part
+  // of it.
   virtual Schedule& For(bool accumulates) = 0;
 
   // ---- Slices of this schedule's streams ----
   virtual SliceLimits limits() const = 0;
-  // The head computes other numbers of rows from now on; none of its streams is open. FAILED_PRECONDITION if
-  // the schedule cannot do with so few; then nothing changed.
+  // Changes the limits on slices and the rows of a chunk. No stream of the head is open. FAILED_PRECONDITION
+  // if the schedule needs more rows in a slice; then nothing has changed.
   virtual absl::Status SetLimits(const SliceLimits& limits, int64_t chunk_rows) = 0;
-  // True if `slice` has its memory (SliceWork::buffer) now. False if it has been taken over: MemoryReady gets
-  // it when it has memory, unless its stream fails before.
+  // True if `slice` has its memory (SliceWork::buffer) now. False if the schedule has taken the slice:
+  // MemoryReady gets it when there is memory, unless its stream fails before.
   virtual bool FindMemory(std::unique_ptr<SliceWork>& slice) = 0;
-  // Takes a slice whose rows are in its memory and whose stream has not failed.
+  // Takes a slice whose rows have been copied into its memory and whose stream has not failed.
   virtual void Queue(std::unique_ptr<SliceWork> slice) = 0;
 
   // ---- The whole head ----
   // Removes the slices of failed streams.
   virtual DroppedSlices TakeFailed() = 0;
-  // An operation runs when everything that was complete before it has left the device.
+  // Queues an operation. It runs when everything that was complete before it has left the device.
   virtual void Push(Operation* operation) = 0;
+  // Removes all operations.
   virtual std::vector<Operation*> TakeOperations() = 0;
   virtual int64_t operations() const = 0;
-  // The next thing to do, removed, with its rows reserved in the ledger. `head_is_idle`: no chunk of the head
-  // is on the device.
+  // Removes and returns the next chunk or operation; the rows of a chunk are reserved in the ledger.
+  // `head_is_idle`: no chunk of the head is on the device.
   virtual ScheduledWork TakeNext(const DeviceLoad& load, bool head_is_idle) = 0;
-  // Where the values are that the chunk needs from host memory which would be next; kHome if none is.
+  // Where the values are that the next chunk needs from host memory; kHome if there is no next chunk.
   virtual ValuesAre Values(const DeviceLoad& load) {
-    Schedule& by_arrival = For(/*accumulates=*/false);  // groups of rows have no teacher
+    Schedule& by_arrival = For(/*accumulates=*/false);  // rows in groups have no teacher
     return &by_arrival == this ? ValuesAre::kHome : by_arrival.Values(load);
   }
   virtual Backlog backlog() const = 0;
 };
 
-// The schedule that computes by arrival: slices wait in one queue, and a chunk takes as many with the same
-// options as it holds, from whatever streams. Memory comes from the staging pool (staging.h).
+// The schedule that computes by arrival. Slices wait in one queue, and a chunk takes as many slices with the
+// same options as it has room for, from any streams. Memory comes from the staging pool (staging.h).
 //
 // Threads and locks as in Schedule.
 class ArrivalSchedule final : public Schedule {
  public:
-  // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule. `values`: as
+  // `chunk_rows`: the most rows of a chunk. The pool and the ledger outlive the schedule. `values`: as in
   // WorkQueue.
   ArrivalSchedule(SliceLimits limits, int64_t chunk_rows, StagingPool* staging, Ledger* ledger,
                   MemoryReady memory_ready, WorkQueue::ValuesOf values = nullptr);

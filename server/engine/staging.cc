@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// FairShare, RangeAllocator, RowMemory and StagingPool (staging.h).
 #include "server/engine/staging.h"
 
 #include <algorithm>
@@ -56,7 +57,7 @@ RangeAllocator::RangeAllocator(int64_t size, int64_t alignment, double share)
   if (size_ > 0) free_.emplace(0, size_);
 }
 
-// An empty block takes a place too, so that every block has an offset of its own.
+// An empty block takes memory, too, so that every block has an offset of its own.
 int64_t RangeAllocator::RoundedUp(int64_t bytes) const {
   return std::max(alignment_, (bytes + alignment_ - 1) / alignment_ * alignment_);
 }
@@ -113,7 +114,7 @@ void RangeAllocator::Free(const Block& block) {
 using errors::ExactBytes;
 
 namespace {
-constexpr absl::string_view kLimit = "lossd/limit";  // of a payload; it stays within the process
+constexpr absl::string_view kLimit = "lossd/limit";  // type of a status payload that stays within the process
 }  // namespace
 
 absl::Status BecauseOf(absl::string_view flag, absl::Status error) {
@@ -192,7 +193,7 @@ absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(kernels::Backen
         absl::StrCat("staging needs bytes for one buffer of at least one byte, got ",
                      errors::ExactBytes(bytes), " for buffers of ", errors::ExactBytes(max_buffer_bytes)));
   }
-  constexpr int64_t kGrains = 64;  // of the largest buffer
+  constexpr int64_t kGrains = 64;  // grains in the largest buffer
   const int64_t grain = RoundUp((max_buffer_bytes + kGrains - 1) / kGrains, RangeAllocator::kAlignment);
   auto memory = backend->AllocateStaging(RoundUp(bytes, grain));
   if (!memory.ok()) return memory.status();
@@ -231,14 +232,14 @@ bool StagingPool::Forget(uint64_t ticket) {
     if (it == waiting_.end()) return false;
     dropped = std::move(it->waiter);
     waiting_.erase(it);
-    served = ServeWaiting();  // there may be memory for those behind it
+    served = ServeWaiting();  // there may be memory for the requests behind it
   }
   Call(std::move(served));
   return true;
 }
 
 int64_t StagingPool::used_bytes() const {
-  absl::MutexLock lock(&mutex_);  // whoever reads 0 may destroy the pool: GiveBack must be done with it
+  absl::MutexLock lock(&mutex_);  // waits for GiveBack to leave: a caller that reads 0 may destroy the pool
   return ranges_.used();
 }
 

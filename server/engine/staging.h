@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host memory of an engine, and how peers and heads share it. StagingPool lends StagingBuffers, the
-// memory that slices are received into, computed in and sent from. RowMemory counts what the server remembers
-// of rows. RangeAllocator hands out ranges of one piece of memory, for the pool and for retained rows.
-// FairShare is the rule by which holders share each of them (docs/fairness.md).
+// The host memory of an engine, and how peers and heads share it. StagingPool lends StagingBuffers, in which
+// slices are received, computed and sent. RowMemory counts the memory of what the server remembers of rows.
+// RangeAllocator hands out ranges of one piece of memory, for the pool and for retained rows. FairShare is
+// the rule by which holders share each of these memories (docs/fairness.md).
 #ifndef LOSSD_SERVER_ENGINE_STAGING_H_
 #define LOSSD_SERVER_ENGINE_STAGING_H_
 
@@ -25,58 +25,61 @@
 
 namespace lossd::engine {
 
-// The error with the note that the limit of this flag (without "--") caused it, for those who count.
+// Returns the error with a note that the limit of this flag (without "--") caused it, for the metrics.
 absl::Status BecauseOf(absl::string_view flag, absl::Status error);
-// The flag that BecauseOf noted; empty if none.
+// The flag that BecauseOf noted; empty if there is none.
 std::string LimitOf(const absl::Status& status);
 
-// How a resource is shared between those that hold parts of it, for example peers or heads. The rule:
+// FairShare is the rule by which holders, for example peers or heads, share a resource. It counts and decides
+// only. The rule:
 //
-//   A holder that has something may take more only as long as it then has at most `share` of the capacity,
-//   and at most as much as is left to all others. A holder that has nothing may take whatever is free.
+//   A holder that has a part may take more only if it then has at most `share` of the capacity, and at most
+//   as much as is left free. A holder that has nothing may take all that is free.
 //
-// So holders that only take, never give back, leave something for each one that comes later: with a share of
-// a half, the first one gets a half, the next a quarter, and so on. (Dynamic thresholds, as in the shared
-// buffers of switches.)
+// So even holders that never give back leave something for each later holder: with a share of a half, the
+// first holder gets a half, the next one a quarter, and so on. (These are the dynamic thresholds of shared
+// buffers in network switches.)
 //
-// Memory: an entry for each holder that has something. Thread-compatible.
+// Memory: an entry for each holder that has a part. Thread-compatible.
 class FairShare {
  public:
-  // `share` in (0, 1]; 1: a holder may take all there is.
+  // `share` in (0, 1]; 1: a holder may take the whole capacity.
   FairShare(int64_t capacity, double share) : capacity_(capacity), share_(share) {}
 
   enum class Answer : uint8_t {
     kYes,
-    kFull,       // there is not so much left for any holder
-    kOverShare,  // this holder has its share
+    kFull,       // less than the amount is free
+    kOverShare,  // the amount is free, but beyond this holder's share
   };
-  // Whether `holder` may take `amount` >= 0 more. The holder "" has no share: it may take what is free.
+  // Whether `holder` may take `amount` >= 0 more. The holder "" is not limited by a share: it may take all
+  // that is free.
   Answer Check(absl::string_view holder, int64_t amount) const;
-  // The same; kYes: it has taken them.
+  // As Check; if the answer is kYes, the holder has taken the amount.
   Answer Take(absl::string_view holder, int64_t amount);
-  // Gives back some of what was taken.
+  // Gives back a part of what the holder has taken.
   void Give(absl::string_view holder, int64_t amount);
 
   int64_t capacity() const { return capacity_; }
   int64_t used() const { return used_; }
   int64_t held(absl::string_view holder) const;
-  // Only those that have something, so that strangers who come and go leave nothing behind; for tests.
+  // The number of holders that have a part; for tests. Holders without a part have no entry, so peers that
+  // come and go leave nothing behind.
   int64_t holders() const { return static_cast<int64_t>(held_.size()); }
 
  private:
   const int64_t capacity_;
   const double share_;
   int64_t used_ = 0;
-  std::map<std::string, int64_t, std::less<>> held_;  // not 0
+  std::map<std::string, int64_t, std::less<>> held_;  // by holder; never 0
 };
 
-// Hands out ranges of one fixed piece of memory, first fit, by offset; it never touches the memory. For some
-// thousand blocks: the free ranges are searched one after the other.
+// RangeAllocator hands out ranges of one fixed piece of memory, first fit, as offsets. It never touches the
+// memory. It suits some thousand blocks, because it searches the free ranges one by one.
 //
 // Thread-safe. Must outlive its blocks.
 class RangeAllocator {
  public:
-  // A range on loan; goes back when destroyed.
+  // A range on loan. Its destruction gives the range back.
   class Block {
    public:
     Block(const Block&) = delete;
@@ -99,11 +102,12 @@ class RangeAllocator {
 
   static constexpr int64_t kAlignment = 256;
 
-  // `size` in bytes, >= 0; what does not fill a multiple of `alignment` is never used.
-  // `share`: of a holder, as FairShare has it.
+  // `size` >= 0 in bytes, rounded down to a multiple of `alignment`. `share`: the share of a holder, as in
+  // FairShare.
   explicit RangeAllocator(int64_t size, int64_t alignment = kAlignment, double share = 1.0);
 
-  // A block of at least `bytes` >= 0, or null if no free range is long enough, or `holder` has its share.
+  // A block of at least `bytes` >= 0. Null if no free range is long enough, or if the block would be beyond
+  // the share of `holder`.
   std::shared_ptr<const Block> Allocate(int64_t bytes, absl::string_view holder = "")
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -118,30 +122,30 @@ class RangeAllocator {
   const int64_t alignment_;
   const int64_t size_;
   mutable absl::Mutex mutex_;
-  std::map<int64_t, int64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset to bytes; never adjacent
+  std::map<int64_t, int64_t> free_ ABSL_GUARDED_BY(mutex_);  // offset to bytes; no two ranges touch
   FairShare shares_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Host memory for what the server remembers of rows: the targets and weights of open streams, and the ledgers
-// of open steps. A budget that is counted, not an allocation: its users allocate row by row.
+// RowMemory is the budget for what the server remembers of rows in host memory: the targets and weights of
+// open streams, and the ledgers of open steps. It only counts; its users allocate the memory.
 //
-// A peer pays for its streams, a head for its ledgers, and each has its share (FairShare). A user of the
-// memory has an Account with it.
+// A peer pays for its streams and a head for its ledgers, and each has its share (FairShare). A user takes
+// and gives through an Account.
 //
 // Thread-compatible: guarded by the engine's lock.
 class RowMemory {
  public:
-  // As FairShare.
+  // `share`: as in FairShare.
   RowMemory(int64_t bytes, double share) : shares_(bytes, share) {}
 
   class Account {
    public:
-    // One that has no limit and counts nothing.
+    // An account that has no limit and counts nothing.
     Account() = default;
-    // `holder` is who pays, e.g. "head lm_head"; "" has no share. `memory` outlives the account.
+    // `holder` pays, e.g. "head lm_head"; "" is not limited by a share. `memory` outlives the account.
     Account(RowMemory* memory, std::string holder) : memory_(memory), holder_(std::move(holder)) {}
 
-    // RESOURCE_EXHAUSTED naming the limit and its flag; then nothing is taken.
+    // RESOURCE_EXHAUSTED names the limit and its flag; then nothing is taken.
     absl::Status Take(int64_t bytes);
     void Give(int64_t bytes);
 
@@ -157,13 +161,13 @@ class RowMemory {
   FairShare shares_;
 };
 
-// Host memory on loan; goes back to its owner when destroyed. Move-only, thread-compatible.
+// Host memory on loan. Its destruction gives the memory back to its owner. Move-only, thread-compatible.
 class StagingBuffer {
  public:
   using GiveBack = absl::AnyInvocable<void()>;
 
   StagingBuffer() = default;
-  // `give_back` runs once, on whatever thread lets go of the buffer; it must not block.
+  // `give_back` runs once, on the thread that releases the buffer. It must not block.
   StagingBuffer(uint8_t* data, int64_t bytes, GiveBack give_back)
       : data_(data), bytes_(bytes), give_back_(std::move(give_back)) {}
   StagingBuffer(StagingBuffer&& other) noexcept;
@@ -181,49 +185,51 @@ class StagingBuffer {
   GiveBack give_back_;
 };
 
-// Host memory that slices are received into, computed in place, and sent from. It is one piece, allocated
-// when the server starts (pinned, for a GPU), so the request path allocates no tensor memory and a full pool
-// is what slows senders down.
+// StagingPool is the host memory in which slices are received, computed in place, and from which they are
+// sent. It is one piece, allocated when the server starts (pinned, for a GPU), so requests allocate no tensor
+// memory. When the pool is full, new slices wait, which slows their senders down.
 //
-// A buffer has the bytes that were asked for, rounded up to grain(), first fit. The grain is a 64th of the
-// largest buffer, which bounds how many buffers there can be. No request starves: while one waits, no later
-// one is served before it, so what is on loan comes back until the free bytes lie in one piece.
+// A buffer has the bytes that were asked for, rounded up to grain(). The grain is a 64th of the largest
+// buffer, which bounds the number of buffers. Buffers are placed first fit. No request starves: while a
+// request waits, no later one is served before it, so buffers come back until enough free bytes are in one
+// piece.
 //
-// Buffers have holders, each with its share of the pool (FairShare). A request beyond its holder's share
-// waits until the holder has given enough back; requests of other holders pass it meanwhile. So a holder that
-// gives nothing back, because its client takes no answers, holds up only itself.
+// Each buffer has a holder, and each holder a share of the pool (FairShare). A request beyond its holder's
+// share waits until the holder has given enough back; requests of other holders pass it meanwhile. So a
+// holder that gives nothing back, because its client reads no answers, holds up only itself.
 //
 // Thread-safe. The pool must outlive its buffers.
 class StagingPool {
  public:
-  // Called once with a buffer, on the thread that gave its memory back; must not block.
+  // Called once with a buffer, on the thread that gave the memory back. Must not block.
   using Waiter = absl::AnyInvocable<void(StagingBuffer)>;
 
-  // A pool of `bytes` for buffers of up to `max_buffer_bytes`. INVALID_ARGUMENT unless
-  // 0 < max_buffer_bytes <= bytes, or the backend's error.
+  // Creates a pool of `bytes` for buffers of up to `max_buffer_bytes`. INVALID_ARGUMENT unless 0 <
+  // max_buffer_bytes <= bytes, or the backend's error.
   static absl::StatusOr<std::unique_ptr<StagingPool>> Create(kernels::Backend* backend, int64_t bytes,
                                                              int64_t max_buffer_bytes,
                                                              double holder_share = 1.0);
   ~StagingPool();
 
-  // A buffer, or the promise of one.
+  // The result of Acquire: a buffer, or a ticket if the buffer comes later.
   struct Acquired {
     StagingBuffer buffer;
-    uint64_t ticket = 0;  // for Forget; 0: the buffer is here
+    uint64_t ticket = 0;  // for Forget; 0: `buffer` is set
   };
-  // A buffer of at least `bytes`, in [0, max_buffer_bytes], for `holder`, if there is memory for it and no
-  // other request waits that is within its holder's share. Otherwise `waiter`, which is not called in here,
-  // gets it later, first come first served among those within their shares. The holder "" has no share.
+  // Lends `holder` a buffer of at least `bytes`, in [0, max_buffer_bytes], if there is memory and no request
+  // that is within its holder's share waits. Otherwise `waiter` gets the buffer later: first come first
+  // served among the requests within their shares. Acquire itself never calls `waiter`. The holder "" is not
+  // limited by a share.
   Acquired Acquire(absl::string_view holder, int64_t bytes, Waiter waiter) ABSL_LOCKS_EXCLUDED(mutex_);
   Acquired Acquire(int64_t bytes, Waiter waiter) { return Acquire("", bytes, std::move(waiter)); }
-  // Drops a waiter that was not served yet; false if it was (or is being) served.
+  // Drops a waiter that was not served yet. False if it was served, or is being served.
   bool Forget(uint64_t ticket) ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t bytes() const { return ranges_.size(); }
   int64_t grain() const { return grain_; }
   int64_t used_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);
-  int64_t peak_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);  // most that was used at once
-  // Requests that wait although there is memory, because their holders have their share.
+  int64_t peak_bytes() const ABSL_LOCKS_EXCLUDED(mutex_);  // the most that was ever used at once
+  // The number of requests that wait because their holders have their share.
   int64_t over_share() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -241,10 +247,10 @@ class StagingPool {
 
   StagingPool(std::unique_ptr<kernels::StagingMemory> memory, int64_t grain, double holder_share);
   bool WithinShare(absl::string_view holder, int64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Empty if there is no free range that is long enough.
+  // Empty if no free range is long enough.
   StagingBuffer TryLend(absl::string_view holder, int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void GiveBack(const std::string& holder, Block block) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Takes the first of the waiting requests within their shares, as many as there is memory for.
+  // Removes the waiting requests that can be served now, in order, and lends them their buffers.
   std::vector<Served> ServeWaiting() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   static void Call(std::vector<Served> served);
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// HeadVersions: the version numbers of a head, and the check of a Binding (stream.h).
 #include "server/engine/stream.h"
 
 #include <algorithm>

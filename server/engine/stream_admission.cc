@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// StreamSet and StreamAdmission: how streams begin, fail and end (stream_admission.h).
 #include "server/engine/stream_admission.h"
 
 #include <algorithm>
@@ -241,7 +242,7 @@ absl::StatusOr<std::shared_ptr<StreamState>> StreamAdmission::Admit(std::shared_
     parts_.context->loop.Wake();
   }
   stream->SetAdmitted(host_bytes);
-  parts_.context->stream_places.Take(spec.peer, 1);  // there is one: CheckPlaces
+  parts_.context->stream_places.Take(spec.peer, 1);  // a place is free: CheckPlaces
   parts_.streams->Add(stream);
   return stream;
 }

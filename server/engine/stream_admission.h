@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The streams of one head, from their beginning to their end. StreamAdmission lets a stream begin and gives
-// back at its end what it had; StreamSet has the streams that are open, and ends them.
+// The streams of one head, from their beginning to their end. StreamAdmission checks and admits a new stream,
+// and gives back its memory and place at its end. StreamSet holds the open streams, and fails and ends them.
 //
-// Guarded by the engine's lock, which is held in all calls.
+// Threads. The engine's lock guards all of it and is held in all calls.
 #ifndef LOSSD_SERVER_ENGINE_STREAM_ADMISSION_H_
 #define LOSSD_SERVER_ENGINE_STREAM_ADMISSION_H_
 
@@ -30,42 +30,43 @@
 
 namespace lossd::engine {
 
-// The open streams of one head: their failures and their ends. The notifier calls their observers, without
+// The open streams of one head. It fails streams and ends them; the notifier calls their observers, without
 // the lock.
 class StreamSet {
  public:
   using Predicate = absl::FunctionRef<bool(const StreamState&)>;
 
-  // All outlive the set. `order`: HeadSession::order.
+  // All arguments outlive the set. `order`: HeadSession::order, may be null.
   StreamSet(Schedule* schedule, const DeterministicSchedule* order, DeferredMicrobatches* deferred,
             Notifier* notifier, Runtime* runtime)
       : schedule_(schedule), order_(order), deferred_(deferred), notifier_(notifier), runtime_(runtime) {}
 
-  // Called at the end of every stream, when it is no longer in the set.
+  // Called at the end of every stream, after it has left the set.
   using OnEnd = std::function<void(StreamState&)>;
   void set_on_end(OnEnd on_end) { on_end_ = std::move(on_end); }
 
-  // The parts of the stream's rows that no other stream in the set has that accumulates the same microbatch.
-  // `shared`: there is such a stream.
+  // The parts of the stream's rows that belong to no other stream in the set that accumulates the same
+  // microbatch. `shared` becomes true if there is such another stream.
   std::vector<RowRange> OwnRows(const StreamState& stream, bool* shared) const;
 
   void Add(std::shared_ptr<StreamState> stream) { streams_.push_back(std::move(stream)); }
   int64_t size() const { return static_cast<int64_t>(streams_.size()); }
-  int64_t accumulating() const;  // of them, those that accumulate and have not failed
-  // Counts the calls of contributions, which are open beside the streams. Thread-safe.
+  int64_t accumulating() const;  // streams that accumulate and have not failed
+  // Counts the open AddGradient calls, which are no streams. Thread-safe.
   const std::shared_ptr<CountedCall::Counter>& contributions() const { return contributions_; }
 
-  // Fails a stream with `why` (not OK) and drops its slices that are not on the device; nothing if it is
-  // over.
+  // Fails a stream with `why` (not OK) and drops its slices that are not on the device. Does nothing if the
+  // stream has failed or finished.
   void Fail(StreamState& stream, absl::Status why);
-  // The same for every stream for which `why` is not OK; ends those that are ready to.
+  // Fails every stream for which `why` returns an error, and ends those of them that are ready to finish.
   void FailEach(absl::FunctionRef<absl::Status(const StreamState&)> why);
+  // As FailEach, with the error `why` for every stream that `wanted` accepts.
   void FailIf(Predicate wanted, const absl::Status& why);
-  // Fails every stream, also those that have not been started.
+  // Fails every stream, including streams that were not started.
   void EndAll(const absl::Status& why);
-  // As DeferredMicrobatches::CheckAdd, for rows that open streams are going to retain.
+  // As DeferredMicrobatches::CheckAdd, against the rows that open streams are going to retain.
   absl::Status CheckRetaining(uint64_t id, const MicrobatchTerms& terms, RowRange rows) const;
-  // Ends the stream if all is done: keeps the rows that it retained, and tells its observer.
+  // Ends the stream if it is ready to finish: keeps the rows that it retained, and tells its observer.
   void FinishIfReady(const std::shared_ptr<StreamState>& stream);
 
  private:
@@ -81,12 +82,13 @@ class StreamSet {
   const std::shared_ptr<CountedCall::Counter> contributions_ = std::make_shared<CountedCall::Counter>(0);
 };
 
-// How a stream begins and ends for the rest of the head. A new stream is checked, pays for its rows, is
-// entered in the ledger and takes one of its peer's places. At its end it gives the memory and the place
-// back, and its rows stay in the ledger or leave it. A stream that is refused leaves no trace.
+// StreamAdmission begins and ends a stream for the other parts of the head. At the beginning it checks the
+// stream, takes memory for its rows from RowMemory, enters the rows in the ledger, and takes one of the
+// peer's places. At the end it gives memory and place back, and the rows stay in the ledger or are withdrawn.
+// A stream that is refused changes nothing.
 class StreamAdmission {
  public:
-  // What a stream is admitted to. All outlive this.
+  // The parts of the head. All outlive this object.
   struct Parts {
     EngineContext* context;
     const kernels::HeadConfig* config;
@@ -99,27 +101,27 @@ class StreamAdmission {
 
   explicit StreamAdmission(const Parts& parts) : parts_(parts) {}
 
-  // As Engine::Open and Engine::OpenBackward, for this head. `teacher`: CheckDistillation's, or none.
+  // As Engine::Open and Engine::OpenBackward, for this head. `teacher`: from CheckDistillation, or none.
   absl::StatusOr<std::shared_ptr<StreamState>> Open(StreamSpec spec, std::shared_ptr<StreamObserver> observer,
                                                     TeacherOf teacher = {});
   absl::StatusOr<std::shared_ptr<StreamState>> OpenBackward(BackwardSpec spec,
                                                             std::shared_ptr<StreamObserver> observer);
-  // The stream is over and has left the set.
+  // Called when the stream has ended and left the set.
   void OnEnd(StreamState& stream);
 
  private:
-  // RESOURCE_EXHAUSTED if the peer may not open one stream more.
+  // RESOURCE_EXHAUSTED if the peer may not open one more stream.
   absl::Status CheckPlaces(absl::string_view peer) const;
-  // The step that a call names, if it names one, is open.
+  // Checks that the step that a call names, if it names one, is open.
   absl::Status CheckStep(absl::string_view field, std::optional<uint64_t> named, absl::string_view run) const;
   absl::StatusOr<std::shared_ptr<StreamState>> MakeStream(StreamSpec spec,
                                                           std::shared_ptr<StreamObserver> observer,
                                                           TeacherOf teacher = {});
-  // Finds a place for the hidden states of a stream that retains them.
+  // Reserves retained memory for the hidden states of a stream that retains them.
   absl::Status ReserveRetained(StreamState& stream);
-  // `size`: what a caller takes for the head's D.
+  // `size`: the hidden size that the caller expects; 0: none.
   absl::Status CheckHiddenSize(absl::string_view field, uint64_t size) const;
-  // Enters a checked stream into the ledger and the set.
+  // Enters a checked stream in the ledger and in the set.
   absl::StatusOr<std::shared_ptr<StreamState>> Admit(std::shared_ptr<StreamState> stream);
   // The account that pays for what is known of the stream's rows.
   RowMemory::Account AccountOf(const StreamState& stream);

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The checks of a stream's spec, the contents and progress of a stream, and the deferred microbatches
+// (stream_state.h).
 #include "server/engine/stream_state.h"
 
 #include <algorithm>
@@ -141,7 +143,7 @@ absl::Status CheckNormalizer(absl::string_view field, double normalizer, const S
   return absl::OkStatus();
 }
 
-// Numbers of rows that the objective needs are there, and no others.
+// Checks that the per-row inputs that the objective needs are present, and no others.
 absl::Status CheckObjective(const StreamSpec& spec) {
   const kernels::Objective& objective = spec.options.objective;
   const std::tuple<absl::string_view, bool, const std::vector<float>&> numbers[] = {
@@ -164,7 +166,7 @@ absl::Status CheckObjective(const StreamSpec& spec) {
   return absl::OkStatus();
 }
 
-// The depths divide the rows, with weights and normalizers that the reduction takes.
+// Checks that the depths cover all rows, with weights and normalizers that fit the reduction.
 absl::Status CheckDepths(const StreamSpec& spec) {
   if (spec.depths.empty()) return absl::OkStatus();
   const auto count = static_cast<int64_t>(spec.depths.size());
@@ -229,7 +231,7 @@ absl::Status CheckNumbers(const StreamSpec& spec) {
   return absl::OkStatus();
 }
 
-// Fills in what the spec leaves to the head.
+// Sets the options that the spec leaves to the head.
 void ResolveOptions(const kernels::HeadConfig& config, StreamSpec& spec) {
   if (spec.gradients_of_head && !spec.options.is_embedding()) spec.options.gradients = config.gradients;
 }
@@ -253,7 +255,7 @@ absl::Status CheckHead(const StreamSpec& spec, const kernels::HeadConfig& config
   return absl::OkStatus();
 }
 
-// The rows of an embedding have no loss, and no result but the rows.
+// Checks a stream of embedding rows or of their gradients: it has no loss, and its only result is the rows.
 absl::Status CheckEmbedding(const StreamSpec& spec, const kernels::HeadConfig& config) {
   if (!spec.options.is_embedding()) return absl::OkStatus();
   const bool gradients = spec.options.embedding == kernels::Embedding::kGradients;
@@ -301,7 +303,7 @@ absl::Status CheckEmbedding(const StreamSpec& spec, const kernels::HeadConfig& c
   return absl::OkStatus();
 }
 
-// What is wanted of single classes.
+// Checks what the stream wants of single classes: top_k, class_count and classes.
 absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const SliceLimits& limits) {
   const int64_t most_top = std::min<int64_t>(vocab_size, kernels::kMostTopClasses);
   if (spec.want_rows.top_k < 0 || spec.want_rows.top_k > most_top) {
@@ -331,7 +333,7 @@ absl::Status CheckClasses(const StreamSpec& spec, int64_t vocab_size, const Slic
   return absl::OkStatus();
 }
 
-// Named classes become the head's.
+// Maps the classes that a caller names to the head's numbers of these classes.
 absl::Status MapClasses(const kernels::HeadConfig& config, std::vector<int32_t>& classes) {
   const kernels::ClassList& list = config.class_list;
   const int64_t most = list.empty() ? config.vocab_size : list.full_size();
@@ -347,7 +349,7 @@ absl::Status MapClasses(const kernels::HeadConfig& config, std::vector<int32_t>&
   return absl::OkStatus();
 }
 
-// Soft targets come with options.rest, and only with it.
+// Checks soft targets, which are required with options.rest and refused without it.
 absl::Status CheckSoftTargets(const StreamSpec& spec, int64_t vocab_size) {
   const SoftTargets& soft = spec.soft;
   const std::pair<absl::string_view, size_t> sizes[] = {
@@ -384,21 +386,21 @@ absl::Status CheckSoftTargets(const StreamSpec& spec, int64_t vocab_size) {
                                    soft.weights, spec.targets, spec.ignore_index);
 }
 
-// Results of single classes are far larger than the others; a slice of a stream that wants them has fewer
-// rows, so that its answer stays a message of the usual size.
+// The most rows of a slice whose rows want results of single classes. These results are far larger than
+// others, so such a slice has fewer rows, and its answer stays a message of the usual size.
 int64_t MostRowsWithClasses(const RowWants& wants) {
   const int64_t row_bytes = 4 * int64_t{wants.class_count} + 9 * int64_t{wants.top_k};
   return row_bytes == 0 ? std::numeric_limits<int64_t>::max() : kMostClassResultBytes / row_bytes;
 }
 
-// The head's class that a target names, of a head with a list of classes; kernels::kIgnoredTarget if it is
-// not among them.
+// For a head with a class list: the head's number of the class that a target names. kernels::kIgnoredTarget
+// if the class is not in the list.
 absl::StatusOr<int32_t> ListedClass(const StreamSpec& spec, const kernels::ClassList& class_list,
                                     size_t index) {
   const int32_t target = spec.targets[index];
   const int32_t found = class_list.Find(target);
   if (found >= 0) return found;
-  // Then a target only says whether the row counts.
+  // The target has no weight in the loss; it only says that the row counts.
   const kernels::Distillation& distillation = spec.options.distillation;
   if (distillation.used() && distillation.target_weight == 0.0f) return 0;
   if (spec.refuse_unlisted) {
@@ -409,8 +411,8 @@ absl::StatusOr<int32_t> ListedClass(const StreamSpec& spec, const kernels::Class
   return kernels::kIgnoredTarget;
 }
 
-// The normalizer of some rows, of which this stream has so many valid ones. `field` names it in errors;
-// `given`: by the spec.
+// The normalizer of the microbatch or of a depth. `field` names it in errors; `given` is the value in the
+// spec; `valid`: the valid rows that this stream has of it.
 absl::StatusOr<double> NormalizerOf(const StreamSpec& spec, absl::string_view field,
                                     std::optional<double> given, int64_t valid) {
   if (spec.reduction != Reduction::kMean) return 1.0;
@@ -429,7 +431,7 @@ absl::StatusOr<double> NormalizerOf(const StreamSpec& spec, absl::string_view fi
   return normalizer;
 }
 
-// The factor of gradients. `field` is the normalizer's.
+// The factor of gradients, grad_output / normalizer. `field` names the normalizer in errors.
 absl::StatusOr<float> GradScale(absl::string_view field, double grad_output, double normalizer) {
   const float scale = normalizer == 0 ? 0.0f : static_cast<float>(grad_output / normalizer);
   if (std::isfinite(scale)) return scale;
@@ -514,7 +516,7 @@ absl::Status StreamRows::ResolveDepths() {
   for (size_t i = 0; i < spec_.depths.size(); ++i) {
     const Depth& depth = spec_.depths[i];
     const int64_t end = begin + depth.rows;
-    int64_t valid = 0;  // of this stream
+    int64_t valid = 0;  // valid rows of this stream in the depth
     for (int64_t row = std::max(begin, spec_.rows.begin); row < std::min(end, spec_.rows.end); ++row) {
       valid += HasTarget(row) ? 1 : 0;
     }
@@ -604,7 +606,7 @@ int64_t StreamRows::RetainedOffset(RowRange rows) const {
 }
 
 int64_t StreamRows::HostBytes() const {
-  constexpr int64_t kOverhead = 1024;  // of the stream itself
+  constexpr int64_t kOverhead = 1024;  // for the stream object itself
   const size_t floats = spec_.row_weights.size() + gradients_.loss.size() + gradients_.lse.size() +
                         gradients_.entropy.size() + spec_.numbers.advantages.size() +
                         spec_.numbers.old_logprobs.size() + spec_.numbers.ref_logprobs.size() +
@@ -685,8 +687,8 @@ absl::Status StreamRows::CheckSlice(RowRange rows, int64_t bytes, bool in_place)
 
 namespace {
 
-// Appends the rows [begin, end) of a part. Parts with and without weights may stand side by side: no weight
-// is 1.
+// Appends the contents of rows [begin, end) of a part to `stream`. Some parts may have row weights and others
+// not: a missing weight is 1.
 void AppendPart(const DeferredMicrobatches::Part& part, int64_t begin, int64_t end, StreamSpec& stream) {
   const int64_t first = part.retained.rows.begin;
   const auto targets = part.targets.begin() + (begin - first);
@@ -698,7 +700,7 @@ void AppendPart(const DeferredMicrobatches::Part& part, int64_t begin, int64_t e
   } else if (!stream.row_weights.empty()) {
     stream.row_weights.resize(static_cast<size_t>(end - stream.rows.begin), 1.0f);
   }
-  // All parts have as many of them (MicrobatchTerms::target_count).
+  // All parts have the same number of soft targets a row (MicrobatchTerms::target_count).
   const int64_t count = part.soft.count;
   stream.soft.count = part.soft.count;
   const auto append = [&](const auto& from, auto& to) {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Checks of a distilled stream, and the bookkeeping of the streams that a head teaches (teaching.h).
 #include "server/engine/teaching.h"
 
 #include <string>
@@ -19,7 +20,7 @@ absl::Status NotYet(absl::string_view field, absl::string_view problem, absl::st
   return FieldError(absl::StatusCode::kUnimplemented, field, problem, value);
 }
 
-// A row of both heads has to fit into a slice, as one of the student alone does.
+// Hidden states of one row for both heads have to fit into a slice.
 absl::Status CheckRowFits(const HeadSession& student, const HeadSession& teacher, const SliceLimits& limits) {
   const int64_t width = student.config().hidden_size + teacher.config().hidden_size;
   if (width <= limits.max_bytes / static_cast<int64_t>(sizeof(float))) return absl::OkStatus();

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Distillation in the engine: streams of one head, the student, whose rows are compared with another head of
-// the engine, the teacher. TeacherOf says what a stream knows of its teacher, Teaching what a head knows of
-// the streams that it teaches, and CheckDistillation lets such a stream begin.
+// Distillation in the engine: a stream of one head, the student, compares its rows with another head of the
+// engine, the teacher. TeacherOf is what a stream knows of its teacher. Teaching is what a head knows of the
+// streams that it teaches. CheckDistillation checks whether such a stream may begin.
 //
-// A teacher is frozen. It cannot be deleted while such streams are open, and its chunks in flight include
-// those of its students, so that operations on it wait for them. Streams end when its weights change.
+// A teacher is frozen. It cannot be deleted while such streams are open. Chunks of its students count as its
+// own chunks in flight, so operations on the teacher wait for them. The streams end when the teacher's
+// weights change.
 //
 // Guarded by the engine's lock, which is held in all calls.
 #ifndef LOSSD_SERVER_ENGINE_TEACHING_H_
@@ -26,8 +27,9 @@ namespace lossd::engine {
 
 class HeadSession;
 
-// The teacher of a stream: the head, and what the stream rests on. Plain data; constant while the stream is
-// open. The stream keeps the session, but not the head, which goes when it is deleted.
+// The teacher of a stream, and the version of its weights that the stream was opened with. Plain data;
+// constant while the stream is open. The stream keeps the teacher's session alive, but not the head itself,
+// which ends when it is deleted.
 struct TeacherOf {
   std::shared_ptr<HeadSession> session;  // null: the stream has no teacher
   int64_t hidden_size = 0;
@@ -44,15 +46,15 @@ class Teaching {
   // `kernels`: of the head.
   explicit Teaching(const kernels::HeadKernels* kernels) : kernels_(kernels) {}
 
-  // Only for what is the same as long as the head is there; not once it is being deleted.
+  // Use it only for what never changes during the life of the head, and not once the head is being deleted.
   const kernels::HeadKernels& kernels() const { return *kernels_; }
-  // The head ends.
+  // Called when the head ends.
   void OnHeadGone() { kernels_ = nullptr; }
-  // HeadKernels::paging() as long as the head is there.
+  // HeadKernels::paging(); nothing once the head is gone.
   std::optional<kernels::PagingStats> paging() const {
     return kernels_ == nullptr ? std::nullopt : kernels_->paging();
   }
-  // Where the head's values are.
+  // Where the values of this head are.
   ValuesAre values() const;
   void Begin(HeadSession* student) { ++streams_[student]; }
   void End(HeadSession* student) {
@@ -60,7 +62,7 @@ class Teaching {
     if (--it->second == 0) streams_.erase(it);
   }
   int64_t streams() const;
-  // Heads with such streams.
+  // The heads whose streams this head teaches.
   std::vector<HeadSession*> students() const;
 
  private:
@@ -68,8 +70,8 @@ class Teaching {
   std::map<HeadSession*, int64_t> streams_;
 };
 
-// Whether a stream of `student` may have this teacher, a published head; completes spec->options. Errors as
-// lossd.v1.Distillation says, with fields named "open...".
+// Checks whether a stream of `student` may have this teacher, a published head, and completes spec->options.
+// Errors as in lossd.v1.Distillation, with fields named "open...".
 absl::StatusOr<TeacherOf> CheckDistillation(HeadSession& student, std::shared_ptr<HeadSession> teacher,
                                             StreamSpec* spec);
 

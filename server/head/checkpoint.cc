@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// CheckpointReader, and Save, which does the work of SaveCheckpoint (checkpoint.h).
 #include "server/head/checkpoint.h"
 
 #include <sys/stat.h>
@@ -30,7 +31,7 @@ absl::Status CheckSame(absl::string_view field, const T& saved, const T& head) {
       absl::StrCat("the checkpoint has ", field, " ", saved, ", the head has ", head));
 }
 
-// Short enough for a message.
+// A text that identifies a class list and is short enough for a message.
 std::string DigestOf(const kernels::ClassList& list) {
   if (list.empty()) return "of all classes";
   const std::vector<int32_t>& classes = list.classes();
@@ -65,13 +66,14 @@ std::string AutomaticName(uint64_t step) { return absl::StrFormat("step-%010d", 
 
 namespace {
 
-// `status`, an error, as one of the checkpoint that a request names.
+// Adds to the error `status` that the field "checkpoint" of a request caused it.
 absl::Status OfCheckpoint(absl::Status status, absl::string_view checkpoint) {
   return errors::WithViolation(
       std::move(status), {"checkpoint", "must name a checkpoint of this server", std::string(checkpoint)});
 }
 
-// As many as there may be, and as the buffer has slices for; one slice is the device's.
+// The number of threads that read: options.threads, but at most one for each slice of the buffer; one slice
+// is left for the device.
 int Threads(const LoadOptions& options, int64_t slice_bytes) {
   const int64_t room = options.buffer_bytes / slice_bytes - 1;
   return static_cast<int>(std::clamp<int64_t>(room, 1, std::max(options.threads, 1)));
@@ -207,7 +209,7 @@ absl::Status CheckpointReader::Deliver(TensorSink sink, const LoadOptions& optio
   });
   while (std::optional<ReadAhead::Block> block = ahead.Next()) {
     const TensorPart& part = block->part;
-    ahead.Fail(sink(part.id, part.row_begin, part.rows, block->span()));  // if it is an error
+    ahead.Fail(sink(part.id, part.row_begin, part.rows, block->span()));  // does nothing if the status is OK
     ahead.GiveBack(*std::move(block));
   }
   reading.join();
@@ -240,7 +242,7 @@ namespace {
 
 using formats::FileError;
 
-// The folder of a head's checkpoints, made if need be, with its own name on the disk.
+// The folder of a head's checkpoints. Creates it if necessary and syncs its name to the disk.
 absl::StatusOr<std::string> HeadFolder(Disk* disk, const std::string& directory, const std::string& head) {
   absl::Status created = disk->CreateFolder(absl::StrCat(directory, "/", head));
   if (!created.ok() && !absl::IsAlreadyExists(created)) return created;
@@ -248,8 +250,8 @@ absl::StatusOr<std::string> HeadFolder(Disk* disk, const std::string& directory,
   return ResolveBelow(directory, head);
 }
 
-// One save. The calling thread reads from the source. Threads of its own do all that concerns the disk; where
-// other processes may write files too, it has first to make the folder that they are to see.
+// One save. The calling thread reads from the source, and threads of the save do all work on the disk. If
+// other processes may write files, too, the calling thread first creates the folder that they have to see.
 class Save {
  public:
   Save(const std::string& directory, const std::string& name, bool automatic,
@@ -273,7 +275,7 @@ class Save {
     absl::StatusOr<SavedCheckpoint> saved;
     std::thread disk_thread([&] {
       saved = WriteCheckpoint();
-      folder_.reset();  // with what is in it, if it did not become a checkpoint
+      folder_.reset();  // removes the folder if it did not become a checkpoint
       own_->End(saved.status());
     });
     sites_.Start();
@@ -284,7 +286,7 @@ class Save {
     own_->Close(status);
     status.Update(own_->AwaitEnd());
     disk_thread.join();
-    // One that was cancelled has not failed: its error follows from what happened here.
+    // If a site was cancelled, its error is only a consequence of an error here.
     if (!site_error_.ok() && !absl::IsCancelled(site_error_)) return site_error_;
     if (!status.ok()) return status;
     return saved;
@@ -308,7 +310,7 @@ class Save {
                        .cancelled = [this] { return Stopped(); }});
   }
 
-  // The other processes have no reason to go on either.
+  // Whether the save has to end. If so, cancels the other processes.
   bool Stopped() {
     if (!options_.cancelled() && !sites_.failed()) return false;
     sites_.Cancel();
@@ -346,7 +348,7 @@ class Save {
     return saved;
   }
 
-  // Renames the folder and returns the checkpoint's name.
+  // Renames the temporary folder to the checkpoint's name, and returns that name.
   absl::StatusOr<std::string> Publish(const Manifest& manifest) {
     std::vector<std::string> names = {name_};
     const std::string content = ContentDigest(manifest);
@@ -365,7 +367,7 @@ class Save {
     return status;
   }
 
-  // Returns the bytes of all files.
+  // Writes all files and the manifest; returns their bytes.
   absl::StatusOr<int64_t> WriteFiles(Manifest* manifest) {
     absl::StatusOr<std::vector<ManifestShard>> own = own_->Write(folder_->path());
     if (!own.ok()) sites_.Cancel();
@@ -385,7 +387,7 @@ class Save {
     return ShardBytes(*manifest) + static_cast<int64_t>(text.size());
   }
 
-  // What other processes have written counts once it was read here.
+  // Waits for the other processes. Their files count only after this process has read and verified them.
   absl::Status AwaitSites(std::vector<ManifestShard>& lines, bool verify) {
     absl::Status status = sites_.Await(lines);
     if (!status.ok() || !verify) return status;
@@ -408,12 +410,12 @@ class Save {
   const bool with_sites_;
   SiteWriting sites_;
   std::vector<PlannedFile> files_;
-  std::vector<size_t> own_places_;  // of this process's files, among all
+  std::vector<size_t> own_places_;  // the places of this process's files among all files
   std::unique_ptr<ShardFiles> own_;
   std::string head_folder_;
   std::optional<TemporaryFolder> folder_;
   absl::Status site_error_;  // written by the disk's thread
-  int64_t not_finite_ = 0;   // values in files of other processes; written by the disk's thread
+  int64_t not_finite_ = 0;   // counts values in files of other processes; written by the disk's thread
 };
 
 absl::Status CheckFree(const std::string& path) {
@@ -436,11 +438,11 @@ absl::StatusOr<SavedCheckpoint> SaveCheckpoint(const std::string& directory, abs
   const std::string head_folder = absl::StrCat(directory, "/", subject.head);
   if (!automatic) LOSSD_RETURN_IF_ERROR(CheckFree(absl::StrCat(head_folder, "/", full_name)));
   if (options.limit_bytes > 0) {
-    RemoveLeftovers(options.disk, head_folder);  // they count as well
+    RemoveLeftovers(options.disk, head_folder);  // because leftovers count against the limit
     // The manifest and the headers take a few KiB more.
     LOSSD_RETURN_IF_ERROR(CheckRoom(directory, CheckpointBytes(subject.config), options.limit_bytes));
   }
-  // They are of use where there are several files.
+  // Other processes can help only if there are several files.
   if (DivideClasses(subject.config, options.shards).size() == 1) sites.clear();
   return Save(directory, full_name, automatic, subject, options, std::move(sites)).Run(source);
 }

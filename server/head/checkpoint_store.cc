@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The checkpoints of a directory: infos and their cache, lists, save numbers, removal (checkpoint_store.h).
 #include "server/head/checkpoint_store.h"
 
 #include <sys/stat.h>
@@ -31,8 +32,8 @@
 namespace lossd::head {
 namespace {
 
-// A change within the resolution of a file's times leaves them as they are, so times this young prove
-// nothing.
+// A second change of a file within the resolution of its times does not change them. So times that are
+// younger than this do not prove that the file is the same.
 constexpr absl::Duration kSettled = absl::Seconds(2);
 
 std::atomic<int64_t> manifests_read{0};
@@ -47,7 +48,7 @@ struct FileStamp {
   friend bool operator==(const FileStamp&, const FileStamp&) = default;
 };
 
-// nullopt: it is no regular file, or there is none.
+// Nullopt if there is no regular file at the path.
 std::optional<FileStamp> StampOf(const std::string& path) {
   struct stat found {};
   if (lstat(path.c_str(), &found) != 0 || !S_ISREG(found.st_mode)) return std::nullopt;
@@ -58,7 +59,8 @@ std::optional<FileStamp> StampOf(const std::string& path) {
                    .changed = absl::TimeFromTimespec(found.st_ctim)};
 }
 
-// Beside the wall clock, which files' times are of. If that was set back, nothing is settled for a while.
+// Compares with the wall clock, because file times are wall-clock times. If the clock was set back, files
+// count as not settled for a while.
 bool IsSettled(const FileStamp& stamp) { return clocks::WallNow() - stamp.changed > kSettled; }
 
 class InfoCache {
@@ -101,7 +103,7 @@ class InfoCache {
   };
 
   absl::Mutex mutex_;
-  std::list<Entry> entries_ ABSL_GUARDED_BY(mutex_);  // last used last
+  std::list<Entry> entries_ ABSL_GUARDED_BY(mutex_);  // the most recently used one is last
   std::map<std::string, std::list<Entry>::iterator> by_path_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -113,14 +115,15 @@ CheckpointInfo ReadInfo(const std::string& directory, const std::string& name, i
   if (!manifest.ok()) return info;
   info.bytes = ShardBytes(*manifest) + manifest_bytes;
   info.subject = std::move(manifest->subject);
-  info.subject.config.class_list = info.subject.config.class_list.WithoutClasses();  // lists are long
+  info.subject.config.class_list = info.subject.config.class_list.WithoutClasses();  // class lists are long
   info.saved_at = manifest->saved_at;
   info.automatic = manifest->automatic;
   info.save_number = manifest->save_number;
   return info;
 }
 
-// What the file itself says, unlike what the disk or the system said just now.
+// True if the status says something about the file itself, and not about a temporary failure of disk or
+// system.
 bool IsOfTheFile(const absl::Status& status) {
   return status.ok() || absl::IsDataLoss(status) || absl::IsFailedPrecondition(status);
 }
@@ -147,12 +150,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The names of folders in `path` that could be those of heads or checkpoints. Links are left out.
+// The names of the folders in `path` that are valid names of heads or checkpoints, without links.
 absl::StatusOr<std::vector<std::string>> NamedFolders(const std::string& path) {
   std::vector<std::string> names;
   std::error_code error;
   for (fs::directory_iterator entry(path, error), end; !error && entry != end; entry.increment(error)) {
-    std::error_code gone;  // meanwhile: no folder
+    std::error_code gone;  // if it is gone meanwhile, it is no folder
     const std::string name = entry->path().filename();
     if (fs::is_directory(entry->symlink_status(gone)) && ValidateName("", name).ok()) names.push_back(name);
   }
@@ -161,7 +164,7 @@ absl::StatusOr<std::vector<std::string>> NamedFolders(const std::string& path) {
   return names;
 }
 
-// Whether a folder of a head's folder is a checkpoint.
+// Whether the folder `name` in a head's folder is a checkpoint.
 bool HasManifest(const std::string& head_folder, const std::string& name) {
   std::error_code error;
   return fs::exists(fs::symlink_status(absl::StrCat(head_folder, "/", name, "/", kManifestFile), error));
@@ -180,8 +183,9 @@ absl::Status AppendHead(const std::string& directory, const std::string& head,
   return absl::OkStatus();
 }
 
-// Sorts as SortNewestFirst does and leaves the `most` newest; of damaged ones, which are last, as many as fit
-// into half of the places or beside those that can be read. Returns how many it took out.
+// Sorts as SortNewestFirst does and keeps at most `most` infos. Damaged checkpoints, which are last, get at
+// most half of the places, or all places that the readable ones leave free if that is more. Returns how many
+// infos it removed.
 size_t ShortenTo(size_t most, std::vector<CheckpointInfo>* infos) {
   SortNewestFirst(infos);
   if (infos->size() <= most) return 0;
@@ -280,7 +284,7 @@ std::string NumberFile(const std::string& head_folder, uint64_t number) {
   return absl::StrFormat("%s/%s%016d", head_folder, kNumberPrefix, number);
 }
 
-// nullopt: the file is none that keeps a number.
+// The number in the name of a file; nullopt if the file does not keep a number.
 std::optional<uint64_t> NumberOf(const std::string& file) {
   absl::string_view digits = file;
   uint64_t number = 0;
@@ -289,7 +293,7 @@ std::optional<uint64_t> NumberOf(const std::string& file) {
   return number;
 }
 
-// The numbers of the files beside the checkpoints: one, or after a crash two.
+// The numbers of the files beside the checkpoints: one file, or two after a crash.
 absl::StatusOr<std::vector<uint64_t>> KeptNumbers(const std::string& head_folder) {
   std::vector<uint64_t> numbers;
   std::error_code error;
@@ -315,7 +319,8 @@ absl::Status KeepNumber(Disk* disk, const std::string& head_folder, uint64_t num
   return absl::OkStatus();
 }
 
-// A checkpoint beside the number after which it comes.
+// A checkpoint with the save number that decides its place: its own, or that of the checkpoint that it
+// follows.
 struct Placed {
   uint64_t number = 0;
   const CheckpointInfo* info = nullptr;
@@ -349,7 +354,8 @@ absl::StatusOr<uint64_t> TakeSaveNumber(Disk* disk, const std::string& directory
 }
 
 void SortNewestFirst(std::vector<CheckpointInfo>* infos) {
-  std::vector<std::pair<absl::Time, uint64_t>> numbered;  // by time; then the largest number so far
+  // Sorted by time; below, each gets the largest number so far.
+  std::vector<std::pair<absl::Time, uint64_t>> numbered;
   for (const CheckpointInfo& info : *infos) {
     if (info.status.ok() && info.save_number != 0) numbered.emplace_back(info.saved_at, info.save_number);
   }
@@ -382,7 +388,7 @@ namespace fs = std::filesystem;
 
 constexpr char kRemovedField[] = "checkpoint";
 
-// An error that names the checkpoint as the request does.
+// The error of a removal, with the checkpoint as the request named it.
 absl::Status NoRemoval(absl::StatusCode code, absl::string_view checkpoint, absl::string_view why) {
   return errors::WithViolation(
       absl::Status(code, absl::StrCat("checkpoint ", checkpoint, ": ", why)),
@@ -401,13 +407,13 @@ absl::Status CheckFolder(const std::string& path, absl::string_view checkpoint, 
   return NoRemoval(absl::StatusCode::kNotFound, checkpoint, "there is none of this name");
 }
 
-// A name as ShardFile makes them, or the manifest's.
+// Whether a file has the manifest's name or a name as ShardFile makes them.
 bool IsFileOfCheckpoint(const std::string& name) {
   return name == kManifestFile || name == kTensorFile ||
          (absl::StartsWith(name, "tensors-") && absl::EndsWith(name, ".safetensors"));
 }
 
-// Whether the folder is a checkpoint, and how many bytes its files have.
+// Checks that the folder is a checkpoint that may be removed; returns the bytes of its files.
 absl::StatusOr<int64_t> CheckRemovable(const std::string& directory, const std::string& folder,
                                        absl::string_view checkpoint) {
   std::error_code error;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// All checkpoints of a directory: these functions list them, order them by age, prune old ones and remove a
-// certain one. One server owns a directory; several may share it as long as their heads' names differ.
+// The checkpoints of a directory: functions that list them, order them by age, prune old ones, remove one,
+// and number saves. Usually one server owns a directory. Several servers may share it if the names of their
+// heads differ.
 //
-// Thread-safe, but for TakeSaveNumber. Errors as in checkpoint.h.
+// Thread-safe, except TakeSaveNumber. Errors as in checkpoint.h.
 #ifndef LOSSD_SERVER_HEAD_CHECKPOINT_STORE_H_
 #define LOSSD_SERVER_HEAD_CHECKPOINT_STORE_H_
 
@@ -20,105 +21,105 @@
 
 namespace lossd::head {
 
-// The most checkpoints that the process remembers a CheckpointInfo of.
+// The most CheckpointInfos that the process remembers.
 inline constexpr size_t kMostInfos = 16'384;
 
-// What is known of a checkpoint from its manifest.
+// What a checkpoint's manifest says.
 struct CheckpointInfo {
   std::string name;     // "<head>/<name>"
-  absl::Status status;  // why it cannot be loaded, as far as its manifest tells; then the rest is unset
+  absl::Status status;  // not OK: why the manifest cannot be used; all other fields are then unset
   CheckpointSubject subject;
-  absl::Time saved_at = absl::UnixEpoch();  // the epoch if it is not known
+  absl::Time saved_at = absl::UnixEpoch();  // the Unix epoch if not known
   bool automatic = false;
   int64_t bytes = 0;
   uint64_t save_number = 0;  // Manifest::save_number
 };
 
-// What is known of the checkpoint `name` ("<head>/<name>") below a directory.
+// Returns the info of the checkpoint `name` ("<head>/<name>") below a directory.
 //
-// A manifest is read and checked once. The process remembers what it said, for all its directories together,
+// A manifest is read and checked once. The process then remembers its info, in one cache for all directories,
 // as long as the file is the same (device, inode, size, times of the last change). A file that was changed in
-// the last seconds is read again. The memory is about a KiB for each of at most kMostInfos checkpoints; the
-// one that was not asked for longest goes first. No lock is held while a file is read.
+// the last seconds is read again. The cache has about a KiB for each of at most kMostInfos checkpoints and
+// evicts the least recently used. No lock is held while a file is read.
 CheckpointInfo InfoOf(const std::string& directory, const std::string& name);
 
 // How many manifests the process has read for InfoOf; for tests.
 int64_t ManifestsReadForTesting();
 
-// Makes the directory if need be and removes what interrupted saves and removals left in it. For the server's
-// start; leaves alone what other processes are just writing.
+// Creates the directory if necessary, and removes what interrupted saves and removals left in it. For the
+// start of a server. Does not touch what other processes are writing.
 absl::Status PrepareCheckpointDirectory(const std::string& directory, Disk* disk = Disk::Real());
 
-// The checkpoints of a head, or of all (`head` empty), by head and then from the newest to the oldest as
-// SortNewestFirst says. Only manifests are read, and those that were read before are not read again.
+// Lists the checkpoints of a head, or of all heads if `head` is empty. The list is ordered by head, and
+// within a head as SortNewestFirst does. Uses InfoOf, so it reads only manifests that are not remembered.
 // Empty if there is no such folder.
 absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
                                                             absl::string_view head);
 
-// The `most` newest checkpoints of a head, sorted as ListCheckpoints does. Those whose manifest cannot be
-// read have no age; they are not hidden by newer ones, but take no more than half of the places from them.
+// The `most` newest checkpoints of a head, ordered as by SortNewestFirst. Checkpoints whose manifest cannot
+// be read have no age. They are in the list, too, but take at most half of the places from readable ones.
 struct NewestCheckpoints {
   std::vector<CheckpointInfo> checkpoints;
-  size_t left_out = 0;    // that are there besides
-  bool and_more = false;  // there are even more: only `most_folders` folders were looked at
+  size_t left_out = 0;    // how many checkpoints are not in the list
+  bool and_more = false;  // there may be more: only `most_folders` folders were examined
 };
-// Looks at no more than `most_folders` folders.
+// Examines at most `most_folders` folders.
 absl::StatusOr<NewestCheckpoints> ListNewest(const std::string& directory, absl::string_view head,
                                              size_t most, size_t most_folders);
 
-// After the automatic checkpoint `saved` ("<head>/<name>") was saved: removes the automatic checkpoints of
-// its head but the `keep` (at least 1) newest, `saved` being one, and returns the names of those removed.
-// Those named by a user, being read, or with a manifest that cannot be read stay. After a crash each is as it
-// was or gone.
+// Called after the automatic checkpoint `saved` ("<head>/<name>") was saved. Keeps the `keep` >= 1 newest
+// automatic checkpoints of its head, `saved` among them, and removes the others; returns the names of the
+// removed ones. A checkpoint stays if a user named it, if it is being read, or if its manifest cannot be
+// read. After a crash each checkpoint is as it was or gone.
 absl::StatusOr<std::vector<std::string>> PruneCheckpoints(const std::string& directory,
                                                           absl::string_view saved, int64_t keep,
                                                           Disk* disk = Disk::Real());
 
 // ---- Save numbers ----
-// The saves of a head are numbered, so that the order of its checkpoints depends on no clock and on no step.
-// A number is in the checkpoint's manifest, and the last one also in the name of an empty file beside the
-// checkpoints (.save-number-0000000000000012), so that it survives the removal of all of them.
+// The saves of a head are numbered, so that the order of its checkpoints does not depend on a clock or on
+// steps. The manifest has the number of its save. The last number is also in the name of an empty file beside
+// the checkpoints (.save-number-0000000000000012), so that it survives the removal of all checkpoints.
 
-// Takes the next number for a save of `head`: one more than the number beside the checkpoints and those in
-// their manifests, and at least 1. The file beside them has it when this returns. Thread-safe for heads that
-// differ; saves of one head take turns.
+// Takes the next number for a save of `head`: at least 1, and larger than the number beside the checkpoints
+// and all numbers in their manifests. When this returns, the file beside the checkpoints has the new number.
+// Thread-safe for different heads; the caller makes saves of one head take turns.
 absl::StatusOr<uint64_t> TakeSaveNumber(Disk* disk, const std::string& directory, const std::string& head);
 
-// From the newest checkpoint of a head to the oldest: by save number. One without a number, which an older
-// server saved, comes after the last one with a number that was saved no later than it, by the times in their
-// manifests; among such, the later time and then the larger step is newer. Those whose manifest cannot be
-// read come last.
+// Sorts the checkpoints of a head from the newest to the oldest, by save number. A checkpoint without a
+// number was saved by an older server. It counts as newer than every numbered checkpoint that was saved no
+// later, by the times in the manifests. Among checkpoints without a number, the later time and then the
+// larger step is newer. Checkpoints whose manifest cannot be read come last.
 void SortNewestFirst(std::vector<CheckpointInfo>* infos);
 
 // ---- Removing a checkpoint that others may be reading ----
-// A removal takes the checkpoint's name away at once, so that no new reader finds it, and removes its files
-// when no reader has them open. Two locks (FolderLock, disk.h) make that safe. A reader holds the folder that
-// the checkpoint lies in while it opens the files by their names, and the checkpoint's own folder as long as
-// it reads. A removal holds only the first one, while it takes the name away.
+// A removal first renames the checkpoint's folder, so that no new reader finds it, and removes the files when
+// no reader has them open. Two locks (FolderLock, disk.h) make that safe. A reader holds a lock on the head's
+// folder while it opens the files by name, and a lock on the checkpoint's folder as long as it reads. A
+// removal holds only the lock on the head's folder, while it renames.
 //
-// Thread-safe, also against other processes.
+// Thread-safe, and safe against other processes.
 
-// What a reader holds.
+// The locks of a reader.
 struct ReadLocks {
-  FolderLock name;   // the checkpoint keeps its name; until its files are open
-  FolderLock files;  // its files stay; until they were read
+  FolderLock name;   // keeps the checkpoint's name; held until its files are open
+  FolderLock files;  // keeps the files; held until they were read
 };
-// `folder`: the checkpoint's, without symbolic links. Waits for a removal that is taking its name away;
-// NOT_FOUND if it has gone then. They hold nothing where the file system has no locks, since nothing is
-// removed there.
+// Locks a checkpoint for a reader. `folder`: the checkpoint's folder, without symbolic links. Waits for a
+// removal that is taking the name away; NOT_FOUND if the checkpoint is then gone. If the file system has no
+// locks, the result holds none: nothing is removed there.
 absl::StatusOr<ReadLocks> LockForReading(const std::string& folder);
 
 struct RemovedCheckpoint {
-  int64_t bytes = 0;  // of its files
-  // The path of its files if they stay, because they are being read or the disk refused. RemoveIfUnused and
-  // RemoveLeftovers (disk.h) remove them later.
+  int64_t bytes = 0;  // size of its files
+  // The folder of the files if they could not be removed yet, because they are being read or the disk
+  // refused. RemoveIfUnused and RemoveLeftovers (disk.h) remove it later. Empty: the files are gone.
   std::string unremoved;
 };
 
-// Removes `checkpoint` ("<head>/<name>"). INVALID_ARGUMENT for a name that is none, or that is a symbolic
-// link; NOT_FOUND if there is no such checkpoint; FAILED_PRECONDITION if the file system has no locks, or if
-// the manifest cannot be read and other files than those of a checkpoint lie there. After an error, and after
-// a crash, the checkpoint is there as it was, or it is gone.
+// Removes `checkpoint` ("<head>/<name>"). INVALID_ARGUMENT for an invalid name or a symbolic link. NOT_FOUND
+// if there is no such checkpoint. FAILED_PRECONDITION if the file system has no locks, or if the manifest
+// cannot be read and the folder has files that are not a checkpoint's. After an error, and after a crash, the
+// checkpoint is as it was or gone.
 absl::StatusOr<RemovedCheckpoint> RemoveCheckpoint(const std::string& directory, absl::string_view checkpoint,
                                                    Disk* disk = Disk::Real());
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Operations on files and folders of the checkpoint directory, and the confinement of clients' paths
+// (disk.h).
 #include "server/head/disk.h"
 
 #include <fcntl.h>
@@ -96,12 +98,12 @@ absl::StatusOr<int64_t> DirectoryBytes(const std::string& directory) {
   int64_t bytes = 0;
   fs::recursive_directory_iterator entry(directory, fs::directory_options::skip_permission_denied, error);
   for (const fs::recursive_directory_iterator end; !error && entry != end; entry.increment(error)) {
-    std::error_code gone;  // meanwhile: it takes nothing
+    std::error_code gone;  // a file that is gone meanwhile counts nothing
     if (!fs::is_regular_file(entry->symlink_status(gone))) continue;
     const auto size = fs::file_size(entry->path(), gone);
     if (!gone) bytes += static_cast<int64_t>(size);
   }
-  if (error == std::errc::no_such_file_or_directory) return bytes;  // a folder that went meanwhile
+  if (error == std::errc::no_such_file_or_directory) return bytes;  // a folder is gone meanwhile
   if (error) return formats::FileError(directory, "list", error.value());
   return bytes;
 }
@@ -123,7 +125,7 @@ namespace {
 
 int Operation(FolderLock::Kind kind) { return kind == FolderLock::Kind::kShared ? LOCK_SH : LOCK_EX; }
 
-// True if the descriptor is still what lies at `path`.
+// True if `path` still leads to the open descriptor's folder.
 bool IsAt(int descriptor, const std::string& path) {
   struct stat opened {};
   struct stat there {};
@@ -246,7 +248,7 @@ absl::StatusOr<std::string> TakeNameAway(Disk* disk, const std::string& parent, 
   const std::string old_path = absl::StrCat(parent, "/", name);
   std::string path = TemporaryName(parent, name);
   LOSSD_RETURN_IF_ERROR(disk->Rename(old_path, path));
-  // Not before its new name is on the disk may any of it go.
+  // Nothing in the folder may be removed before its new name is on the disk.
   absl::Status status = disk->SyncFolder(parent);
   if (status.ok()) return path;
   disk->Rename(path, old_path).IgnoreError();
@@ -254,7 +256,7 @@ absl::StatusOr<std::string> TakeNameAway(Disk* disk, const std::string& parent, 
 }
 
 absl::Status ValidateTemporaryName(absl::string_view name) {
-  constexpr size_t kMostLength = 64 + 9;  // a checkpoint's name, and what TemporaryName puts behind it
+  constexpr size_t kMostLength = 64 + 9;  // a checkpoint's name, and what TemporaryName appends
   const auto is_usual = [](char c) {
     return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
   };
@@ -292,7 +294,7 @@ bool IsNameCharacter(char c) {
   return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
 }
 
-// `path` without symbolic links; nullopt with errno set if that fails.
+// `path` with all symbolic links resolved; nullopt, with errno set, if that fails.
 std::optional<std::string> RealPath(const std::string& path) {
   const std::unique_ptr<char, decltype(&free)> real(realpath(path.c_str(), nullptr), &free);
   if (real == nullptr) return std::nullopt;
@@ -323,7 +325,8 @@ class Descriptor {
   int value_;
 };
 
-// Opens the file at `path`, which has no symbolic links, below the folder, part by part. `name`: in errors.
+// Opens the file `path` below the folder, part by part, and follows no symbolic link. `name`: the file's name
+// in errors.
 absl::StatusOr<int> OpenWithoutLinks(const std::string& folder, absl::string_view path,
                                      absl::string_view name) {
   constexpr int kFolder = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
@@ -338,25 +341,25 @@ absl::StatusOr<int> OpenWithoutLinks(const std::string& folder, absl::string_vie
   if (at.get() < 0 || fstatat(at.get(), file.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0) {
     return formats::FileError(name, "open", errno);
   }
-  // Looked at before it is opened: opening a device may do something.
+  // Checked before it is opened, because opening a device may have effects.
   if (!S_ISREG(status.st_mode)) {
     return absl::FailedPreconditionError(absl::StrCat(name, ": not a regular file"));
   }
-  // O_NONBLOCK: should it have become a pipe by now.
+  // O_NONBLOCK, in case the file has become a pipe by now.
   const int descriptor =
       openat(at.get(), file.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
   if (descriptor < 0) return formats::FileError(name, "open", errno);
   return descriptor;
 }
 
-// Where a path that a client named really is.
+// The real location of a path that a client named.
 struct Resolved {
   std::string root;      // the directory
   std::string relative;  // below it, without symbolic links
 };
 
-// Why realpath takes `relative` nowhere, or out of `root`: the first symbolic link on its way that does not
-// lead to something in there; OK if there is none. `error_number`: realpath's.
+// The reason why `relative` cannot be resolved, or leads out of `root`: the error for the first symbolic link
+// on its way that does not lead to something in `root`. OK if there is no such link.
 absl::Status BadLink(const std::string& root, const std::string& prefix, absl::string_view relative,
                      const std::vector<absl::string_view>& parts) {
   std::string way;
@@ -396,7 +399,7 @@ absl::StatusOr<Resolved> Resolve(const std::string& directory, absl::string_view
   const std::vector<absl::string_view> parts = absl::StrSplit(relative, '/');
   if (std::find(parts.begin(), parts.end(), "..") != parts.end()) return BadPath(relative, "holds '..'");
   const std::optional<std::string> root = RealPath(directory);
-  if (!root.has_value()) {  // a directory that is not there yet has no files
+  if (!root.has_value()) {  // a directory that does not exist yet has no files
     return formats::FileError(errno == ENOENT ? relative : "the server's directory", "resolve", errno);
   }
   const std::optional<std::string> real = RealPath(absl::StrCat(*root, "/", relative));
@@ -466,7 +469,7 @@ FolderBelow::~FolderBelow() {
   if (descriptor_ >= 0) close(descriptor_);
 }
 
-// The dot: the number alone is a link, which not everybody follows.
+// The number alone is a symbolic link, which some functions do not follow; with "/." it is a folder.
 std::string FolderBelow::path() const { return absl::StrCat("/proc/self/fd/", descriptor_, "/."); }
 
 // ---- Threads ----
@@ -488,7 +491,7 @@ absl::Status RunInThreads(int threads, size_t tasks, absl::FunctionRef<absl::Sta
   try {
     for (size_t i = 1; i < wanted; ++i) others.emplace_back(work);
   } catch (const std::system_error&) {
-    // The system gives no more threads; those that there are do it all.
+    // The system gives no more threads; the threads that exist do all tasks.
   }
   work();
   for (std::thread& other : others) other.join();

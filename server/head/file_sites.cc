@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// SiteLoading and SiteWriting: the other processes in a load or a save (file_sites.h).
 #include "server/head/file_sites.h"
 
 #include <algorithm>
@@ -101,7 +102,7 @@ absl::Status RemoveIfThere(Disk* disk, const std::string& path) {
 
 }  // namespace
 
-// ---- SiteWriting: who takes part ----
+// ---- SiteWriting: which processes take part ----
 
 absl::Status SiteWriting::Prove(const std::string& head, const TemporaryFolder& folder) {
   const std::string nonce = RandomNonce();
@@ -138,7 +139,8 @@ absl::Status SiteWriting::CheckProof(SaveSite& site, const TemporaryFolder& fold
 
 // ---- SiteWriting: which files ----
 
-// By classes. What no other process takes is this one's; neighbouring classes of this one are one group.
+// Groups in order of their classes. Classes that no other process takes belong to this process; each run of
+// them is one group.
 std::vector<SiteWriting::Group> SiteWriting::Groups() const {
   std::vector<Group> groups;
   for (const auto& site : sites_) {
@@ -207,12 +209,12 @@ absl::Status SiteWriting::Await(std::vector<ManifestShard>& lines) {
     }
     if (!written.ok()) {
       if (status.ok() || absl::IsCancelled(status)) status = written.status();
-      Cancel();  // the others have no reason to go on
+      Cancel();  // the other processes have no reason to continue
       continue;
     }
     for (size_t i = 0; i < group.files; ++i) {
       ManifestShard& line = lines[group.first + i] = std::move((*written)[i]);
-      // Which file it is, is not that process's to say.
+      // This process decides names and classes of files, so it does not take them from the other process.
       line.file = files_[group.first + i].name;
       line.classes = files_[group.first + i].classes;
     }

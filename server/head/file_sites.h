@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of other processes in saves and loads. A server may consist of several processes; each has a part
-// of a head, and writes its files of a checkpoint, or reads what it needs of one, by itself. SaveSite,
-// LoadSite and FileSites are the interface to such processes; server/ranks implements it (in
-// remote_backend.h for the leader, in worker.h for a worker). SiteWriting and SiteLoading decide who takes
-// part in a save and in a load, and wait for it.
+// Saves and loads in which other processes write and read files. A server may consist of several processes,
+// each with a part of a head. Such a process writes its own files of a checkpoint, or reads the rows that it
+// needs. SaveSite, LoadSite and FileSites are the interface to these processes; server/ranks implements it
+// (in remote_backend.h for the leader, in worker.h for a worker). SiteWriting and SiteLoading decide which
+// processes take part in a save or a load, and wait for them.
 //
 // The objects are thread-compatible unless a class or function says more.
 #ifndef LOSSD_SERVER_HEAD_FILE_SITES_H_
@@ -26,8 +26,8 @@
 
 namespace lossd::head {
 
-// A folder of a process shows that it is this one's: that process has read `nonce` from the file
-// kNonceFile in it, and made a file ProofFile(rank) with `token`.
+// The proof that another process sees the same folder as this process: it has read `nonce` from the file
+// kNonceFile in the folder, and created the file ProofFile(rank) with the content `token`.
 struct FolderProof {
   std::string nonce;
   std::string token;
@@ -35,54 +35,58 @@ struct FolderProof {
 
 inline constexpr char kNonceFile[] = ".nonce";
 inline constexpr size_t kNonceBytes = 32;
-std::string ProofFile(int rank);  // ".proof-1"
+std::string ProofFile(int rank);  // e.g. ".proof-1"
 
-// One save of one process. It ends when Await has returned; an object that is destroyed before cancels it.
+// One other process's part in one save. It ends when Await has returned; destroying the object earlier
+// cancels it.
 class SaveSite {
  public:
   virtual ~SaveSite() = default;
   virtual int rank() const = 0;
   virtual const kernels::RemotePart& part() const = 0;
 
-  // Asks for the proof of <head>/<folder> below that process's checkpoint directory.
+  // Asks the process for its proof of <head>/<folder> below its own checkpoint directory.
   virtual void StartProof(const std::string& head, const std::string& folder) = 0;
   virtual absl::StatusOr<FolderProof> AwaitProof(absl::Time deadline) = 0;
-  // What became of the proof; not OK: the process takes no part. For the log.
+  // Notes the result of the proof, for the log. Not OK: the process takes no part in the save.
   virtual void NoteProof(const absl::Status& status) = 0;
 
-  // Has it write these files, out of `all` that the checkpoint has, of which `first` is the first's number.
+  // Lets the process write these files. `first`: the number of the first of them among the checkpoint's
+  // files; `all`: the number of files of the checkpoint.
   virtual void StartWriting(const std::vector<PlannedFile>& files, size_t first, size_t all, int threads) = 0;
-  // True once its tensors have been read, or it has ended.
+  // True when the process has read its tensors or ended; false at the deadline.
   virtual bool AwaitRead(absl::Time deadline) = 0;
-  // Waits for its end: the lines of its files, as it says. The process has nothing in the folder that it
-  // still writes to.
+  // Waits for the end and returns the manifest's entries of the files, as the process reports them. The
+  // process then writes nothing in the folder anymore.
   virtual absl::StatusOr<std::vector<ManifestShard>> Await() = 0;
 
   // ---- Thread-safe ----
   virtual SaveProgress progress() = 0;
-  virtual bool failed() const = 0;  // it has ended with an error
+  virtual bool failed() const = 0;  // the process has ended with an error
   virtual void Cancel() = 0;
 };
 
-// One load of one process. It ends when Await has returned; an object that is destroyed before cancels it.
+// One other process's part in one load. It ends when Await has returned; destroying the object earlier
+// cancels it.
 class LoadSite {
  public:
   virtual ~LoadSite() = default;
   virtual int rank() const = 0;
   virtual const kernels::RemotePart& part() const = 0;
 
-  // Has it open a checkpoint, whose manifest ends with `checksum`. Not OK: it sees another one, or none.
+  // Lets the process open a checkpoint. `checksum`: the ContentDigest that it must have. AwaitOpened is not
+  // OK if the process sees another checkpoint, or none.
   virtual void StartOpening(const std::string& checkpoint, const std::string& checksum) = 0;
   virtual absl::Status AwaitOpened(absl::Time deadline) = 0;
   virtual void NoteOpened(const absl::Status& status) = 0;
 
-  // Has it read its rows and write them to its part of the head.
+  // Lets the process read its rows and write them to its part of the head.
   virtual void StartLoading() = 0;
   virtual absl::Status Await() = 0;
   virtual void Cancel() = 0;  // thread-safe
 };
 
-// Makes the sites of a save or a load, one for each process that has one of the parts. Thread-safe.
+// Creates the sites of a save or a load, one for each process that has one of the parts. Thread-safe.
 class FileSites {
  public:
   virtual ~FileSites() = default;
@@ -90,34 +94,35 @@ class FileSites {
   virtual std::vector<std::unique_ptr<LoadSite>> ForLoad(absl::Span<const kernels::RemotePart> parts) = 0;
 };
 
-// The classes of which a part has all that a checkpoint holds of them. May be none.
+// The classes for which a part has all values that a checkpoint holds. May be empty.
 ClassRange ClassesOf(const kernels::HeadConfig& config, const kernels::RemotePart& part);
 
-// Which of some rows of a tensor a replica of a head keeps; `rows` is 0 if it keeps none. `config`: as
-// the head is divided.
+// The rows out of `part` that a replica of a head stores; `rows` is 0 if it stores none. `config`: the
+// head's, with the split by which the head is divided.
 TensorPart RowsOfReplica(const kernels::HeadConfig& config, const TensorPart& part, kernels::Replica replica);
 
-// How long a process may take to show what it sees.
+// How long a process may take to prove that it sees the folder or the checkpoint.
 inline constexpr absl::Duration kProofTimeout = absl::Seconds(10);
 
-// The part that other processes take in a load: which of them reads what its part of the head needs by
-// itself.
+// The other processes in one load. It finds out which of them see the checkpoint; each of these reads the
+// rows for its own part of the head.
 class SiteLoading {
  public:
   // `config`: the head's.
   SiteLoading(const kernels::HeadConfig& config, std::vector<std::unique_ptr<LoadSite>> sites);
 
-  // Lets go of the processes that do not see the checkpoint with this content.
+  // Drops the processes that do not see the checkpoint with this content.
   void Open(const std::string& checkpoint, const std::string& content_digest);
   // The ranks of the processes that take part.
   std::vector<int> ranks() const;
-  // Whether this process has to bring any of these rows to the head.
+  // Whether this process has to bring any of these rows to the head, because no other process reads them.
   bool Wants(const TensorPart& part) const;
 
-  // Has the processes load. The head waits for that only.
+  // Lets the processes load. Called after the head has begun the load (Engine::BeginLoad) and passes these
+  // processes by (HeadKernels::PassBy).
   void Start();
-  // Waits until all have ended; `status`, if that is an error: and they have no reason to go on. Returns the
-  // first error.
+  // Waits until all processes have ended. If `status` is an error, cancels them first. Returns the first
+  // error.
   absl::Status Await(absl::Status status);
 
  private:
@@ -127,10 +132,10 @@ class SiteLoading {
   bool started_ = false;
 };
 
-// The part that other processes take in a save: which of them takes part, which files each writes, and
-// whether the files lie there as those processes say.
+// The other processes in one save. It decides which of them take part and which files each process writes,
+// and waits for them.
 //
-// Thread-compatible, but for failed(), progress() and Cancel(), which are thread-safe once Divide has
+// Thread-compatible, except failed(), progress() and Cancel(), which are thread-safe once Divide has
 // returned.
 class SiteWriting {
  public:
@@ -138,22 +143,22 @@ class SiteWriting {
   SiteWriting(const kernels::HeadConfig& config, Disk* disk, std::vector<std::unique_ptr<SaveSite>> sites)
       : config_(config), disk_(disk), sites_(std::move(sites)) {}
 
-  // Lets go of the processes that do not prove that they see `folder` of the head.
+  // Drops the processes that do not prove that they see `folder`, a temporary folder of the head.
   absl::Status Prove(const std::string& head, const TemporaryFolder& folder);
-  // All files of the checkpoint, in order. Each is of classes of one process; without others, those of
-  // DivideClasses.
+  // Plans all files of the checkpoint, in order. Each has classes of one process only. Without other
+  // processes the files are those of DivideClasses.
   std::vector<PlannedFile> Divide(const ShardRules& rules);
-  // The files that this process writes, by their places among all.
+  // The files that this process writes, as indexes into the files of Divide.
   const std::vector<size_t>& own() const { return own_; }
-  // How many threads a process has for its files.
+  // How many threads each process may use for its files.
   int threads() const { return threads_; }
 
-  // Has the processes write.
+  // Lets the processes write.
   void Start();
-  // Waits until all have read their tensors, or one has failed, or `stopped` is true.
+  // Waits until all processes have read their tensors or ended, or `stopped` returns true.
   void AwaitRead(const std::function<bool()>& stopped) const;
-  // Waits until all have ended, after an error soon. Puts what they say of their files into `lines`, by
-  // places among all files.
+  // Waits until all processes have ended; after an error cancels the others. Stores the manifest's entries
+  // that they report in `lines`, by the index of the file.
   absl::Status Await(std::vector<ManifestShard>& lines);
 
   bool failed() const;
@@ -162,7 +167,7 @@ class SiteWriting {
   void Cancel() const;
 
  private:
-  // The files [first, first + files) are those of one process; null: of this one.
+  // The files [first, first + files), which one process writes; `site` null: this process.
   struct Group {
     SaveSite* site = nullptr;
     ClassRange classes;

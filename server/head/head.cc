@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Reads and writes of a head's tensors, and their initial values (head.h).
 #include "server/head/head.h"
 
 #include <cmath>
@@ -66,8 +67,8 @@ uint64_t Mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// Where the counter of a parameter starts. Mixed twice, so that neither neighbouring seeds nor
-// neighbouring parameters give counters that run into each other.
+// The start of a parameter's counter. Mixed twice, so that counters of neighboring seeds or of neighboring
+// parameters do not overlap.
 uint64_t StreamStart(uint64_t seed, kernels::Param param) {
   return Mix(Mix(seed + kGoldenGamma) + (static_cast<uint64_t>(param) + 1) * kGoldenGamma);
 }

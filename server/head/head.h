@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A head as data. Head is a named head on the device; FillUniform draws the initial values of its tensors;
-// History says where its values come from. The open step, its ledger and stored results belong to the engine.
+// A head as data. Head is a named head on the device. FillUniform draws the initial values of its tensors.
+// History says where its values come from. The open step and its ledger belong to the engine.
 #ifndef LOSSD_SERVER_HEAD_HEAD_H_
 #define LOSSD_SERVER_HEAD_HEAD_H_
 
@@ -16,7 +16,7 @@
 
 namespace lossd::head {
 
-// "weight" for a value, else "weight.gradient", "norm.gain.moment1", ...
+// The name of a tensor: "weight" for a parameter's value, else "weight.gradient", "norm.gain.moment1", ...
 std::string TensorName(kernels::TensorId id);
 
 // A named head on the device. Its tensors are read and written some rows at a time.
@@ -30,15 +30,15 @@ class Head {
   const kernels::HeadConfig& config() const { return config_; }
   kernels::HeadKernels& kernels() { return *kernels_; }
 
-  // Copies rows of a tensor as HeadKernels::ReadTensor and WriteTensor do. Errors name the head and the
-  // tensor: NOT_FOUND if it has no such tensor, OUT_OF_RANGE for rows outside it, INVALID_ARGUMENT for a
-  // span of the wrong size, or the backend's.
+  // Copy rows of a tensor as HeadKernels::ReadTensor and WriteTensor do. Errors name the head and the tensor:
+  // NOT_FOUND if the head has no such tensor, OUT_OF_RANGE for rows outside it, INVALID_ARGUMENT for a span
+  // of the wrong size, or the backend's error.
   absl::Status ReadRows(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
                         absl::Span<uint8_t> out);
   absl::Status WriteRows(kernels::TensorId id, int64_t row_begin, int64_t rows, kernels::DType dtype,
                          absl::Span<const uint8_t> in);
 
-  // Which tensors WriteRows has been asked to write since the last call of this.
+  // Which kinds of tensors WriteRows was asked to write since the last call of TakeWritten.
   struct Written {
     bool values = false;
     bool moments = false;
@@ -57,15 +57,15 @@ class Head {
 };
 
 // ---- Initial values ----
-// They are drawn so that any part can be generated alone, in any order, and comes out bit for bit the same on
-// every machine.
+// Any part of the initial values can be generated alone and in any order, with the same bits on every
+// machine.
 //
 // Element i of a parameter is a function of (seed, parameter, i) alone: SplitMix64's output function
 // (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) over a counter, whose stream
 // is chosen by seed and parameter. Thread-safe.
 
-// The bound 1 / sqrt(D) of torch.nn.Linear's weights and bias: Kaiming's uniform initialisation with
-// a = sqrt(5), sqrt(6 / ((1 + 5) D)).
+// The bound 1 / sqrt(D) of torch.nn.Linear's weights and bias: Kaiming's uniform initialization with a =
+// sqrt(5), sqrt(6 / ((1 + 5) D)).
 float KaimingBound(int64_t hidden_size);
 
 // Fills `out` with elements [first_element, first_element + out.size()) of `param`, uniform in
@@ -73,15 +73,15 @@ float KaimingBound(int64_t hidden_size);
 void FillUniform(uint64_t seed, kernels::Param param, int64_t first_element, float bound,
                  absl::Span<float> out);
 
-// Where the values of a head come from: who applied its last step, and which checkpoint holds or held them.
-// lossd.v1.HeadHistory, apart from the open step. Plain data.
+// Where the values of a head come from: which run applied its last step, and to or from which checkpoint they
+// were last saved or loaded. As lossd.v1.HeadHistory without the open step. Plain data.
 struct History {
-  std::string run;                      // that applied the last step; "": none was applied, or it named none
-  int64_t applied_unix_seconds = 0;     // when; 0: not known
-  std::string checkpoint;               // "<head>/<name>" that was saved or loaded last; "": none
-  uint64_t checkpoint_step = 0;         // the step that was open in it
-  int64_t checkpoint_unix_seconds = 0;  // when it was saved; 0: not known
-  bool loaded = false;                  // from `checkpoint`; false: saved to it
+  std::string run;                      // the run that applied the last step; "": no step, or no run named
+  int64_t applied_unix_seconds = 0;     // when that was; 0: not known
+  std::string checkpoint;               // "<head>/<name>", saved or loaded last; "": none
+  uint64_t checkpoint_step = 0;         // the step that is open in the checkpoint
+  int64_t checkpoint_unix_seconds = 0;  // when the checkpoint was saved; 0: not known
+  bool loaded = false;                  // the values were loaded from `checkpoint`; false: saved to it
 
   friend bool operator==(const History&, const History&) = default;
 };

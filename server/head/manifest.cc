@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The division of a head into shards, and the manifest as JSON (manifest.h).
 #include "server/head/manifest.h"
 
 #include <xxhash.h>
@@ -66,7 +67,7 @@ std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const C
   shards = std::clamp<int64_t>(shards, 1, std::min<int64_t>(classes.size(), static_cast<int64_t>(most)));
   std::vector<ClassRange> ranges;
   const int64_t least = classes.size() / shards;
-  const int64_t larger = classes.size() % shards;  // ranges that have one class more
+  const int64_t larger = classes.size() % shards;  // number of ranges that have one more class
   int64_t begin = classes.begin;
   for (int64_t shard = 0; shard < shards; ++shard) {
     const int64_t end = begin + least + (shard < larger ? 1 : 0);
@@ -104,12 +105,12 @@ std::map<std::string, std::string> ShardMetadata(const kernels::HeadConfig& conf
 namespace {
 
 constexpr char kFormat[] = "lossd checkpoint";
-constexpr int kOneFile = 3;  // versions: all tensors are in one file,
-constexpr int kSharded = 4;  // or in several
-// A manifest with one file has about 3 KiB, 100 values and a depth of 2. One with kMostShards files of 13
-// tensors has 26,000 values in less than 700 KiB, and a depth of 4.
+constexpr int kOneFile = 3;  // version of a manifest with one shard
+constexpr int kSharded = 4;  // version of a manifest with several shards
+// A manifest with one shard has about 3 KiB, 100 JSON values and a depth of 2. A manifest with kMostShards
+// shards of 13 tensors has 26,000 values in less than 700 KiB, and a depth of 4.
 constexpr formats::JsonLimits kLimits = {.values = 40'000};
-constexpr int64_t kMostFileBytes = int64_t{1} << 53;  // so that kMostShards together are a number
+constexpr int64_t kMostFileBytes = int64_t{1} << 53;  // so that the sum over kMostShards does not overflow
 constexpr char kChecksumKey[] = "checksum";
 
 constexpr kernels::Norm kNorms[] = {kernels::Norm::kNone, kernels::Norm::kLayerNorm, kernels::Norm::kRmsNorm};
@@ -125,7 +126,7 @@ constexpr kernels::Gradients kGradients[] = {kernels::Gradients::kExact, kernels
 constexpr kernels::DType kDTypes[] = {kernels::DType::kFloat32, kernels::DType::kFloat16,
                                       kernels::DType::kBFloat16};
 
-// The value out of `values` with this name; false if there is none.
+// Sets `result` to the one of `values` that has this name; false if there is none.
 template <typename Enum>
 bool FromName(absl::Span<const Enum> values, const std::string& name, Enum* result) {
   for (const Enum value : values) {
@@ -143,8 +144,8 @@ std::string DigestOf(const Json& json) {
   return checksum.Digest();
 }
 
-// The first class and then how far each is behind the one before it, "3,1,20": one value, since a manifest
-// has only so many, and short.
+// Encodes ascending classes as one short string: the first class, then the differences, e.g. "3,1,20". One
+// string counts as one value, and the number of values in a manifest is limited.
 std::string EncodeClasses(const std::vector<int32_t>& classes) {
   std::string text;
   for (size_t i = 0; i < classes.size(); ++i) {
@@ -153,7 +154,7 @@ std::string EncodeClasses(const std::vector<int32_t>& classes) {
   return text;
 }
 
-// False if it is not what EncodeClasses writes.
+// False if EncodeClasses does not write such a text.
 bool DecodeClasses(absl::string_view text, std::vector<int32_t>* classes) {
   int64_t last = 0;
   for (const absl::string_view part : absl::StrSplit(text, ',')) {
@@ -194,14 +195,14 @@ Json EncodeSubject(const CheckpointSubject& subject) {
   return json;
 }
 
-// -1, which nothing takes, for what is out of range.
+// A number out of range becomes -1, which kernels::Validate refuses.
 int32_t ToInt32(const Json& json) {
   const int64_t value = json.get_ref<const int64_t&>();
   return value < 0 || value > std::numeric_limits<int32_t>::max() ? -1 : static_cast<int32_t>(value);
 }
 
-// Throws Json::exception for a missing key or a value of another type, a fraction included; false for a value
-// out of range.
+// Throws Json::exception for a missing key or a value of another type (a fraction where an integer belongs,
+// too); false for a value out of range.
 bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
   const Json& head = json.at("head");
   kernels::HeadConfig& config = subject->config;
@@ -234,7 +235,7 @@ bool DecodeSubject(const Json& json, CheckpointSubject* subject) {
          (!head.contains("residency") ||
           FromName<kernels::Residency>(kResidencies, head.at("residency").get<std::string>(),
                                        &config.residency)) &&
-         (!head.contains("split") ||  // checkpoints of earlier versions
+         (!head.contains("split") ||  // absent in checkpoints of older servers
           FromName<kernels::Split>(kSplits, head.at("split").get<std::string>(), &config.split)) &&
          FromName<kernels::Gradients>(kGradients, head.at("gradients").get<std::string>(),
                                       &config.gradients) &&
@@ -249,7 +250,7 @@ Json EncodeTensors(const std::vector<ManifestTensor>& tensors) {
   return lines;
 }
 
-// These throw as DecodeSubject.
+// Array and DecodeTensors throw as DecodeSubject does.
 const Json::array_t& Array(const Json& json) { return json.get_ref<const Json::array_t&>(); }
 
 std::vector<ManifestTensor> DecodeTensors(const Json& lines) {
@@ -272,7 +273,8 @@ Json EncodeShards(const std::vector<ManifestShard>& shards) {
   return lines;
 }
 
-// DATA_LOSS if `line` has other values than a shard can have; `file` is what it must be called.
+// Decodes one entry of a shard. DATA_LOSS if it has values that a shard cannot have. `file`: the name that it
+// must have.
 absl::Status DecodeShard(const Json& line, const ClassRange& classes, const std::string& file,
                          ManifestShard* shard) {
   shard->file = line.at("file").get<std::string>();
@@ -288,7 +290,8 @@ absl::Status DecodeShard(const Json& line, const ClassRange& classes, const std:
                                           errors::ExactBytes(shard->file_bytes)));
 }
 
-// DATA_LOSS naming the file and its range if the shards do not have all classes once, in order.
+// Decodes the entries of all shards. DATA_LOSS, naming a file and its range, unless the shards have each
+// class once, in order.
 absl::Status DecodeShards(const Json& lines, int64_t vocab_size, std::vector<ManifestShard>* shards) {
   int64_t next = 0;
   for (const Json& line : Array(lines)) {
@@ -308,7 +311,7 @@ absl::Status DecodeShards(const Json& lines, int64_t vocab_size, std::vector<Man
                                           ClassRange{0, next}.Text(), " of ", vocab_size));
 }
 
-// As DecodeSubject.
+// Throws and returns as DecodeSubject does.
 bool DecodeRecord(const Json& json, Manifest* manifest) {
   std::string error;
   CheckpointSubject& subject = manifest->subject;
@@ -320,7 +323,8 @@ bool DecodeRecord(const Json& json, Manifest* manifest) {
          DecodeLastStep(json.at("last_step"), &subject.last_step);
 }
 
-// Throws as DecodeSubject. DATA_LOSS for what is no manifest of this version.
+// Decodes a manifest whose version and checksum have been checked. Throws as DecodeSubject. DATA_LOSS for
+// values that a manifest of this version cannot have.
 absl::Status DecodeContent(const Json& json, int version, Manifest* manifest) {
   LOSSD_RETURN_IF_ERROR(DecodeCounts(json, manifest));
   if (!DecodeSubject(json, &manifest->subject) || !DecodeRecord(json, manifest)) {
@@ -425,7 +429,7 @@ std::string ContentDigest(const Manifest& manifest) {
   return DigestOf(content);
 }
 
-// ---- Counters, the last step, who trained ----
+// ---- Counters, the last step, the history ----
 
 namespace {
 
@@ -434,7 +438,7 @@ constexpr int64_t kLatestUnixSeconds = 253'402'300'799;  // the end of the year 
 constexpr char kAdamW[] = "adamw";
 constexpr char kSgd[] = "sgd";
 
-// A counter that is out of range, or no whole number.
+// The error of a counter that is out of range or not an integer.
 absl::Status BadCount(absl::string_view field, const Json& value) {
   return absl::DataLossError(absl::StrCat("the manifest's ", field, " is ",
                                           value.dump().substr(0, kMostShown),
@@ -494,11 +498,11 @@ Json EncodeLastStep(const std::optional<AppliedStep>& step) {
   return json;
 }
 
-// As DecodeSubject.
+// Throws and returns as DecodeSubject does.
 bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   if (json.is_null()) return true;
   if (!step->has_value()) return false;
-  AppliedStep& applied = **step;  // DecodeCounts has made it
+  AppliedStep& applied = **step;  // DecodeCounts has created it
   kernels::OptimizerOptions& optimizer = applied.optimizer;
   const Json& saved = json.at("optimizer");
   const std::string kind = saved.at("kind").get<std::string>();
@@ -514,9 +518,9 @@ bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step) {
   optimizer.momentum = saved.at("momentum").get<double>();
   optimizer.dampening = saved.at("dampening").get<double>();
   optimizer.nesterov = saved.at("nesterov").get<bool>();
-  optimizer.lazy_rows = saved.value("lazy_rows", false);  // only where it is true
+  optimizer.lazy_rows = saved.value("lazy_rows", false);  // written only if true
   applied.skipped = json.at("skipped").get<bool>();
-  applied.begin_optimizer = json.value("begin_optimizer", false);  // manifests of older servers have none
+  applied.begin_optimizer = json.value("begin_optimizer", false);  // absent in manifests of older servers
   return (kind == kAdamW || kind == kSgd) && kernels::Validate(optimizer).ok() &&
          absl::SimpleHexAtoi(json.at("incarnation").get<std::string>(), &applied.incarnation) &&
          DecodeNumber(json.at("grad_norm"), &applied.grad_norm);
@@ -529,7 +533,7 @@ Json EncodeHistory(const CheckpointSubject& subject) {
   return json;
 }
 
-// As DecodeSubject. Manifests of older servers have none.
+// As DecodeSubject. Manifests of older servers have no history.
 bool DecodeHistory(const Json& json, CheckpointSubject* subject) {
   if (!json.contains("history")) return true;
   const Json& history = json.at("history");
@@ -548,7 +552,7 @@ absl::Status DecodeCounts(const Json& json, Manifest* manifest) {
   CheckpointSubject& subject = manifest->subject;
   absl::Status status = DecodeCount(json, "", "step", &subject.step);
   if (status.ok()) status = DecodeCount(json, "", "updates", &subject.updates);
-  if (status.ok() && json.contains("save_number")) {  // manifests of older servers have none
+  if (status.ok() && json.contains("save_number")) {  // absent in manifests of older servers
     status = DecodeCount(json, "", "save_number", &manifest->save_number);
   }
   const Json& last = json.at("last_step");
@@ -558,7 +562,7 @@ absl::Status DecodeCounts(const Json& json, Manifest* manifest) {
   status.Update(DecodeCount(last, kLast, "microbatches", &applied.microbatches));
   status.Update(DecodeCount(last, kLast, "contributions", &applied.contributions));
   status.Update(DecodeCount(last, kLast, "rows", &applied.rows));
-  if (last.contains("generation")) {  // manifests of older servers have none
+  if (last.contains("generation")) {  // absent in manifests of older servers
     status.Update(DecodeCount(last, kLast, "generation", &applied.generation));
   }
   return status;

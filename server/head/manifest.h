@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The manifest of a checkpoint, and how the tensors of a head lie in its files. Manifest says what the
-// checkpoint is of and what its tensors must read as; EncodeManifest and DecodeManifest are its JSON.
-// DivideClasses and PartsOf divide the tensors among files. docs/checkpoint-format.md describes the files and
-// the JSON.
+// The manifest of a checkpoint, and the division of a head's tensors among its files. Manifest describes the
+// saved head and has the checksums of its tensors; EncodeManifest and DecodeManifest convert it to and from
+// JSON. DivideClasses and PartsOf divide the tensors among files. docs/checkpoint-format.md describes the
+// files and the JSON.
 //
 // Functions are stateless and thread-safe; Checksum is thread-compatible.
 #ifndef LOSSD_SERVER_HEAD_MANIFEST_H_
@@ -30,55 +30,57 @@
 
 namespace lossd::head {
 
-// How an optimizer step was applied and what it answered: what a repeated ApplyStep is checked against and
-// answered with, also after a restart from a checkpoint. Plain data.
+// How an optimizer step was applied, and its result. A repeated ApplyStep is checked against it and answered
+// from it, even after a restart from a checkpoint. Plain data.
 struct AppliedStep {
-  uint64_t incarnation = 0;  // of the server that applied it
-  uint64_t generation = 0;   // of the gradients that it was applied with; 0: not known
+  uint64_t incarnation = 0;  // of the server process that applied the step
+  uint64_t generation = 0;   // of the gradients that the step applied; 0: not known
   kernels::OptimizerOptions optimizer;
   double grad_norm = 0.0;  // may be infinite or NaN
   int64_t microbatches = 0;
   int64_t rows = 0;
   int64_t contributions = 0;
   bool skipped = false;          // closed without an update
-  bool begin_optimizer = false;  // the optimizer's state was zeroed before it
+  bool begin_optimizer = false;  // the optimizer's state was zeroed before the step
 
   friend bool operator==(const AppliedStep&, const AppliedStep&) = default;
 };
 
 // ---- Shards ----
-// The files of tensors are shards: each has the rows of one range of classes, of every tensor that has a row
-// for each class. The other tensors are in the first file.
+// The files of tensors are shards. A shard has the rows of one range of classes, for every tensor that has a
+// row for each class. All other tensors are in the first shard.
 
-// Classes [begin, end).
+// The classes [begin, end).
 struct ClassRange {
   int64_t begin = 0;
   int64_t end = 0;
 
   int64_t size() const { return end - begin; }
-  std::string Text() const;  // "classes [0, 4)"
+  std::string Text() const;  // e.g. "classes [0, 4)"
   friend bool operator==(const ClassRange&, const ClassRange&) = default;
 };
 
 inline constexpr size_t kMostShards = 256;
-// Smaller shards are not made for the sake of more threads.
+// A head is not divided into smaller shards than this only to use more threads.
 inline constexpr int64_t kLeastShardBytes = int64_t{16} << 20;
 
+// How a head is divided into shards.
 struct ShardRules {
-  int64_t most_bytes = int64_t{1} << 30;  // of a file, as far as kMostShards files and one class allow
-  int threads = 4;                        // that write at once; at least 1
+  int64_t most_bytes = int64_t{1} << 30;  // of a file, unless kMostShards or a single class makes it larger
+  int threads = 4;                        // threads that write at once; at least 1
 };
 
-// All classes of a head, in order, in ranges that differ by at most one class. With a head that is large
-// enough each thread has the same number of files.
+// Divides all classes of a head, in order, into ranges whose sizes differ by at most one class. If the head
+// is large enough, each thread gets the same number of files.
 std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ShardRules& rules);
 // Divides only some classes of a head, into at most `most` ranges.
 std::vector<ClassRange> DivideClasses(const kernels::HeadConfig& config, const ClassRange& classes,
                                       const ShardRules& rules, size_t most);
 
-// The tensors a checkpoint of such a head holds, in file order: values and moments, no gradients.
+// The tensors that a checkpoint of a head with this config holds, in file order: values and moments, no
+// gradients.
 std::vector<kernels::TensorId> CheckpointTensors(const kernels::HeadConfig& config);
-// What they take.
+// The bytes of these tensors.
 int64_t CheckpointBytes(const kernels::HeadConfig& config);
 
 // Rows [row_begin, row_begin + rows) of a tensor.
@@ -89,27 +91,27 @@ struct TensorPart {
   friend bool operator==(const TensorPart&, const TensorPart&) = default;
 };
 
-// What the file of a range holds, in file order.
+// The parts of tensors in the shard of `classes`, in file order.
 std::vector<TensorPart> PartsOf(const kernels::HeadConfig& config, const ClassRange& classes);
 
-// The name of the file of `shard`, counted from 0, out of `shards`: "tensors-00001-of-00004.safetensors", or
-// "tensors.safetensors" if there is no other.
+// The file name of `shard`, counted from 0, out of `shards`: "tensors-00001-of-00004.safetensors", or
+// "tensors.safetensors" if there is only one.
 std::string ShardFile(size_t shard, size_t shards);
 
-// What a file says of its range beside its tensors; nothing if it has all classes.
+// The safetensors metadata of a shard, which names its classes; empty if the shard has all classes.
 std::map<std::string, std::string> ShardMetadata(const kernels::HeadConfig& config,
                                                  const ClassRange& classes);
 
 // ---- The manifest ----
 
-// What a checkpoint is of.
+// What is saved in a checkpoint: a head at one step boundary.
 struct CheckpointSubject {
   std::string head;
   kernels::HeadConfig config;
   uint64_t step = 0;         // optimizer steps closed
-  uint64_t updates = 0;      // of them, those that updated the weights
-  uint64_t incarnation = 0;  // of the server that saved it
-  // Step `step` - 1, if the server knows how it was applied.
+  uint64_t updates = 0;      // steps that updated the weights
+  uint64_t incarnation = 0;  // of the server process that saved it
+  // How step `step` - 1 was applied, if the server knows it.
   std::optional<AppliedStep> last_step;
   // History::run and applied_unix_seconds of the head.
   std::string run;
@@ -118,95 +120,99 @@ struct CheckpointSubject {
   friend bool operator==(const CheckpointSubject&, const CheckpointSubject&) = default;
 };
 
+// The manifest's entry for the rows of one tensor in a shard.
 struct ManifestTensor {
   std::string name;
   int64_t bytes = 0;
   std::string checksum;  // Checksum::Digest
 };
 
-// One file of tensors.
+// The manifest's entry for one shard.
 struct ManifestShard {
-  std::string file;        // its name in the manifest's folder, ShardFile
-  int64_t file_bytes = 0;  // all of it
+  std::string file;        // file name as ShardFile, in the manifest's folder
+  int64_t file_bytes = 0;  // size of the whole file
   ClassRange classes;
   std::vector<ManifestTensor> tensors;  // the rows of these classes, in file order
-  int64_t not_finite = 0;  // values that are infinite or NaN, as far as it was counted; not written
+  int64_t not_finite = 0;               // infinite or NaN values counted in a save; not in the JSON
 };
 
-// The most that a counter in a manifest may say, so that it can be counted on for ever: steps, updates,
-// saves, rows.
+// The largest value of a counter in a manifest (steps, updates, saves, rows), so that counting on never
+// overflows.
 inline constexpr uint64_t kMostCounted = uint64_t{1} << 53;
 
 struct Manifest {
   CheckpointSubject subject;
-  absl::Time saved_at = absl::UnixEpoch();  // to the second; the epoch if it is not known
-  bool automatic = false;                   // named by the server, which may remove it
-  // The number of this save: larger than those of all earlier saves of the head in the directory, whatever
-  // the clock said. 0: a server saved it that did not count.
+  absl::Time saved_at = absl::UnixEpoch();  // to the second; the Unix epoch if not known
+  bool automatic = false;                   // named by the server, which may prune it
+  // The number of this save: larger than the numbers of all earlier saves of the head in the directory,
+  // whatever the clock says. 0: saved by an older server, which did not number saves.
   uint64_t save_number = 0;
-  std::vector<ManifestShard> shards;  // together all classes, in order
+  std::vector<ManifestShard> shards;  // in order; together they have all classes
 };
 
-// The bytes of all files of tensors.
+// The bytes of all shards.
 int64_t ShardBytes(const Manifest& manifest);
 
-// Ends with a checksum of the rest. A manifest with one shard has the older of the two versions.
+// The text ends with a checksum of all that stands before it. A manifest with one shard has the older of the
+// two format versions.
 std::string EncodeManifest(const Manifest& manifest);
 
-// DATA_LOSS if the text is not what EncodeManifest wrote (a counter above kMostCounted is named),
-// FAILED_PRECONDITION for another version. The head's config and the optimizer's options are valid, and the
-// shards have all of its classes, each once.
+// Decodes and validates a manifest. DATA_LOSS if EncodeManifest did not write the text; a counter above
+// kMostCounted is named. FAILED_PRECONDITION for another version. In the result the head's config and the
+// optimizer's options are valid, and the shards have each class once.
 absl::StatusOr<Manifest> DecodeManifest(absl::string_view text);
 
-// Decodes the manifest of `checkpoint` ("<head>/<name>") below a directory; errors name the checkpoint.
+// Reads and decodes the manifest of `checkpoint` ("<head>/<name>") below a directory. Errors name the
+// checkpoint.
 absl::StatusOr<Manifest> ReadManifest(const std::string& directory, absl::string_view checkpoint);
 
-// A digest of what a checkpoint holds: tensors as they are divided, head, step and the answer to the last
-// step, but not when and by which server it was saved. 16 hexadecimal digits.
+// A digest of a checkpoint's content, 16 hexadecimal digits: the tensors as they are divided into shards,
+// head, step and last step. It does not depend on when, and by which server, the checkpoint was saved.
 std::string ContentDigest(const Manifest& manifest);
 
 // ---- Parts of EncodeManifest and DecodeManifest ----
-// They are what a manifest says beside the head's config and its tensors: counters, the last step, who
-// trained. The decode functions throw Json::exception for a missing key or a value of another type, and
-// return false for a value out of range.
+// These functions convert the parts of a manifest besides the head's config and tensors: counters, the last
+// step, the history. The decode functions throw Json::exception for a missing key or a value of another type,
+// and return false for a value out of range.
 
 using Json = nlohmann::ordered_json;
 
-inline constexpr size_t kMostShown = 40;  // characters of a value in an error message
+inline constexpr size_t kMostShown = 40;  // most characters of a value in an error message
 inline constexpr absl::Time kLatestSave = absl::FromUnixSeconds(253'402'300'799);  // the end of the year 9999
 
 std::string EncodeIncarnation(uint64_t incarnation);
 
-// Steps, updates, save_number, and the counts of the last step, which it makes if there is one. DATA_LOSS
-// that names the field and its value if one is not a whole number from 0 to kMostCounted.
+// Decodes step, updates, save_number and, if there is a last step, creates subject.last_step with its counts.
+// DATA_LOSS names the field and its value if one is not an integer from 0 to kMostCounted.
 absl::Status DecodeCounts(const Json& json, Manifest* manifest);
 
 Json EncodeLastStep(const std::optional<AppliedStep>& step);
-// After DecodeCounts.
+// Called after DecodeCounts.
 bool DecodeLastStep(const Json& json, std::optional<AppliedStep>* step);
 
 Json EncodeHistory(const CheckpointSubject& subject);
-// Manifests of older servers have none.
+// Manifests of older servers have no history.
 bool DecodeHistory(const Json& json, CheckpointSubject* subject);
 
-// ---- What saving and reading a checkpoint have in common ----
+// ---- Shared by saving and reading a checkpoint ----
 
-inline constexpr char kTensorFile[] = "tensors.safetensors";  // of a checkpoint that has only one
+inline constexpr char kTensorFile[] = "tensors.safetensors";  // the file of a checkpoint that has one shard
 inline constexpr char kManifestFile[] = "manifest.json";
 
-// The shape of some rows of a tensor in a file.
+// The shape that `rows` rows of a tensor have in a file.
 inline std::vector<int64_t> FileShape(const kernels::HeadConfig& config, kernels::Param param, int64_t rows) {
   if (param == kernels::Param::kWeight) return {rows, kernels::ShapeOf(config, param).cols};
   return {rows};
 }
 
-// How many rows of a tensor are handled at once: as many as `slice_bytes` take, at least one. So many that
-// the next ones lie right for a direct write, if that is possible.
+// How many rows of a tensor are handled at once: as many as fit into `slice_bytes`, at least one. If
+// possible, a number of rows whose bytes are a multiple of kDirectAlignment, so that the next rows are
+// aligned for a direct write.
 inline int64_t SliceRows(const kernels::TensorShape& shape, int64_t slice_bytes) {
   const int64_t row_bytes = shape.cols * static_cast<int64_t>(sizeof(float));
   const int64_t rows = std::max<int64_t>(slice_bytes / row_bytes, 1);
-  const int64_t aligned_rows =
-      formats::kDirectAlignment / std::gcd(formats::kDirectAlignment, row_bytes);  // the fewest
+  // Fewest rows whose bytes are a multiple of the alignment.
+  const int64_t aligned_rows = formats::kDirectAlignment / std::gcd(formats::kDirectAlignment, row_bytes);
   const int64_t most = rows < aligned_rows ? rows : rows / aligned_rows * aligned_rows;
   return std::min(most, shape.rows);
 }
@@ -215,7 +221,7 @@ inline int64_t Bytes(const kernels::TensorShape& shape) {
   return shape.elements() * static_cast<int64_t>(sizeof(float));
 }
 
-// How many of these fp32 values are infinite or NaN.
+// Counts the fp32 values that are infinite or NaN.
 inline int64_t CountNotFinite(absl::Span<const uint8_t> values) {
   constexpr uint32_t kExponent = 0x7f800000;
   int64_t count = 0;
@@ -233,7 +239,7 @@ struct XXH3_state_s;
 
 namespace lossd::head {
 
-// The checksum of checkpoints: XXH3, 64 bits, without a seed. It finds corruption, not tampering.
+// The checksum of checkpoints: 64-bit XXH3 without a seed. It detects corruption, not tampering.
 // Thread-compatible.
 class Checksum {
  public:

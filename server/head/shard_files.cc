@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// ReadAhead, ShardWriter and ShardFiles: writing the files of a checkpoint (shard_files.h).
 #include "server/head/shard_files.h"
 
 #include <sys/stat.h>
@@ -186,7 +187,7 @@ ShardFiles::ShardFiles(const kernels::HeadConfig& config, std::vector<PlannedFil
 
 // ---- ShardFiles: the thread that reads ----
 
-// Reads for all lanes in turn, most for those that write fastest.
+// Each block goes to the lane with the fewest waiting blocks, so lanes that write faster get more.
 absl::Status ShardFiles::Read(TensorSource source) {
   std::vector<SliceCursor> cursors;
   for (size_t lane = 0; lane < lanes_; ++lane) cursors.push_back(CursorOf(lane));
@@ -208,7 +209,7 @@ absl::Status ShardFiles::Read(TensorSource source) {
   return absl::OkStatus();
 }
 
-// All slices that a lane writes.
+// The slices of all files of a lane.
 SliceCursor ShardFiles::CursorOf(size_t lane) const {
   std::vector<TensorPart> parts;
   for (size_t file = lane; file < files_.size(); file += lanes_) {
@@ -247,15 +248,15 @@ void ShardFiles::ReportIfDue() {
 absl::StatusOr<std::vector<ManifestShard>> ShardFiles::Write(const std::string& folder) {
   absl::Status status = RunInThreads(static_cast<int>(lanes_), lanes_, [&](size_t lane) {
     absl::Status written = WriteLane(folder, lane);
-    ahead_.Fail(written);  // if it is an error
+    ahead_.Fail(written);  // does nothing if the status is OK
     return written;
   });
-  if (!ahead_.result().ok()) status = ahead_.result();  // the error that came first
+  if (!ahead_.result().ok()) status = ahead_.result();  // the first error
   if (!status.ok()) return status;
   return std::move(lines_);
 }
 
-// Writes the files of a lane, one after the other.
+// Writes the files of a lane one after the other.
 absl::Status ShardFiles::WriteLane(const std::string& folder, size_t lane) {
   for (size_t file = lane; file < files_.size(); file += lanes_) {
     LOSSD_TRY(lines_[file], WriteFile(folder, lane, files_[file]));
@@ -263,7 +264,7 @@ absl::Status ShardFiles::WriteLane(const std::string& folder, size_t lane) {
   return absl::OkStatus();
 }
 
-// Writes what the reading thread brings.
+// Writes one file from the blocks of its lane.
 absl::StatusOr<ManifestShard> ShardFiles::WriteFile(const std::string& folder, size_t lane,
                                                     const PlannedFile& file) {
   LOSSD_TRY(auto writer, ShardWriter::Create(options_.disk, folder, file.name, config_, file.classes));
@@ -271,7 +272,7 @@ absl::StatusOr<ManifestShard> ShardFiles::WriteFile(const std::string& folder, s
     std::optional<ReadAhead::Block> block = ahead_.Next(lane);
     if (!block.has_value()) {
       LOSSD_RETURN_IF_ERROR(ahead_.closed_with());
-      break;  // Finish says what is missing
+      break;  // Finish returns the error that says what is missing
     }
     LOSSD_RETURN_IF_ERROR(writer->Append(*block));
     written_bytes_ += static_cast<int64_t>(block->bytes);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both directions of each message stand side by side, so that a new field is not forgotten in one of them.
+// Conversions between messages of lossd.v1 and structs of engine and kernels (convert.h). Both directions of
+// each message stand side by side, so that a new field is not forgotten in one of them.
 #include "server/messages/convert.h"
 
 #include <algorithm>
@@ -28,7 +29,8 @@ struct CodePoints {
   uint32_t first;
   uint32_t last;
 };
-// Controls, line and paragraph separators, marks without a width, and those that change the direction.
+// Control characters, line and paragraph separators, characters without a width, and characters that change
+// the direction of text.
 constexpr CodePoints kNotPrintable[] = {
     {0x00, 0x1f},     {0x7f, 0x9f},     {0xad, 0xad},     {0x61c, 0x61c},   {0x200b, 0x200f},
     {0x2028, 0x202e}, {0x2060, 0x206f}, {0xfeff, 0xfeff}, {0xfff9, 0xfffb}, {0xe0000, 0xe0fff}};
@@ -38,7 +40,7 @@ bool IsPrintable(uint32_t code) {
                       [&](const CodePoints& points) { return points.first <= code && code <= points.last; });
 }
 
-// The characters of a valid text; -1 if one of them is not printable.
+// The number of characters of valid UTF-8 text; -1 if one of them is not printable.
 int CountPrintable(absl::string_view text) {
   int count = 0;
   for (size_t i = 0; i < text.size();) {
@@ -124,13 +126,13 @@ absl::StatusOr<kernels::Residency> ToResidency(v1::Residency residency, absl::st
 constexpr int64_t kMaxMicrobatchRows = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxSize = std::numeric_limits<int64_t>::max();
 
-// Unsigned on the wire, signed inside.
+// Converts a size, which is unsigned in messages and signed in the engine.
 absl::StatusOr<int64_t> ToSize(uint64_t value, absl::string_view field) {
   if (value > static_cast<uint64_t>(kMaxSize)) return FieldError(field, "be below 2^63", value);
   return static_cast<int64_t>(value);
 }
 
-// The kinds of both have the same values.
+// The enums of kernels and of the protocol have the same values, so they are cast.
 static_assert(static_cast<int>(kernels::kLastObjective) == v1::ObjectiveKind_MAX);
 static_assert(static_cast<int>(kernels::kLastRest) == v1::Rest_MAX);
 
@@ -172,7 +174,7 @@ absl::StatusOr<kernels::Distillation> ToDistillation(const v1::Distillation& dis
   return result;
 }
 
-// Fields are named as in the message.
+// Errors name fields as in the message, without a prefix.
 absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& options) {
   const auto gradients = ToGradients(options.gradients(), "gradients");
   if (!gradients.ok()) return gradients.status();
@@ -198,7 +200,7 @@ absl::StatusOr<kernels::LossOptions> ToLossOptions(const v1::LossOptions& option
   return result;
 }
 
-// The classes of a draft vocabulary; kernels::Validate checks their order.
+// Converts the classes of a draft vocabulary. kernels::Validate checks their order.
 absl::StatusOr<kernels::ClassList> ToClassList(const v1::HeadSpec& spec, absl::string_view field_prefix) {
   const std::string full = absl::StrCat(field_prefix, "full_vocab_size");
   LOSSD_TRY(const int64_t full_size, ToSize(spec.full_vocab_size(), full));
@@ -218,20 +220,20 @@ absl::StatusOr<kernels::ClassList> ToClassList(const v1::HeadSpec& spec, absl::s
   return kernels::ClassList(std::move(classes), full_size);
 }
 
-// One per row, or none if `optional`.
+// Checks that a field has one entry for each row, or none if `optional`.
 absl::Status CheckCount(absl::string_view field, int64_t count, int64_t rows, bool optional) {
   if (count == rows || (optional && count == 0)) return absl::OkStatus();
   return FieldError(absl::StrCat(field, ".size"),
                     absl::StrCat(optional ? "be 0 or " : "be ", rows, ", the size of open.rows"), count);
 }
 
-// A number that the engine bounds.
+// Converts a count to int32; the engine checks smaller bounds.
 absl::StatusOr<int32_t> ToCount(absl::string_view field, uint32_t count) {
   if (count <= uint32_t{std::numeric_limits<int32_t>::max()}) return static_cast<int32_t>(count);
   return FieldError(field, "be below 2^31", count);
 }
 
-// What the engine checks of depths is left to it; no more of them are made than it takes.
+// Checks only the number of depths, so that no large vector is made; the engine checks their values.
 absl::StatusOr<std::vector<engine::Depth>> ToDepths(
     const google::protobuf::RepeatedPtrField<v1::Depth>& messages) {
   if (messages.size() > engine::kMostDepths) {
@@ -247,8 +249,8 @@ absl::StatusOr<std::vector<engine::Depth>> ToDepths(
   return depths;
 }
 
-// Takes the generation that an opening message or a step names. Another process draws other numbers, so it
-// goes with the incarnation.
+// Takes the generation that an opening message or a step names. It is required to come with the incarnation,
+// because each process has its own numbers.
 template <typename Message>
 absl::Status TakeGeneration(const Message& message, absl::string_view prefix,
                             std::optional<uint64_t>* generation) {
@@ -260,7 +262,7 @@ absl::Status TakeGeneration(const Message& message, absl::string_view prefix,
   return absl::OkStatus();
 }
 
-// Takes the name of the program that trains.
+// Takes the name of the training program's run.
 template <typename Message>
 absl::Status TakeRun(const Message& message, absl::string_view prefix, std::string* run) {
   *run = message.run();

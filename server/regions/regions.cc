@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The memory, the table and the sessions of regions (regions.h).
 #include "server/regions/regions.h"
 
 #include <poll.h>
@@ -46,7 +47,7 @@ class OfHost final : public RegionMemory {
  private:
   const std::string none_;
   const std::unique_ptr<wire::SharedMemory> memory_;
-  const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, as the backend knows it
+  const std::unique_ptr<kernels::StagingMemory> staging_;  // the same memory, registered with the backend
 };
 
 class OfDevice final : public RegionMemory {
@@ -92,7 +93,7 @@ absl::StatusOr<std::string> DrawId() {
   return id;
 }
 
-// Bytes of a budget, given back at the end.
+// Bytes taken of a budget; the destructor gives them back.
 class Taken {
  public:
   Taken(std::shared_ptr<RegionBudget> budget, std::string holder, int64_t bytes)
@@ -156,7 +157,7 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::Create(const std::string& holde
   LOSSD_TRY(std::string id, DrawId());
   LOSSD_TRY(std::unique_ptr<RegionMemory> memory, Allocate(device, taken->bytes()));
   auto region = std::make_unique<Region>(id, std::move(memory));
-  // The bytes are given back after the memory.
+  // The deleter holds `taken`, so the bytes are given back after the memory.
   std::shared_ptr<Region> shared(region.release(), [taken](const Region* gone) { delete gone; });
   absl::MutexLock lock(&mutex_);
   entries_[std::move(id)] = {.region = shared};
@@ -193,7 +194,7 @@ int64_t Regions::used_bytes() const {
 }
 
 void Regions::Forget(const std::string& id) {
-  std::shared_ptr<Region> forgotten;  // its memory is given back without the lock
+  std::shared_ptr<Region> forgotten;  // destroyed, with its memory, after the lock is released
   absl::MutexLock lock(&mutex_);
   const auto entry = entries_.find(id);
   if (entry == entries_.end()) return;
@@ -270,10 +271,11 @@ void SessionServer::Run() {
     const bool behind = !entrance_.AddTo(&ready);
     const size_t first = ready.size();
     for (const Session& session : sessions_) {
-      // Those that have their region are held by their sockets' ends, and the others may send descriptors.
+      // While the closer is behind, sessions without a region are not read, because they may send
+      // descriptors.
       const bool waits = behind && session.region.empty();
       ready.push_back({.fd = waits ? -1 : session.socket.get(), .events = POLLIN});
-      ready.push_back({.fd = session.process.get(), .events = POLLIN});  // poll leaves -1 out
+      ready.push_back({.fd = session.process.get(), .events = POLLIN});  // poll ignores -1
     }
     if (poll(ready.data(), ready.size(), behind ? kBehindMilliseconds : Patience()) < 0) {
       if (errno != EINTR) return;
@@ -295,7 +297,7 @@ void SessionServer::Run() {
   }
 }
 
-// It also looks now and then, as a sign of life.
+// At most kBeat, so that the thread shows that it is alive.
 int SessionServer::Patience() const {
   absl::Time next = clocks::SteadyNow() + kBeat;
   for (const Session& session : sessions_) {
