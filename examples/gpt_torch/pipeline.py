@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import socket
 import time
@@ -148,10 +149,20 @@ def load_text_tokens(arguments: argparse.Namespace) -> NDArray[np.int64]:
     return load_tokens(arguments.folder, arguments.text, min(arguments.text_tokens, arguments.vocab_size))
 
 
+def free_port() -> int:
+    """A port of the loopback that is free. It lies below those that the system takes for connections, so that none takes it meanwhile."""
+    while True:
+        port = random.randrange(20000, 32000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+
+
 def run(arguments: argparse.Namespace, kind: str, schedule_name: str) -> list[dict[str, Any]]:
     """One run in processes of its own; what each stage measured."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     processes = [context.Process(target=run_stage, args=(rank, port, arguments, kind, schedule_name, results))

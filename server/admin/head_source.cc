@@ -257,17 +257,23 @@ class Files {
   std::optional<formats::SafetensorsIndex> index_;
 };
 
-// The shape of the tensor that the parts form together: each part's rows follow those of the part before. If
-// a part differs from the parts before it in columns or type, the result is the shape of that part alone.
-std::vector<int64_t> ShapeOf(absl::Span<const HeadSource::Part> parts) {
-  std::vector<int64_t> shape = parts[0].info->shape;
+// The shape of the tensor that the parts form together: the rows of each part follow those of the part
+// before. INVALID_ARGUMENT if a part has another type or other columns than the first part.
+absl::StatusOr<std::vector<int64_t>> ShapeOf(const Wanted& wanted, absl::Span<const HeadSource::Part> parts) {
+  const auto text = [](const HeadSource::Part& part) {
+    return absl::StrCat("type ", part.info->dtype_name, " and shape ", ShapeText(part.info->shape), " in ",
+                        part.file->name());
+  };
+  const HeadSource::Part& first = parts[0];
+  std::vector<int64_t> shape = first.info->shape;
   for (const HeadSource::Part& part : parts.subspan(1)) {
-    std::vector<int64_t> like_first = part.info->shape;
-    if (shape.empty() || like_first.size() != shape.size()) return part.info->shape;
-    like_first[0] = shape[0];
-    if (like_first != shape || __builtin_add_overflow(shape[0], part.info->shape[0], &shape[0]) ||
-        part.info->dtype_name != parts[0].info->dtype_name) {
-      return part.info->shape;
+    std::vector<int64_t> of_part = part.info->shape;
+    const int64_t rows = of_part.empty() ? 0 : std::exchange(of_part[0], shape.empty() ? 0 : shape[0]);
+    if (of_part.empty() || of_part != shape || part.info->dtype_name != first.info->dtype_name ||
+        __builtin_add_overflow(shape[0], rows, &shape[0])) {
+      return errors::FieldError(
+          wanted.field, "name a tensor whose parts have one type and the same columns",
+          absl::StrCat("'", wanted.name, "' of ", text(first), ", and of ", text(part)));
     }
   }
   return shape;
@@ -280,7 +286,8 @@ absl::StatusOr<HeadSource::Tensor> Match(const Wanted& wanted, const kernels::He
   if (!parts.ok()) return InField(wanted.field, wanted.name, parts.status());
   const formats::SafetensorsReader& file = *parts->front().file;
   const std::vector<int64_t> shape = WantedShape(config, wanted.param);
-  if (const std::vector<int64_t> actual = ShapeOf(*parts); actual != shape) {
+  LOSSD_TRY(const std::vector<int64_t> actual, ShapeOf(wanted, *parts));
+  if (actual != shape) {
     return errors::FieldError(
         wanted.field, absl::StrCat("name a tensor of shape ", ShapeText(shape)),
         absl::StrCat("'", wanted.name, "' of shape ", ShapeText(actual), " in ", file.name()));

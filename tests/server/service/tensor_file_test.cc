@@ -246,6 +246,49 @@ TEST_P(CheckpointAsSourceTest, FillsAFrozenHead) {
               HasSubstr("tensor_file.path: checkpoint trained/one: the manifest"));
 }
 
+// Also where the last part alone has the shape of the whole tensor.
+TEST_P(CheckpointAsSourceTest, PartsThatDoNotBelongTogether) {
+  if (GetParam() > 3000) GTEST_SKIP() << "one part";
+  ASSERT_TRUE(trainer_->CreateHead(Request("trained")).ok());
+  ASSERT_TRUE(trainer_->SaveCheckpoint("trained", "one").ok());
+  const std::string folder = shard_server_.checkpoint_directory() + "/trained/one/";
+  std::vector<std::string> shards;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors") shards.push_back(entry.path().filename());
+  }
+  std::sort(shards.begin(), shards.end());
+  ASSERT_GT(shards.size(), 1U);
+  v1::CreateHeadRequest request = Request("frozen");
+  request.mutable_spec()->set_frozen(true);
+  request.mutable_spec()->clear_bias();
+  request.mutable_spec()->clear_norm();
+  request.mutable_spec()->clear_class_weights();
+  request.mutable_tensor_file()->set_path("trained/one");
+  request.mutable_tensor_file()->set_weight("weight");
+  const auto write = [&](const std::string& file, formats::DType dtype, const std::vector<int64_t>& shape) {
+    std::filesystem::remove(folder + file);
+    auto writer =
+        formats::CreateSafetensors(folder + file, {{{.name = "weight", .dtype = dtype, .shape = shape}}});
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    const std::vector<uint8_t> bytes(static_cast<size_t>(shape[0] * shape[1]) * 4);
+    const size_t used = bytes.size() / (dtype == formats::DType::kFloat32 ? 1 : 2);
+    ASSERT_TRUE((*writer)->Append({bytes.data(), used}).ok());
+    ASSERT_TRUE((*writer)->Finish().ok());
+  };
+  for (const formats::DType other : {formats::DType::kFloat32, formats::DType::kFloat16}) {
+    const bool is_type = other == formats::DType::kFloat16;
+    for (size_t i = 0; i + 1 < shards.size(); ++i)
+      write(shards[i], other, {3, is_type ? int64_t{kHidden} : 7});
+    write(shards.back(), formats::DType::kFloat32, {kClasses, kHidden});
+    const absl::Status status = trainer_->CreateHead(request).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat("'weight' of type ", is_type ? "F16" : "F32", " and shape [3, ",
+                                       is_type ? kHidden : 7, "] in trained/one/", shards[0])));
+    EXPECT_EQ(trainer_->ListHeads()->heads_size(), 1);
+  }
+}
+
 // A model of two shards and an index in a folder, as Hugging Face lays it out; embeddings tied.
 class ShardedModelTest : public TensorFileTest {
  protected:
