@@ -202,6 +202,8 @@ TransportChoice Client::transport() const { return core_->connections().transpor
 
 bool Client::OpenMemory(std::optional<int> gpu) { return core_->connections().OpenMemory(gpu); }
 
+std::optional<bool> Client::KnowsMemory(int gpu) const { return core_->connections().KnowsMemory(gpu); }
+
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {
   auto call = std::make_shared<internal::LossCall>(

@@ -179,6 +179,8 @@ class Client : public CheckpointCalls {
   // server's), which the first loss computation does else and takes some milliseconds. True if it is memory
   // of a GPU of the server; false: memory of the host, or none.
   bool OpenMemory(std::optional<int> gpu);
+  // What OpenMemory would return, if that is known without opening anything. Does not block.
+  std::optional<bool> KnowsMemory(int gpu) const;
 
   // ---- Loss ----
 

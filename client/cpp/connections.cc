@@ -326,6 +326,8 @@ bool Connections::OpenMemory(std::optional<int> gpu) const {
   return region != nullptr && region->gpu().has_value();
 }
 
+std::optional<bool> Connections::KnowsMemory(int gpu) const { return device_regions_->IsOpen(gpu); }
+
 void Connections::DropUnusableRegions() const {
   regions_->DropUnusable();
   device_regions_->DropUnusable();

@@ -331,6 +331,11 @@ std::shared_ptr<SharedRegion> RegionSource::Take(absl::StatusOr<std::shared_ptr<
   return old;
 }
 
+bool RegionSource::IsOpen() const {
+  absl::MutexLock lock(&mu_);
+  return region_ != nullptr && region_->usable();
+}
+
 void RegionSource::DropUnusable() {
   std::shared_ptr<SharedRegion> dropped;  // is unmapped without the lock
   absl::MutexLock lock(&mu_);
@@ -447,6 +452,15 @@ std::shared_ptr<SharedRegion> DeviceRegions::Get(int gpu, uint64_t call_bytes) {
     regions = route.regions;
   }
   return regions == nullptr ? nullptr : regions->Get(call_bytes);
+}
+
+std::optional<bool> DeviceRegions::IsOpen(int gpu) const {
+  if (gpus_.empty()) return false;
+  absl::MutexLock lock(&mu_);
+  const auto route = routes_.find(gpu);
+  const bool is_open =
+      route != routes_.end() && route->second.regions != nullptr && route->second.regions->IsOpen();
+  return is_open ? std::make_optional(true) : std::nullopt;
 }
 
 std::shared_ptr<SharedRegion> DeviceRegions::GetAny() {

@@ -150,6 +150,8 @@ class RegionSource {
   // attempt, and none for a later one that another thread makes: it has the region that is there, if there is
   // one.
   std::shared_ptr<SharedRegion> Get(uint64_t call_bytes = 0) ABSL_LOCKS_EXCLUDED(mu_);
+  // Whether there is a region now that can be used. Does not block.
+  bool IsOpen() const ABSL_LOCKS_EXCLUDED(mu_);
   // Gives the region back to the server if it cannot be used any more, as soon as no call uses it.
   void DropUnusable() ABSL_LOCKS_EXCLUDED(mu_);
   TransportChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);
@@ -213,8 +215,11 @@ class DeviceRegions {
   // The region for a call that begins, whose rows have so many bytes and are on `gpu`; null: they are to go
   // as rows of the host do. May open a region.
   std::shared_ptr<SharedRegion> Get(int gpu, uint64_t call_bytes) ABSL_LOCKS_EXCLUDED(mu_);
-  // The same for rows on the first GPU of the server that this process sees.
+  // The region for a call whose rows are on the first GPU of the server that this process sees.
   std::shared_ptr<SharedRegion> GetAny();
+  // Whether Get gives a region for rows on `gpu`, as far as that is known without opening one: true if one is
+  // open, false if there can be none, nullopt if Get has to find out. Does not block.
+  std::optional<bool> IsOpen(int gpu) const ABSL_LOCKS_EXCLUDED(mu_);
   // As RegionSource::DropUnusable, of all.
   void DropUnusable();
   // How rows on GPUs travel where rows of the host travel by `of_host`, over all GPUs that rows came from.

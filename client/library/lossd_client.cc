@@ -873,11 +873,19 @@ void lossd_client_open_memory(lossd_client* client, int32_t device, lossd_call* 
   const std::shared_ptr<client::CallState> state = call->state;
   std::shared_ptr<client::Client> open = client->Enter(state);
   if (open == nullptr) return;
-  client::CarryOut(*call, [client, state, open = std::move(open), device]() mutable {
-    const bool of_gpu = open->OpenMemory(device < 0 ? std::nullopt : std::make_optional<int>(device));
-    open = nullptr;
+  const std::optional<bool> known = device < 0 ? std::nullopt : open->KnowsMemory(device);
+  auto end = [client, state](bool of_gpu) {
     state->End(absl::OkStatus(), of_gpu ? "1" : "");
     client->Leave(state);
+  };
+  if (known.has_value()) {  // nothing to wait for, so another thread would only cost time
+    open = nullptr;
+    return end(*known);
+  }
+  client::CarryOut(*call, [end, open = std::move(open), device]() mutable {
+    const bool of_gpu = open->OpenMemory(device < 0 ? std::nullopt : std::make_optional<int>(device));
+    open = nullptr;
+    end(of_gpu);
   });
 }
 

@@ -121,8 +121,8 @@ def test_descriptions_have_the_comments_of_the_protocol() -> None:
     source = inspect.getsource(lossd.StepResult)
     assert lossd.StepResult.__doc__ == "What Client.apply_step did."
     assert 'skipped: bool = False\n    """grad_norm is not finite, and the step was closed without an update."""' in source
-    assert lossd.MemoryUsage.__doc__ == "Bytes held, by purpose."
-    assert '"""Where the values of a frozen head live. Unspecified: residency "device". InvalidArgument for' in inspect.getsource(lossd.HeadSpec)
+    assert lossd.MemoryUsage.__doc__ == "Bytes of memory in use, by purpose."
+    assert '"""Where the values of a frozen head are kept. Unspecified: residency "device". InvalidArgument for' in inspect.getsource(lossd.HeadSpec)
 
 
 STRUCTS = [kind for name, kind in vars(library).items() if name.startswith("lossd_")]

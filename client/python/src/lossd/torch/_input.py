@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 import numbers
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
@@ -281,11 +282,37 @@ def place_on(device: torch.device, client: lossd.Client) -> Place:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """Work of GPUs that has to run before memory may be read or written. A call blocks until it has run."""
+
+    events: tuple[torch.cuda.Event, ...]  # recorded behind the work
+
+    def __call__(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+    def await_here(self) -> None:
+        """Like a call, on a thread whose signal handlers are to run meanwhile, such as that of KeyboardInterrupt. Costs less
+        than a call on another thread."""
+        for event in self.events:
+            for _ in range(_QUERIES_AT_ONCE):
+                if event.query():
+                    break
+            else:
+                while not event.query():
+                    time.sleep(_PAUSE_BETWEEN_QUERIES)
+
+
+_QUERIES_AT_ONCE = 20  # a query takes some microseconds
+_PAUSE_BETWEEN_QUERIES = 20e-6  # seconds, to which the system adds about 60e-6
+
+
+@dataclass(frozen=True)
 class Sent:
     """Rows [N, D] in the form that lossd.Client takes."""
 
     array: Any
-    ready: Callable[[], None] | None  # blocks until they may be read, and until new memory may be written
+    ready: Ready | None  # before they may be read, and new memory may be written; None: now
 
 
 def to_send(tensor: torch.Tensor, place: Place) -> Sent:
@@ -295,15 +322,10 @@ def to_send(tensor: torch.Tensor, place: Place) -> Sent:
     return Sent(as_array(host), ready)
 
 
-def both(*waits: Callable[[], None] | None) -> Callable[[], None] | None:
-    """A function that calls all the given ones in order. None if there are none."""
-    present = [wait for wait in waits if wait is not None]
-
-    def wait_for_all() -> None:
-        for wait in present:
-            wait()
-
-    return wait_for_all if present else None
+def both(*waits: Ready | None) -> Ready | None:
+    """All of the work together. None if there is none."""
+    events = tuple(event for wait in waits if wait is not None for event in wait.events)
+    return Ready(events) if events else None
 
 
 def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, targets: Any, extras: Sequence[str]) -> None:
@@ -354,23 +376,23 @@ def settle(memory: torch.Tensor | None) -> None:
     """Blocks until no work that was enqueued earlier uses newly allocated memory."""
     wait = None if memory is None else settled(memory)
     if wait is not None:
-        wait()
+        wait.await_here()
 
 
-def settled(memory: torch.Tensor) -> Callable[[], None] | None:
-    """A function that blocks like settle(). None: there is nothing to wait for."""
+def settled(memory: torch.Tensor) -> Ready | None:
+    """The work that settle() waits for. None: there is none."""
     return _work_so_far(memory.device) if memory.device.type == "cuda" else None
 
 
-def _work_so_far(device: torch.device) -> Callable[[], None]:
-    """A function that blocks until the work that was enqueued on the current stream before this call has run."""
+def _work_so_far(device: torch.device) -> Ready:
+    """The work that was enqueued on the current stream before this call."""
     event = torch.cuda.Event(blocking=True)  # a blocking wait takes no CPU time
     event.record(torch.cuda.current_stream(device))
-    return event.synchronize
+    return Ready((event,))
 
 
-def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """A contiguous copy in host memory, and a function to call before it is read (None: not needed)."""
+def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Ready | None]:
+    """A contiguous copy in host memory, and the work to wait for before it is read (None: there is none)."""
     tensor = tensor.detach().contiguous()
     if tensor.device.type == "cpu":
         return tensor, None

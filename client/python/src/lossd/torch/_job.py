@@ -167,6 +167,7 @@ class Job:
         self.discards = module.steps.discards
         self.grad_output = module.grad_output
         self.normalizer = 1.0
+        self.is_waited_for = False  # the thread that begins the computation waits for its result at once
         computes = plan.computes(module.deferred)
         self.deferred = module.deferred and computes
         self.row_losses = module.deferred
@@ -226,6 +227,9 @@ class Job:
         if self.taught is not None:
             beside = _input.to_send(self.taught.reshape(-1, self.taught.shape[-1]), place)
             teacher, ready = beside.array, _input.both(ready, beside.ready)
+        if self.is_waited_for and ready is not None:
+            ready.await_here()
+            ready = None
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
         if self.row_losses:
             rows.insert(0, "loss")

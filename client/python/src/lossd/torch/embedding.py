@@ -215,20 +215,23 @@ class _Lookup:
         text = f"{tuple(self._shape)} {self._wire} {self._device}".encode()
         return hashlib.blake2b(self.ids.tobytes() + text, digest_size=16).digest()
 
-    def begin(self, step: int | None) -> _Coming:
+    def begin(self, step: int | None, is_waited_for: bool = False) -> _Coming:
+        """Asks for the rows. `is_waited_for`: this thread waits for them next."""
         head = self.head
         place = _input.place_on(self._device, head.client)
         memory = _input.empty(self._shape, self._wire, self._device, place)
         out = _input.as_sent(memory.view(len(self.ids), head.hidden_size))
+        if is_waited_for:
+            _input.settle(memory)
         return _Coming(memory, head.client.embed_async(
             head.head_name, self.ids, dtype=_input.DTYPES[self._wire], step=step, out=out,
-            ready=_input.settled(memory), **self._transport))
+            ready=None if is_waited_for else _input.settled(memory), **self._transport))
 
     def rows(self, step: int | None) -> torch.Tensor:
         """The rows, scaled, of the present weights. `step` must be open; None: any step."""
         memory = self._prefetched.take(self)
         if memory is None:
-            coming = self.begin(step)
+            coming = self.begin(step, is_waited_for=True)
             try:
                 coming.pending.wait()
             except errors.LossdError as error:

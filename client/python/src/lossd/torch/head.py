@@ -251,7 +251,8 @@ class LossHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
         """Returns the loss; see start() for the arguments."""
-        return _waited(lambda: self.start(hidden, targets, row_weights=row_weights, normalizer=normalizer, microbatch=microbatch))
+        return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, self.options,
+                                           shift=self.shift, is_waited_for=True))
 
     @outside_of_compile
     def start(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
@@ -276,9 +277,9 @@ class LossHead(torch.nn.Module):
             microbatch: int | None = None) -> LossOutput:
         """Returns the loss of an objective that replaces the cross-entropy, and computes both gradients in one pass; see
         start_policy()."""
-        return _waited(lambda: self.start_policy(
-            hidden, actions, advantages, old_logprobs, ref_logprobs, objective=objective, row_weights=row_weights,
-            normalizer=normalizer, microbatch=microbatch))
+        return _waited(lambda: self._start_policy(
+            hidden, actions, {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs,
+                              "ref_logprobs": ref_logprobs}, objective, normalizer, microbatch, is_waited_for=True))
 
     @outside_of_compile
     def start_policy(
@@ -302,19 +303,25 @@ class LossHead(torch.nn.Module):
           row_weights, normalizer, microbatch: as in start(). Without `normalizer`, a mean is divided by the number of
             actions.
         """
+        return self._start_policy(
+            hidden, actions, {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs,
+                              "ref_logprobs": ref_logprobs}, objective, normalizer, microbatch)
+
+    def _start_policy(self, hidden: torch.Tensor, actions: torch.Tensor, rows: dict[str, torch.Tensor | None],
+                      objective: lossd.Objective, normalizer: float | None, microbatch: int | None,
+                      is_waited_for: bool = False) -> PendingHeadLoss:
         if not isinstance(objective, lossd.Objective):
             raise TypeError(f"objective is {objective!r}; it must be a lossd.Objective")
         for name in ("shift", "deferred"):
             if getattr(self, name):
                 raise ValueError(f"{name}={getattr(self, name)} does not go with policy_loss: make a LossHead without it"
                                  + (", and with reduction 'mean' or 'sum'" if name == "deferred" else ""))
-        rows = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs,
-                "ref_logprobs": ref_logprobs}
         for name in rows.keys() - {"row_weights"}:
             if (rows[name] is None) == (name in objective.numbers):
                 raise ValueError(f"{name} is {'None' if rows[name] is None else 'given'}; {objective} "
                                  f"{'needs one for each row' if rows[name] is None else 'does not use it'}")
-        return self._start(hidden, actions, rows, normalizer, microbatch, replace(self.options, objective=objective))
+        return self._start(hidden, actions, rows, normalizer, microbatch, replace(self.options, objective=objective),
+                           is_waited_for=is_waited_for)
 
     @outside_of_compile
     def distill(self, hidden: torch.Tensor, teacher_hidden: torch.Tensor, distillation: lossd.Distillation,
@@ -342,7 +349,7 @@ class LossHead(torch.nn.Module):
             targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64)
             options, shift = replace(options, ignore_index=_NO_CLASS), False
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
-                                           teacher_hidden, shift=shift))
+                                           teacher_hidden, shift=shift, is_waited_for=True))
 
     @outside_of_compile
     def soft_target_loss(
@@ -379,7 +386,7 @@ class LossHead(torch.nn.Module):
             options = replace(options, ignore_index=_NO_CLASS)
         soft: dict[str, NDArray[Any]] = {"target_classes": classes, "target_weights": weights}
         return _waited(lambda: self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, options,
-                                           soft=soft))
+                                           soft=soft, is_waited_for=True))
 
     def depth_losses(self, hidden: torch.Tensor | Sequence[torch.Tensor], targets: torch.Tensor, *,
                      weights: Sequence[float] | None = None, row_weights: torch.Tensor | None = None,
@@ -451,9 +458,10 @@ class LossHead(torch.nn.Module):
     def _start(self, hidden: torch.Tensor, targets: torch.Tensor, rows: dict[str, torch.Tensor | None],
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
                teacher_hidden: torch.Tensor | None = None, soft: dict[str, NDArray[Any]] | None = None,
-               shift: bool = False) -> PendingHeadLoss:
+               shift: bool = False, is_waited_for: bool = False) -> PendingHeadLoss:
         """Begins a computation. `rows`: the row weights and the values that an objective needs, by name. `soft`: soft
-        targets, by name. `targets` use the ignore_index of `options`, and are shifted if `shift` is true."""
+        targets, by name. `targets` use the ignore_index of `options`, and are shifted if `shift` is true. `is_waited_for`:
+        this thread calls wait() next."""
         _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
         together = plan.counts_with_ranks
@@ -474,6 +482,7 @@ class LossHead(torch.nn.Module):
         taught = None if teacher_hidden is None else teacher_hidden.to(wire.dtype)
         job = Job(self, (wire,), labels, weights, plan, number, options, numbers, taught, shift=shift)
         job.normalizer = total
+        job.is_waited_for = is_waited_for
         job.start()
         return PendingHeadLoss(job)
 
