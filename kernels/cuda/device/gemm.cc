@@ -17,6 +17,11 @@ namespace lossd::kernels::cuda {
 namespace {
 
 constexpr int kGemmCandidates = 12;
+// A product that sums over the rows is a weight gradient, for which nobody waits. It leaves this many
+// multiprocessors to the work of other streams: copies within a GPU are kernels, and so is what autograd does
+// with the hidden gradient. cuBLASLt takes it as a hint. docs/lab/2026-11-27-a-head-inside-the-process.md has
+// what it brings.
+constexpr int kMultiprocessorsBesideWeightGradient = 2;
 constexpr int kTimedRuns = 2;
 
 cudaDataType_t ToCuda(DType dtype) {
@@ -88,7 +93,8 @@ struct Gemms::Plan {
     }
   }
 
-  absl::Status Describe(const GemmShape& shape) {
+  // `multiprocessors`: the most that a weight gradient takes.
+  absl::Status Describe(const GemmShape& shape, int32_t multiprocessors) {
     LOSSD_RETURN_IF_ERROR(library.ToStatus(library.desc_create(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
                                            "cublasLtMatmulDescCreate"));
     const cublasOperation_t op_a = shape.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -99,6 +105,11 @@ struct Gemms::Plan {
     LOSSD_RETURN_IF_ERROR(
         library.ToStatus(library.desc_set(desc, CUBLASLT_MATMUL_DESC_TRANSB, &op_b, sizeof(op_b)),
                          "cublasLtMatmulDescSetAttribute(TRANSB)"));
+    if (shape.transpose_b) {
+      LOSSD_RETURN_IF_ERROR(library.ToStatus(library.desc_set(desc, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET,
+                                                              &multiprocessors, sizeof(multiprocessors)),
+                                             "cublasLtMatmulDescSetAttribute(SM_COUNT_TARGET)"));
+    }
     LOSSD_RETURN_IF_ERROR(Layout(&a, shape.input, shape.transpose_a, shape.m, shape.k, shape.lda));
     LOSSD_RETURN_IF_ERROR(Layout(&b, shape.input, shape.transpose_b, shape.k, shape.n, shape.ldb));
     return Layout(&c, shape.output, false, shape.m, shape.n, shape.ldc);
@@ -156,6 +167,13 @@ absl::StatusOr<std::unique_ptr<Gemms>> Gemms::Create() {
   LOSSD_RETURN_IF_ERROR(gemms->library_->Load());
   LOSSD_RETURN_IF_ERROR(
       gemms->library_->ToStatus(gemms->library_->create(&gemms->handle_), "cublasLtCreate"));
+  int device = 0;
+  int multiprocessors = 0;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device), "cudaGetDevice");
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+                             "cudaDeviceGetAttribute(MultiProcessorCount)");
+  gemms->weight_gradient_multiprocessors_ =
+      std::max(1, multiprocessors - kMultiprocessorsBesideWeightGradient);
   return gemms;
 }
 
@@ -163,7 +181,7 @@ absl::StatusOr<Gemms::Plan*> Gemms::FindOrCreate(const GemmShape& shape) {
   std::unique_ptr<Plan>& slot = plans_[shape];
   if (slot != nullptr) return slot.get();
   auto plan = std::make_unique<Plan>(*library_);
-  LOSSD_RETURN_IF_ERROR(plan->Describe(shape));
+  LOSSD_RETURN_IF_ERROR(plan->Describe(shape, weight_gradient_multiprocessors_));
   LOSSD_RETURN_IF_ERROR(plan->Propose(handle_, shape.scratch));
   slot = std::move(plan);
   return slot.get();

@@ -58,7 +58,7 @@ struct GemmOperands {
 // Computes products of any shape on one GPU, and remembers the algorithm of each shape.
 class Gemms {
  public:
-  // UNAVAILABLE if cuBLASLt cannot be loaded or refuses to start.
+  // For the calling thread's current GPU. UNAVAILABLE if cuBLASLt cannot be loaded or refuses to start.
   static absl::StatusOr<std::unique_ptr<Gemms>> Create();
   ~Gemms();
 
@@ -98,6 +98,7 @@ class Gemms {
 
   std::unique_ptr<Library> library_;
   cublasLtHandle_t handle_ = nullptr;
+  int32_t weight_gradient_multiprocessors_ = 0;  // the most that a product takes that sums over rows
   std::map<GemmShape, std::unique_ptr<Plan>> plans_;
   bool takes_steps_ = false;
   bool loads_code_ = false;
