@@ -74,7 +74,7 @@ std::string TargetFromEnvironment();
 std::string TransportFromEnvironment();
 
 // The value of the environment variable LOSSD_RUN; if it is empty, "<host>:<pid>-<8 random hexadecimal
-// digits>", which no other process has.
+// digits>", which no other client has.
 std::string RunFromEnvironment();
 
 // How many connections the client has, and why.
