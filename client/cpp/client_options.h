@@ -483,7 +483,7 @@ absl::Status RestartedError(uint64_t before, uint64_t now);
 absl::Status DiscardedError(absl::string_view head, uint64_t step, uint64_t before, uint64_t now);
 // As above, for an error of the server: `refusal` is a status for which RefusesGeneration is true.
 absl::Status DiscardedError(absl::string_view head, uint64_t step, const absl::Status& refusal);
-// This client has started the step over while a call of it was under way.
+// This client has started the step again while a call of the step was under way.
 absl::Status DiscardedByThisClientError(absl::string_view head, uint64_t step);
 
 // Whether a call that ended with `status` may succeed when the same call is sent again. True for UNAVAILABLE.

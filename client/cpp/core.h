@@ -97,7 +97,7 @@ class HeadCache {
 
   // The step for a call that begins now.
   TrainerStep StepOf(absl::string_view head, uint64_t step) const;
-  // ABORTED (IsStepDiscarded) if this client has started the step over since the call began.
+  // ABORTED (IsStepDiscarded) if this client has started the step again since the call began.
   absl::Status CheckCurrent(const TrainerStep& at) const;
 
   // Notes that rows of the step are being added to `gradients`. ABORTED (RestartOf, IsStepDiscarded) if
