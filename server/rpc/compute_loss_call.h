@@ -183,7 +183,7 @@ class PeerTable {
  public:
   explicit PeerTable(size_t most) : most_(most) {}
 
-  // The sums of one client, for its open calls.
+  // The sums of one client, which its open calls update.
   class Peer {
    public:
     void Queued(int64_t bytes, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
