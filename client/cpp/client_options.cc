@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The defaults and errors of the client (client_options.h): values from the environment, and the statuses for
+// restarts and discarded steps.
 #include "client/cpp/client_options.h"
 
 #include <unistd.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Named servers and private files (contexts.h), with a parser of the JSON file whose errors name the line.
 #include "client/cpp/contexts.h"
 
 #include <fcntl.h>

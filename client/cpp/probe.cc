@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The probe of a server's address (probe.h): plain and TLS connections to it, and the rules for addresses.
 #include "client/cpp/probe.h"
 
 #include <arpa/inet.h>

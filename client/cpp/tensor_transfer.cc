@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Transfers of tensors (tensor_transfer.h): the calls, their messages, and the blocking stream.
 #include "client/cpp/tensor_transfer.h"
 
 #include <cstring>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The C interface of the client (lossd_client.h) on the C++ client. CallState is the state of a lossd_call.
+// Every function that asks the server runs on a thread of its own (CarryOut), unless the call blocks.
 #include "client/library/lossd_client.h"
 
 #include <algorithm>

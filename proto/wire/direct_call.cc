@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Calls within one process (direct_call.h). DirectCall::Advance has the state machine of a call.
 #include "proto/wire/direct_call.h"
 
 #include <grpc/slice.h>

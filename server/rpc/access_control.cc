@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Who may call which method (access_control.h): the table of methods, the identity of a caller, and names of
+// peers.
 #include "server/rpc/access_control.h"
 
 #include <grpc/grpc_security_constants.h>

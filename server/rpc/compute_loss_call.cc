@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The ComputeLoss call (compute_loss_call.h): its inbox, regions, places of slices, the table of peers, and
+// the call itself with reading, writing and ending.
 #include "server/rpc/compute_loss_call.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Calls with one request, the registry of open calls, and statuses of ended calls (request_call.h).
 #include "server/rpc/request_call.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The services of lossd.v1 (services.h). HeadService::ServeMethods has a line for each unary method.
 #include "server/rpc/services.h"
 
 #include <algorithm>

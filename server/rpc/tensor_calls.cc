@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The streaming calls of HeadService (tensor_calls.h): the common part of WriteTensor and AddGradient, then
+// each of the four calls.
 #include "server/rpc/tensor_calls.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// gRPC's limits, TLS credentials and messages (transport.h).
 #include "server/rpc/transport.h"
 
 #include <grpc/grpc.h>

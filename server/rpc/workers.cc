@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Threads of the service (workers.h): WorkerPool, AdminWorkers with its rules of fairness, and Pulse.
 #include "server/rpc/workers.h"
 
 #include <sys/socket.h>
