@@ -148,8 +148,7 @@ absl::Status CallStatus(const grpc::Status& status, const Peer& peer) {
     case absl::StatusCode::kDeadlineExceeded:
       return errors::WithMessage(result, absl::StrCat(result.message(), " (server ", peer.target, ")"));
     case absl::StatusCode::kUnimplemented:
-      if (wire::GetErrorDetail(result).has_value())
-        return result;  // the server knows the call, but not this request
+      if (wire::GetErrorDetail(result).has_value()) return result;  // it knows the call, not the request
       return errors::WithMessage(result, absl::StrCat("lossd ", peer.version, " at ", peer.target,
                                                       " does not know this call: it is ",
                                                       Compared(peer.version), " (", result.message(), ")"));

@@ -39,8 +39,7 @@ HeadInfo HeadInfo::Of(const v1::HeadDescription& description) {
 
 void HeadCache::Learn(const v1::HeadDescription& description) {
   const v1::HeadSpec& spec = description.spec();
-  if (spec.full_vocab_size() > 0 && spec.class_list().empty())
-    return;  // this answer, of ListHeads, lacks the class list
+  if (spec.full_vocab_size() > 0 && spec.class_list().empty()) return;  // ListHeads omits class lists
   HeadInfo facts = HeadInfo::Of(description);
   absl::MutexLock lock(&mu_);
   facts_[spec.name()] = std::move(facts);

@@ -167,8 +167,7 @@ absl::StatusOr<CudaDriver*> CudaDriver::Get() {
 }
 
 absl::StatusOr<std::unique_ptr<CudaDriver>> CudaDriver::Load(const std::string& library) {
-  void* const handle =
-      dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed, because the driver has threads
+  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: it has threads
   if (handle == nullptr) return absl::UnavailableError(absl::StrCat("no CUDA driver: ", dlerror()));
   auto functions = std::make_unique<const Functions>(handle);
   if (!functions->missing.empty())

@@ -146,8 +146,7 @@ struct CallRegistryOptions {
   // that call ends. Only for calls that have done nothing yet and wait for their client.
   bool end_oldest = false;
   CallTimeouts timeouts;
-  std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {
-  };  // called when a limit is reached
+  std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // at each limit
 };
 
 // The open calls of one kind; see above. Thread-safe.

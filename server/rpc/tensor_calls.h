@@ -268,8 +268,8 @@ class SaveCall final : public RequestCall, public WatchedCall {
   std::atomic<bool> gone_{false};    // the client has gone away
 
   absl::Mutex mutex_;
-  bool received_ ABSL_GUARDED_BY(mutex_) =
-      false;  // the request has come; before that, RequestCall ends the call
+  // The request has come. Before that, RequestCall ends the call.
+  bool received_ ABSL_GUARDED_BY(mutex_) = false;
   grpc::ByteBuffer message_ ABSL_GUARDED_BY(mutex_);  // the message that is being sent
   std::optional<v1::SaveCheckpointUpdate> next_ ABSL_GUARDED_BY(mutex_);
   std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);

@@ -146,8 +146,7 @@ class AdminWorkers {
   absl::Mutex mutex_;
   Queue queue_ ABSL_GUARDED_BY(mutex_);
   engine::FairShare waiting_ ABSL_GUARDED_BY(mutex_);
-  std::map<std::string, int64_t> running_
-      ABSL_GUARDED_BY(mutex_);  // running tasks, above 0, by the key of a limit
+  std::map<std::string, int64_t> running_ ABSL_GUARDED_BY(mutex_);  // above 0, by the key of a limit
   // For each peer with waiting tasks that look: when its last such task began, as a number of last_turn_.
   std::map<std::string, uint64_t> turns_ ABSL_GUARDED_BY(mutex_);
   uint64_t last_turn_ ABSL_GUARDED_BY(mutex_) = 0;
