@@ -80,7 +80,7 @@ std::string RunFromEnvironment();
 // How many connections the client has, and why.
 struct ConnectionChoice {
   int connections = 1;
-  std::string reason;  // for people
+  std::string reason;  // a text for users
 };
 
 // How rows in GPU memory (Memory::kDevice) travel, and why. It covers all GPUs that rows came from so far; if
@@ -89,13 +89,13 @@ struct DeviceTransportChoice {
   // "cuda_ipc"; or the transport of rows in host memory, if the rows of at least one GPU are copied to the
   // host.
   std::string transport;
-  std::string reason;  // for people
+  std::string reason;  // a text for users
 };
 
 // How rows travel, and why.
 struct TransportChoice {
   std::string transport;  // of rows in host memory: "shared_memory" or "grpc"
-  std::string reason;     // for people
+  std::string reason;     // a text for users
   ConnectionChoice connections;
   DeviceTransportChoice device;
 };
@@ -103,7 +103,7 @@ struct TransportChoice {
 // How often, and after which waits, the client repeats a call: one whose connection broke, or one that begins
 // again because the weights have changed.
 struct RetryOptions {
-  int max_attempts = 3;  // of one call (or one stream of ComputeLoss), the first included; at least 1
+  int max_attempts = 3;  // attempts of one call, or of one stream of ComputeLoss, with the first; at least 1
   absl::Duration initial_backoff = absl::Milliseconds(250);  // grows fourfold with every attempt, with jitter
   absl::Duration max_backoff = absl::Seconds(5);
 };
@@ -118,7 +118,7 @@ struct ClientOptions {
   std::optional<int> channels;
   absl::Duration connect_timeout = absl::Seconds(10);
   bool wait_for_server = false;  // wait for a server that is not there yet, e.g. while it starts
-  int64_t max_message_bytes = int64_t{64} << 20;  // of one message, sent or received
+  int64_t max_message_bytes = int64_t{64} << 20;  // the limit of one message, sent or received
 
   // Defaults for calls that name no timeout of their own.
   absl::Duration call_timeout = absl::Seconds(60);      // for descriptions, gradient norms, steps
@@ -142,9 +142,10 @@ struct ClientOptions {
   // With "shared_memory" and "cuda_ipc" Connect fails if the server does not share such memory. A slice that
   // finds no room in the memory travels in messages.
   std::string transport = TransportFromEnvironment();
-  // How many bytes of shared memory the client asks for: so many of host memory, and so many of each GPU. The
-  // client asks when a call first needs the memory, and the server may give less. Nullopt: the client asks
-  // for 4 MiB at first, and later for about four times the rows of the largest call, up to 256 MiB.
+  // The bytes of shared memory that the client asks for: this number of host memory, and the same number of
+  // the memory of each GPU. The client asks when a call first needs the memory, and the server may give less.
+  // Nullopt: the client asks for 4 MiB at first, and later for about four times the rows of the largest call,
+  // up to 256 MiB.
   std::optional<int64_t> shared_memory_bytes;
 
   // A name for the program that trains, of at most 128 printable characters. A head records which run applied
@@ -204,7 +205,7 @@ struct Microbatch {
   // Hidden states, [N, D] of hidden_dtype; not owned. May be null if N == 0, if no row is valid, or if
   // `depths` have the hidden states.
   const void* hidden = nullptr;
-  Memory memory = Memory::kHost;  // of `hidden` and LossOutputs::grad_hidden
+  Memory memory = Memory::kHost;  // where `hidden` and LossOutputs::grad_hidden are
   // With Memory::kDevice: a CUDA stream (cudaStream_t, CUstream) of the GPU that has `hidden`. The client's
   // copies wait, on the GPU, for the work that was put on the stream before the call, and not for later work.
   // The earlier work must not wait for calls of this client. The stream may be destroyed before the call is
@@ -240,7 +241,7 @@ struct Microbatch {
   //                        loss, if the weights change meanwhile.
   //   EMBEDDING_GRADIENTS  `hidden` has the gradient with respect to each row. It is added, times
   //                        ComputeOptions::grad_output, to the gradient of the weight's row, exactly once.
-  //                        The id is that of a microbatch of its own. Needs
+  //                        `id` must name a microbatch of its own, not that of a loss. Needs
   //                        ComputeOptions::accumulate_gradients.
   // ComputeOptions::reduction does not matter. The call must ask for no other option or result of a loss. In
   // its LossResult only the counts of rows, the versions and the costs have a meaning.
@@ -260,7 +261,7 @@ struct LossOutputs {
   // are 0.
   absl::Span<float> row_loss;
   absl::Span<float> row_lse;       // log sum exp of the logits
-  absl::Span<float> row_entropy;   // of the softmax, nats
+  absl::Span<float> row_entropy;   // entropy of the softmax, in nats
   absl::Span<float> row_logprob;   // log p of the target
   absl::Span<int32_t> row_argmax;  // class of the largest logit; -1 for ignored rows
   // [N, class_count]: log p of Microbatch::classes. class_count is at most 256; if it is 0, the span is
@@ -321,7 +322,7 @@ struct RetainedGradients {
 
   uint64_t hidden_size = 0;                 // D
   v1::DType hidden_dtype = v1::DTYPE_BF16;  // as when the rows were retained
-  Memory memory = Memory::kHost;            // of the `grad_hidden` of Client::Backward
+  Memory memory = Memory::kHost;            // where the `grad_hidden` of Client::Backward is
   std::optional<void*> stream;              // as Microbatch::stream, of the GPU that has `grad_hidden`
   // [N], finite: the gradient of the objective with respect to each row's loss. The values of ignored rows do
   // not matter. Copied.
@@ -359,7 +360,7 @@ struct LossResult {
   double loss_sum = 0;     // over valid rows: z-loss included, row weights applied
   double z_loss_sum = 0;   // the z-loss part of loss_sum
   double entropy_sum = 0;  // nats; only with LossOutputs::row_entropy
-  double normalizer = 1;   // as used; 1 for REDUCTION_SUM and with depths
+  double normalizer = 1;   // the divisor that was used; 1 for REDUCTION_SUM and with depths
   // The probability that GRADIENTS_FILTERED left out of the gradients, summed over valid rows.
   double dropped_mass = 0;
   // For sampled gradients (GRADIENTS_SAMPLED, GRADIENTS_AUTO), summed over valid rows: the expected square of
@@ -390,11 +391,11 @@ struct LossResult {
   uint64_t weights_version = 0;  // of the weights that were used; 0 if the server does not report one
 
   // Cost.
-  double queue_seconds = 0;     // summed over slices: waiting for the device
-  double compute_seconds = 0;   // summed over slices: on the device
-  double wall_seconds = 0;      // from the call to its result
-  uint64_t sent_bytes = 0;      // payload only, repeats included
-  uint64_t received_bytes = 0;  // payload only, repeats included
+  double queue_seconds = 0;     // time that slices waited for the device, summed
+  double compute_seconds = 0;   // time of slices on the device, summed
+  double wall_seconds = 0;      // the time from the call to its result
+  uint64_t sent_bytes = 0;      // payload only, with repeats
+  uint64_t received_bytes = 0;  // payload only, with repeats
   int streams = 0;
   int repeats = 0;  // streams that were sent again
 };

@@ -69,7 +69,7 @@ class ConnectionChooser {
   // The connection of kAdd could not be established; `why` is the reason.
   void Refused(absl::string_view why, uint64_t moved);
 
-  // Why count() is what it is, for people.
+  // Why count() is what it is, as a text for users.
   const std::string& reason() const { return reason_; }
 
  private:
@@ -132,7 +132,7 @@ class Cancellation {
 
   mutable absl::Mutex mu_;
   bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
-  std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mu_);  // of calls under way
+  std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mu_);  // contexts of the calls under way
 };
 
 // While the object lives, `cancellation` ends the calls of this thread. The cancellation must outlive the
@@ -191,7 +191,7 @@ class Connections {
   const std::shared_ptr<std::atomic<uint64_t>>& moved() const { return moved_; }
 
   const Peer& peer() const { return peer_; }
-  // The number of this client among those of the process (wire::DirectServer).
+  // The number of this client, which no other client of the process has (wire::DirectServer).
   uint64_t direct_client() const { return direct_client_; }
   // The incarnation of the server process that answered Open. The server may have been restarted since.
   uint64_t incarnation() const { return incarnation_; }  // 0: the server does not tell it to this client

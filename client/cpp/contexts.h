@@ -104,7 +104,7 @@ class FolderLock {
 
 // One context: a server. An empty string means that the file does not give this value.
 struct NamedServer {
-  std::string server;  // as lossctl's --server takes it; not empty
+  std::string server;  // an address as for lossctl's --server; not empty
   std::string ca, cert, key, token_file;
   std::string http;  // as --http of metrics takes it
 

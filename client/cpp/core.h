@@ -237,9 +237,9 @@ class Core {
   Executor& executor() { return executor_; }
 
   // How many spare streams a loss computation gets beyond its first one: at most `wanted`, and fewer if other
-  // computations have the rest. Give them back by GiveStreamsBack. Every computation has its first stream
-  // without a loan, because a deterministic server may need the microbatch that begins last before all
-  // others; spare streams are few, because the server takes a limited number of streams.
+  // computations have the rest. Give them back by GiveStreamsBack. Every computation has its first stream in
+  // any case, because a deterministic server may need the microbatch that begins last before all others. The
+  // spare streams are few, because the server takes a limited number of streams.
   int LendStreams(int wanted) ABSL_LOCKS_EXCLUDED(mu_);
   void GiveStreamsBack(int count) ABSL_LOCKS_EXCLUDED(mu_);
 

@@ -60,7 +60,7 @@ struct StreamWork {
   uint64_t row_bytes = 0;                    // bytes of one row of hidden states
   const char* teacher = nullptr;             // hidden states of the teacher; null: there is none
   uint64_t teacher_row_bytes = 0;            // bytes of one row of `teacher`; 0: there is none
-  LossOutputs outputs;                       // of the whole microbatch
+  LossOutputs outputs;                       // the outputs of the whole microbatch
   RowPieces grad_hidden;                     // where gradients go; outputs.grad_hidden is not used
   std::optional<int> gpu;                    // the GPU that has `hidden` and `grad_hidden`; nullopt: the host
   std::shared_ptr<const StreamPoint> after;  // copies of GPU memory wait for this point; null: for none
@@ -224,7 +224,7 @@ class SlicePlaces {
   const Copiers copiers_;
   std::shared_ptr<const StreamPoint> after_;  // StreamWork::after; only Name sets it
   mutable absl::Mutex mu_;
-  std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // by first row
+  std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // slices in the region, by first row
   uint64_t taken_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   std::optional<Room> room_ ABSL_GUARDED_BY(mu_);
   std::function<void()> freed_ ABSL_GUARDED_BY(mu_);  // null: the call does not wait for others
@@ -333,7 +333,7 @@ struct StreamJob {
       direct;  // the server, if it is in this process; null: over a connection
   wire::DirectCallOptions direct_options;
   std::shared_ptr<PayloadHolds> holds;
-  std::unique_ptr<SlicePlaces> places;           // where slices lie
+  std::unique_ptr<SlicePlaces> places;           // where the slices of the stream lie
   std::shared_ptr<std::atomic<uint64_t>> moved;  // counts the payload that travels in messages, both ways
   Executor* executor = nullptr;                  // ends after the stream
   absl::Duration patience;  // how long a slice waits for room that other calls give back in the region
@@ -444,7 +444,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
     int attempts = 0;
     int unanswered = 0;  // attempts that ended without an answer of the server, and were repeated
     bool done = false;
-    SliceRule rule;  // of the last attempt
+    SliceRule rule;  // the rule of the last attempt
     absl::Status
         refused;  // why the server refused the last attempt; set while the head's limits are asked for
     std::shared_ptr<LossStream> stream;  // the attempt under way
@@ -456,7 +456,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void FinishDescribe(const absl::Status& status);
   // Splits the rows and starts all parts. `fresh`: the server has sent `facts` during this call.
   void Launch(const HeadInfo& facts, bool fresh);
-  // How many streams to use if the caller has not said it.
+  // How many streams to use if the caller has not set CallOptions::streams.
   int StreamsWanted() const;
   // The bytes of the rows whose hidden states or gradients travel.
   uint64_t MovedBytes() const { return work_->MovedRows() * work_->sent_row_bytes(); }
@@ -504,7 +504,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   HeadInfo facts_;
   bool facts_are_fresh_ = false;  // this call has asked again, because a stream was refused
   std::shared_ptr<Describe> describe_;
-  bool describing_ = false;  // from the first attempt to the last one, waits included
+  bool describing_ = false;  // DescribeHead is being tried, or waits for its next attempt
   int describe_attempts_ = 0;
   int rounds_ = 1;  // a round sends all rows; the next one begins if the weights have changed
   std::optional<absl::Time> start_over_;  // when the next round begins; nullopt: the present one goes on
@@ -517,7 +517,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   LossResult total_;
 
   mutable absl::Mutex mu_;
-  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;    // by the caller
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;    // the caller has cancelled
   bool done_ ABSL_GUARDED_BY(mu_) = false;         // result_ is final
   bool called_back_ ABSL_GUARDED_BY(mu_) = false;  // the callback, if any, has returned
   absl::StatusOr<LossResult> result_ ABSL_GUARDED_BY(mu_) = absl::UnknownError("not done");

@@ -59,7 +59,7 @@ class RowPieces {
     uint64_t first_row = 0;
     const uint8_t* at = nullptr;
   };
-  std::vector<Piece> pieces_;  // by first row
+  std::vector<Piece> pieces_;  // sorted by first row
 };
 
 // Where the caller has the hidden states, and wants their gradients: one piece for each depth, or one for all

@@ -142,7 +142,7 @@ FileProblem ProblemOf(const TlsFiles& files);
 // The functions below check and take apart the address of a server, a gRPC target name. They do no I/O.
 // tests/client/golden/connecting.json has cases.
 
-inline constexpr uint16_t kDefaultPort = 7070;  // of lossd's --listen
+inline constexpr uint16_t kDefaultPort = 7070;  // the default of lossd's --listen
 
 // If `target` cannot be the address of a server: a text that says what to write instead. Otherwise empty. An
 // address is "host:port", or a target name of gRPC with a scheme ("dns:///host:port", "unix:/run/lossd").

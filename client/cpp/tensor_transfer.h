@@ -133,7 +133,7 @@ class TensorReader {
   const absl::Span<char> out_;
   const std::optional<uint64_t> tensor_rows_;
   bool begun_ = false;
-  v1::HeadState state_;  // of the first slice
+  v1::HeadState state_;  // the state in the first slice
   uint64_t first_row_ = 0;
   uint64_t next_row_ = 0;
   uint64_t end_row_ = 0;

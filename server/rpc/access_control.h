@@ -52,7 +52,7 @@ struct AdmittedCall {
   const MethodAccess* method = nullptr;       // null: not admitted
   std::string identity;                       // who calls; empty: the server does not ask
   absl::Time until = absl::InfiniteFuture();  // when the caller's certificate expires; the call ends then
-  access::Role role = access::Role::kAdmin;   // of the caller; admin if the server does not ask
+  access::Role role = access::Role::kAdmin;   // the caller's; admin if the server does not ask
   std::string address;                        // "10.0.0.5:40112"; empty unless the method is audited
   log::LineHolder holder;                     // AuditedCall::holder; empty unless the method is audited
 };
@@ -125,8 +125,8 @@ std::string PeerAddress(const grpc::CallbackServerContext& context);
 // "token:pipeline-1"), else what PeerOf says of the connection.
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity);
 
-// The name by which PeerKey counts a client that has not shown who it is. `uri` is the connection's name in
-// gRPC, e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234"; the peer is its address without the port,
+// The name that PeerKey returns for a client without an identity. `uri` is the connection's name in gRPC,
+// e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234"; the peer is its address without the port,
 // "10.0.0.7". The address of the server's own machine does not tell one process from another, so there each
 // connection is a peer of its own ("127.0.0.1:41234"). A connection over a Unix socket has no address at all;
 // `connection` tells it from the others that are open. "" for callers in this process, which have no limits

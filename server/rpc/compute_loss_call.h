@@ -105,7 +105,7 @@ class CallInbox final : public engine::StreamObserver, public std::enable_shared
 // ClaimRegion and BytesOf check the region of shared memory that a call names, before any of the memory is
 // used. Both are thread-safe.
 
-inline constexpr uint64_t kRegionAlignment = 256;  // of ranges in a region, in bytes
+inline constexpr uint64_t kRegionAlignment = 256;  // bytes; of ranges in a region
 
 // The region `id`, which a caller with this identity names in `field`. UNAVAILABLE if the caller has no such
 // region; the error does not tell whether another client has it. `regions` is null if the server shares no
@@ -208,14 +208,14 @@ class PeerTable {
     std::string peer;
     PeerTotals totals;
   };
-  std::vector<Entry> List() const ABSL_LOCKS_EXCLUDED(mutex_);  // by name
+  std::vector<Entry> List() const ABSL_LOCKS_EXCLUDED(mutex_);  // sorted by name
 
  private:
   // Forgets the client that was idle longest. False if all clients have open calls.
   bool ForgetOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const size_t most_;
-  mutable absl::Mutex mutex_;  // taken before that of a Peer
+  mutable absl::Mutex mutex_;  // taken before the lock of a Peer
   std::map<std::string, std::shared_ptr<Peer>> peers_ ABSL_GUARDED_BY(mutex_);
 };
 
@@ -370,11 +370,11 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
   CallClock clock_ ABSL_GUARDED_BY(mutex_);
-  int64_t staging_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of slices in the engine or not written yet
+  int64_t staging_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // for slices in the engine or not written yet
   bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
   bool backward_ ABSL_GUARDED_BY(mutex_) = false;
   std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);   // backward: not received yet
-  bool receiving_retained_ ABSL_GUARDED_BY(mutex_) = false;                // in ReceiveRetained
+  bool receiving_retained_ ABSL_GUARDED_BY(mutex_) = false;                // a thread is in ReceiveRetained
   std::optional<engine::RowRange> next_retained_ ABSL_GUARDED_BY(mutex_);  // the next for ReceiveRetained
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // cancelled: nothing more can be sent
   std::optional<absl::Status> ending_ ABSL_GUARDED_BY(mutex_);

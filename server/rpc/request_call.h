@@ -209,7 +209,7 @@ struct RequestEnvironment {
   const AccessControl* access = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* requests = nullptr;  // the calls whose request is not complete
-  uint64_t incarnation = 0;          // of the engine
+  uint64_t incarnation = 0;          // the engine's incarnation
 };
 
 // The status that a failed call ends with. Counts the error.

@@ -171,7 +171,7 @@ class LossService final : public WithRequestMethods<
   Periodic expiry_;     // drops retained microbatches that no call uses
 };
 
-// What ServerService tells about the server, as far as it cannot find it out itself.
+// Facts about the server that ServerService reports and cannot find out itself.
 struct ServerServiceOptions {
   std::string version;
   absl::Time started;

@@ -165,7 +165,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   bool opened_ ABSL_GUARDED_BY(mutex_) = false;
   Extent extent_ ABSL_GUARDED_BY(mutex_);
   int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
-  wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // of the present message
+  wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // the payload of the present message
 
   absl::Mutex clock_mutex_;  // a leaf
   CallClock clock_ ABSL_GUARDED_BY(clock_mutex_);

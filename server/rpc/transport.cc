@@ -50,7 +50,7 @@ void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
   // the size is set here.
   set(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   set(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, WindowBytes(options.bytes));
-  // Finds within a minute that a peer is gone which has not closed its connection.
+  // Finds within a minute that a peer has vanished without closing its connection.
   set(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
   // The shortest interval between pings of a client to which nothing is sent. A client that exceeds this more

@@ -97,13 +97,13 @@ struct AdminWorkersOptions {
 // The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. No
 // peer, no head and no kind of long task can use all threads. The rules:
 //
-//   - tasks that only look (kLook, kList) have two threads of their own, which nothing long runs on; at most
-//     one of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
-//   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
-//     read it, and at most kRowsOfHead that move rows of tensors;
-//   - heads being created or loaded (kLong) together have at most half of the threads;
-//   - tasks of one peer have at most half of the threads, and of the places in the queue the share that
-//     engine::FairShare gives.
+//   - tasks that only look (kLook, kList) have two threads of their own, which run no long tasks; at most one
+//     kList task runs at a time, and peers take turns, however many tasks each has waiting;
+//   - for one head, at most one task that changes it runs at a time (such tasks would wait for each other
+//     anyway), at most two tasks that read it, and at most kRowsOfHead tasks that move rows of tensors;
+//   - long tasks (kLong) together have at most half of the threads;
+//   - tasks of one peer have at most half of the threads, and at most the share of the places in the queue
+//     that engine::FairShare gives.
 //
 // Among the tasks that these rules allow, the task whose peer has the fewest running tasks goes first, and
 // among several such tasks the oldest one.
