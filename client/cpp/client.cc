@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The methods of Client, PendingLoss, CheckpointCalls and MonitoringCalls (client.h), except the loss
+// computations themselves (loss_call.cc). Each method makes the request of one call, and keeps the client's
+// HeadCache up to date.
 #include "client/cpp/client.h"
 
 #include <google/protobuf/descriptor.h>
@@ -130,14 +133,14 @@ absl::Span<char> AsBytes(std::vector<T>* values) {
   return absl::MakeSpan(reinterpret_cast<char*>(values->data()), values->size() * sizeof(T));
 }
 
-// Unless the caller has named another one.
+// Sets the client's run, unless the caller has set another one in the request.
 template <typename Request>
 void NameRun(const std::string& run, Request* request) {
   if (request->run().empty()) request->set_run(run);
 }
 
-// UNIMPLEMENTED if the server would apply a step and pass begin_optimizer or lazy_rows over. A new head has
-// nothing to begin. Servers that describe histories know both.
+// UNIMPLEMENTED if the server would ignore begin_optimizer or lazy_rows in a step. A server that describes
+// histories knows both. begin_optimizer has no effect on a new head, so there any server will do.
 absl::Status CheckKnowsStep(Client& client, const internal::HeadCache& cache,
                             const v1::ApplyStepRequest& request, absl::Duration timeout) {
   const bool lazy_rows = request.optimizer().lazy_rows();
@@ -224,7 +227,7 @@ PendingLoss Client::BackwardAsync(const RetainedGradients& gradients, void* grad
   auto call = std::make_shared<internal::LossCall>(
       core_.get(), internal::LossWork::Backward(gradients, grad_hidden, options),
       internal::CallOptions{.streams = options.streams,
-                            .slice_bytes = 1,  // the server cuts, and other limits change nothing
+                            .slice_bytes = 1,  // without effect, because the server cuts the slices
                             .timeout = options.timeout,
                             .max_attempts = options.max_attempts},
       std::move(callback));
@@ -278,8 +281,8 @@ absl::Status Client::DeleteHead(absl::string_view head, absl::Duration timeout) 
 
 namespace {
 
-// Whether two answers are about one head, which was not deleted between them; true if the server does not
-// say.
+// Whether two answers are about the same head, not deleted and made again between them. True if the server
+// does not tell.
 bool SameHead(const v1::HeadState& before, const v1::HeadState& now) {
   if (before.creation() == 0 || now.creation() == 0) return true;
   return before.incarnation() == now.incarnation() && before.creation() == now.creation();
@@ -378,7 +381,7 @@ absl::Status Client::IfMadeAgain(const absl::Status& error, const v1::HeadDescri
     return error;
   }
   const auto now = DescribeHead(before.spec().name(), deadline - clocks::SteadyNow());
-  if (absl::IsNotFound(now.status())) return now.status();  // it is not there at all
+  if (absl::IsNotFound(now.status())) return now.status();  // the head is gone
   if (!now.ok()) return error;
   const auto had = internal::ParamShape(before.spec(), param), has = internal::ParamShape(now->spec(), param);
   if (!had.ok() || !has.ok()) return error;
@@ -388,7 +391,8 @@ absl::Status Client::IfMadeAgain(const absl::Status& error, const v1::HeadDescri
     return absl::AbortedError(absl::StrCat(again, ": its tensor has ", has->rows, " x ", has->cols,
                                            " values, and had ", had->rows, " x ", had->cols));
   }
-  // A head of the same shape may be another one all the same, and a third one may have been there in between.
+  // A head with the same shape may still be another head. Between the two, a third head of another shape may
+  // have caused the error.
   if (SameHead(before.state(), now->state())) return error;
   return absl::AbortedError(absl::StrCat(again, ", which failed with: ", error.message()));
 }
@@ -452,7 +456,7 @@ namespace {
 
 using google::protobuf::FieldDescriptor;
 
-// What a server takes where nothing is said.
+// The specification with the server's defaults for unspecified values.
 v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
   if (spec.norm() == v1::NORM_UNSPECIFIED) spec.set_norm(v1::NORM_NONE);
   if (spec.optimizer_state() == v1::OPTIMIZER_STATE_UNSPECIFIED) {
@@ -464,7 +468,7 @@ v1::HeadSpec WithDefaults(v1::HeadSpec spec) {
   return spec;
 }
 
-// "rmsnorm" of NORM_RMSNORM; "any" if it is not specified.
+// The word for an enum value: "rmsnorm" for NORM_RMSNORM; "any" for the unspecified value.
 std::string WordOf(const google::protobuf::EnumValueDescriptor* value) {
   if (value->number() == 0) return "any";
   const std::string& unspecified = value->type()->value(0)->name();  // "NORM_UNSPECIFIED"
@@ -472,7 +476,7 @@ std::string WordOf(const google::protobuf::EnumValueDescriptor* value) {
   return absl::AsciiStrToLower(value->name().substr(prefix));
 }
 
-// "7"; of a list "[7, 8]".
+// The value of a field as text: "7", or "[7, 8]" for a list.
 std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   const auto value = [&](int index) {
     std::string text;
@@ -488,23 +492,24 @@ std::string ValueOf(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   return absl::StrCat("[", absl::StrJoin(values, ", "), "]");
 }
 
-// As it stands in an error: of long lists the beginning.
+// The value for an error message: long values are cut.
 std::string Brief(const std::string& value) {
   constexpr size_t kMost = 200;
   return value.size() <= kMost ? value : absl::StrCat(value.substr(0, kMost), "...");
 }
 
-// Whether the specification says what the field is to be.
+// Whether the specification gives a value for the field.
 bool Says(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   if (field->is_repeated()) return spec.GetReflection()->FieldSize(spec, field) > 0;
   return field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split" ||
          spec.GetReflection()->HasField(spec, field);
 }
 
-// ALREADY_EXISTS, naming every field, unless what is wanted is what a head has. A dtype, epsilon or size that
-// is left to the server may be any.
+// ALREADY_EXISTS if the head `described` differs from what was asked for; the error names every field that
+// differs. Fields that the request leaves to the server, such as a dtype, an epsilon or a size, may have any
+// value.
 absl::Status CheckSame(const v1::HeadSpec& described, const v1::HeadSpec& asked) {
-  // An earlier server does not describe what it does not know, and has the default.
+  // An earlier server does not describe fields that it does not know; its head then has their defaults.
   const v1::HeadSpec has = WithDefaults(described), wanted = WithDefaults(asked);
   std::vector<std::string> different;
   std::optional<errors::FieldViolation> first;
@@ -557,7 +562,8 @@ absl::StatusOr<v1::HeadDescription> Client::CreateHead(const v1::CreateHeadReque
 
 namespace {
 
-// What a call that names its server process ended with, if that was another one.
+// The result of a call whose request names a server process: an error with a Restart if another process
+// answered, else `result`.
 template <typename Response>
 absl::StatusOr<Response> OrRestarted(absl::StatusOr<Response> result, absl::string_view head,
                                      uint64_t incarnation) {
@@ -568,9 +574,9 @@ absl::StatusOr<Response> OrRestarted(absl::StatusOr<Response> result, absl::stri
   return result;
 }
 
-// A change of a head that has an id of its own, so that it is made once. It is meant for the process that the
-// head is in now, unless the request says which: a repeat that finds another one must not change what that
-// has restored.
+// Sends a change of a head that has an id, so that the server makes it only once. If the request names no
+// server process, it gets the incarnation of the present one. Otherwise a repeat could reach another process,
+// and change the head that this process has restored.
 template <typename Request, typename Response>
 absl::StatusOr<Response> Change(Client& client, internal::Core& core,
                                 grpc::Status (v1::HeadService::Stub::*method)(grpc::ClientContext*,

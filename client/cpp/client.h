@@ -11,22 +11,24 @@
 //
 // Thread-safety: every method of Client may be called from any thread at any time; calls run concurrently.
 //
-// Ownership: the client copies small fields (names, options, targets, row weights) before a call returns.
-// Hidden states, outputs and tensor payloads stay the caller's; they are read and written in place and must
-// stay valid until the call is done. When a call is done, successful or not, the client has let go of them.
+// Ownership: the client copies small fields (names, options, targets, row weights) before a call returns. The
+// memory of hidden states, outputs and tensor payloads belongs to the caller. The client reads and writes it
+// in place, so it must stay valid until the call is done. When a call is done, with or without an error, the
+// client does not use the memory any more.
 //
-// Errors are absl::Status. The codes are the protocol's (see loss.proto and head.proto) and these:
-//   INVALID_ARGUMENT   also: the client refused the arguments before anything was sent
+// Errors are absl::Status. The codes have the meanings of the protocol (loss.proto, head.proto), and these:
+//   INVALID_ARGUMENT   also: the client itself refused the arguments, and has sent nothing
 //   UNAUTHENTICATED    the server does not know the client, or the client does not trust the server
 //   PERMISSION_DENIED  the client's role is too low; the message names method, role and identity
-//   UNAVAILABLE        no connection, or it broke and repeating did not help; the message names the server
-//   RESOURCE_EXHAUSTED also, without a detail: the transport refused the call, and repeating did not help
+//   UNAVAILABLE        there is no connection, or it broke and repeats failed; the message names the server
+//   RESOURCE_EXHAUSTED also, without a detail: the transport refused the call, and repeats failed
 //   DEADLINE_EXCEEDED  the call's timeout passed
 //   ABORTED            also: gradients of the open step are lost, since the server was restarted (RestartOf()
 //                      tells) or another caller has zeroed them, reset the head or loaded a checkpoint
 //                      (IsStepDiscarded() tells); see Client::AcknowledgeRestart
 //   INTERNAL           also: the server sent something the protocol does not allow ("server sent ...")
-// ErrorDetailOf() gives the structured detail of an error: the server's, or the argument that was refused.
+// ErrorDetailOf() returns the structured detail of an error: the one that the server sent, or the argument
+// that the client refused.
 #ifndef LOSSD_CLIENT_CPP_CLIENT_H_
 #define LOSSD_CLIENT_CPP_CLIENT_H_
 
@@ -56,29 +58,31 @@ namespace internal {
 class Core;
 }  // namespace internal
 
-// The calls of a Client that are about checkpoints: the base class of Client. Threads, ownership and errors
-// are those of Client.
+// The base class of Client with its calls about checkpoints. For threads, ownership and errors see Client.
 class CheckpointCalls {
  public:
-  // `name` may be empty: the server names the checkpoint by step.
+  // Saves a checkpoint of the head. If `name` is empty, the server names the checkpoint after the step.
   absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(absl::string_view head,
                                                             absl::string_view name = "",
                                                             absl::Duration timeout = absl::ZeroDuration());
-  // The same with all there is to say about a save. `on_progress` (may be null) is called on this thread, a
-  // few times a second. Unless request.cancel_with_call, the save goes on when this call ends early.
+  // As above, with every option of a save. The client calls `on_progress` (may be null) on this thread, a few
+  // times a second. If this call ends early, the save goes on, unless request.cancel_with_call is true.
   absl::StatusOr<v1::SaveCheckpointResponse> SaveCheckpoint(
       const v1::SaveCheckpointRequest& request,
       const std::function<void(const v1::SaveProgress&)>& on_progress,
       absl::Duration timeout = absl::ZeroDuration());
-  // Of `head`, or of all if it is empty; by head, then from the newest to the oldest.
+  // Lists the checkpoints of `head`, or of all heads if `head` is empty. The list is sorted by head, then
+  // from the newest checkpoint to the oldest one.
   absl::StatusOr<v1::ListCheckpointsResponse> ListCheckpoints(absl::string_view head = "",
                                                               absl::Duration timeout = absl::ZeroDuration());
-  // `checkpoint` is "<head>/<name>"; `head` may be empty: the checkpoint's own.
+  // Loads `checkpoint`, "<head>/<name>", into `head`. If `head` is empty, the head is the one that the
+  // checkpoint names.
   absl::StatusOr<v1::HeadDescription> LoadCheckpoint(absl::string_view checkpoint,
                                                      absl::string_view head = "",
                                                      absl::Duration timeout = absl::ZeroDuration());
 
-  // Removes the checkpoint "<head>/<name>"; NOT_FOUND if there is none. Repeated: the server deletes once.
+  // Removes the checkpoint "<head>/<name>"; NOT_FOUND if there is none. After a broken connection the client
+  // repeats the call; the server deletes only once.
   absl::StatusOr<v1::DeleteCheckpointResponse> DeleteCheckpoint(
       absl::string_view checkpoint, absl::Duration timeout = absl::ZeroDuration());
 
@@ -91,27 +95,28 @@ class CheckpointCalls {
   internal::Core* const calls_core_;
 };
 
-// What CheckHealth answers.
+// The result of CheckHealth.
 enum class Health { kServing, kNotServing, kUnknownService };
 
-// The calls of programs that watch a server rather than train with it: whether it serves, and who uses it.
-// Client::monitoring makes this object, which shares the client's connections and must not outlive the
-// client.
+// The calls for programs that watch a server and do not train with it: whether the server is healthy, and
+// which clients use it. Client::monitoring makes this object, which shares the client's connections and must
+// not outlive the client.
 //
 // Thread-safe. A zero timeout means ClientOptions::call_timeout.
 class MonitoringCalls {
  public:
-  // Which clients send rows, and the ComputeLoss calls that are open: the oldest `max_streams` of them (0:
-  // 1000). INVALID_ARGUMENT above 10000; UNIMPLEMENTED by earlier servers. Repeated like other calls that
-  // only read.
+  // Lists the clients that send rows, and the `max_streams` oldest open ComputeLoss calls (0 means 1000).
+  // INVALID_ARGUMENT if max_streams is above 10000; UNIMPLEMENTED if the server is too old to know the call.
+  // The client repeats this call like other calls that only read.
   absl::StatusOr<v1::ListStreamsResponse> ListStreams(uint32_t max_streams = 0,
                                                       absl::Duration timeout = absl::ZeroDuration()) const;
-  // grpc.health.v1; "" is the whole server. Not repeated.
+  // Calls Check of grpc.health.v1. The service "" is the whole server. The client does not repeat this call.
   absl::StatusOr<Health> CheckHealth(absl::string_view service = "",
                                      absl::Duration timeout = absl::ZeroDuration()) const;
-  // The version of lossd that the server said it is when the client connected; "": it said none.
+  // The lossd version that the server reported when the client connected; empty if it reported none.
   const std::string& server_version() const;
-  // D of a head, as an answer of the server has told this client last; nullopt: none has. Asks nothing.
+  // The hidden size D of a head, from the last answer of the server that described the head; nullopt if there
+  // was no such answer. Sends nothing to the server.
   std::optional<uint64_t> KnownHiddenSize(absl::string_view head) const;
 
  private:
@@ -125,23 +130,23 @@ namespace internal {
 class LossCall;
 }  // namespace internal
 
-// A loss computation under way. Movable; may be used from one thread at a time, except Cancel, which may be
-// called from any thread while the object lives.
+// A loss computation under way, which ComputeLossAsync or BackwardAsync has started. Movable. Only one thread
+// may use the object at a time, except for Cancel: any thread may call Cancel while the object lives.
 class PendingLoss {
  public:
   PendingLoss() = default;
   PendingLoss(PendingLoss&& other) noexcept = default;
   PendingLoss& operator=(PendingLoss&& other) noexcept;
-  // Cancels and waits, so that the caller's buffers are free afterwards.
+  // Cancels the computation and waits for its end, so that the caller's buffers are free afterwards.
   ~PendingLoss();
 
-  // True once the result is there and the buffers are free (the callback may still be running).
+  // True once the result is there and the caller's buffers are free. The callback may still be running.
   bool Done() const;
   // Blocks until the result is there and the callback, if any, has returned. May be repeated.
   absl::StatusOr<LossResult> Wait();
   // As Wait, but gives up after `timeout`; then false.
   bool WaitFor(absl::Duration timeout);
-  // Asks for an early end with CANCELLED; no effect when done.
+  // Asks that the computation end early with CANCELLED. Has no effect if it is done.
   void Cancel();
 
  private:
@@ -151,93 +156,104 @@ class PendingLoss {
   std::shared_ptr<internal::LossCall> call_;
 };
 
-// What becomes of a head that CreateHead finds under the name.
+// What CreateHead does if a head with the requested name exists already.
 enum class IfExists {
-  kError,  // ALREADY_EXISTS
-  kKeep,   // it stays as it is, values, step and optimizer
-  kReset,  // as new, by ResetHead with RESET_SCOPE_ALL and the request's initial values
+  kError,  // CreateHead fails with ALREADY_EXISTS
+  kKeep,   // the head stays as it is, with its values, step and optimizer
+  kReset,  // ResetHead makes the head as new (RESET_SCOPE_ALL), with the request's initial values
 };
 
-// A connected client. The head of this file has its contract: threads, ownership, errors.
+// A connected client. The comment at the top of this file has its contract: threads, ownership, errors.
 class Client : public CheckpointCalls {
  public:
-  // Connects. INVALID_ARGUMENT names a wrong option; UNAVAILABLE if nobody is there; FAILED_PRECONDITION if
-  // it is another program or only one side speaks TLS; UNAUTHENTICATED if one side does not trust the other;
-  // UNIMPLEMENTED for other gRPC servers; ABORTED if it is not options.expected_incarnation.
+  // Connects to the server. Errors: INVALID_ARGUMENT names a wrong option; UNAVAILABLE if there is no server;
+  // FAILED_PRECONDITION if another program listens there or only one side speaks TLS; UNAUTHENTICATED if one
+  // side does not trust the other; UNIMPLEMENTED if it is a gRPC server without lossd.v1; ABORTED if the
+  // server's incarnation is not options.expected_incarnation.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ClientOptions& options = {});
 
-  // Cancels what is under way and waits for it.
+  // Cancels the loss computations under way and waits for their end.
   ~Client();
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
   const ClientOptions& options() const;
-  // How the rows of loss computations travel, which is decided with the first of them; and over how many
-  // connections, which changes while the client works unless options().channels says how many.
+  // How the rows of loss computations travel, which the first computation decides, and how many connections
+  // they use. The number of connections changes while the client works, unless options().channels gives it.
   TransportChoice transport() const;
-  // Opens the memory that rows on this GPU of the process go through (nullopt: on the first one that is the
-  // server's), which the first loss computation does else and takes some milliseconds. True if it is memory
-  // of a GPU of the server; false: memory of the host, or none.
+  // Opens the shared memory for rows that are on GPU `gpu` of this process; nullopt means the first GPU of
+  // the server that this process sees. This takes some milliseconds. Without this call the first loss
+  // computation opens the memory. Returns true if the memory is on a GPU of the server, and false if it is
+  // memory of the host or there is none.
   bool OpenMemory(std::optional<int> gpu);
-  // What OpenMemory would return, if that is known without opening anything. Does not block.
+  // What OpenMemory would return; nullopt if the client cannot know this without opening memory. Does not
+  // block.
   std::optional<bool> KnowsMemory(int gpu) const;
 
   // ---- Loss ----
 
-  // Computes loss and gradients of a microbatch and blocks until all is done. Rows are split over streams and
-  // slices; slices of ignored rows alone are not sent. A stream that breaks (UNAVAILABLE) or is refused by
-  // the transport is sent again (the server accumulates no row twice), at most max_attempts times and only
-  // while the server has not been restarted and the gradients of the step have not been discarded. A
-  // computation that neither accumulates nor retains begins again, as often, if the weights change under it:
-  // its results belong to one version of the weights. One failing stream ends the others; the first error
-  // counts.
+  // Computes loss and gradients of a microbatch and blocks until the computation is done. The client splits
+  // the rows over streams and slices, and does not send slices that have ignored rows only.
+  // Repeats: the client sends a stream again if it breaks (UNAVAILABLE) or if the transport refuses it; the
+  // server accumulates no row twice. A stream has at most max_attempts attempts, and is not repeated if the
+  // server was restarted or the gradients of the step were discarded. A computation that neither accumulates
+  // nor retains begins again if the weights change meanwhile, also max_attempts times at most, because all
+  // its results must belong to one version of the weights.
+  // If one stream fails for good, the client ends the others and returns the first error.
   absl::StatusOr<LossResult> ComputeLoss(const Microbatch& microbatch, const LossOutputs& outputs,
                                          const ComputeOptions& options = {});
 
-  // Starts the same without blocking. The callback may be null; bad arguments are reported through it and
-  // through Wait like any other error.
+  // Starts the computation of ComputeLoss and returns without blocking. The callback may be null. Wrong
+  // arguments are reported through the callback and through Wait, like any other error.
   PendingLoss ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                const ComputeOptions& options = {}, LossCallback callback = nullptr);
 
-  // Deferred gradients, for objectives that need the row losses first: ComputeLoss with REDUCTION_NONE and
-  // `retain`, then Backward within the same step, then ReleaseMicrobatch. The server computes the logits
-  // again from the hidden states it kept. `grad_hidden` [N, D] of hidden_dtype gets dL/dx; null: not wanted.
-  // Repeated like ComputeLoss. NOT_FOUND if the rows are not retained (any more).
+  // Deferred gradients, for objectives that need the row losses first. The order of calls is: ComputeLoss
+  // with REDUCTION_NONE and `retain`, then Backward within the same step, then ReleaseMicrobatch. For
+  // Backward the server computes the logits again from the hidden states that it retained.
+  // `grad_hidden` [N, D] of hidden_dtype receives dL/dx; null if dL/dx is not wanted. The client repeats
+  // streams as for ComputeLoss. NOT_FOUND if the server does not retain the rows, or no longer.
   absl::StatusOr<LossResult> Backward(const RetainedGradients& gradients, void* grad_hidden,
                                       const BackwardOptions& options = {});
   PendingLoss BackwardAsync(const RetainedGradients& gradients, void* grad_hidden,
                             const BackwardOptions& options = {}, LossCallback callback = nullptr);
-  // Lets go of a retained microbatch; false if there was nothing to release. Repeated like ComputeLoss.
+  // Makes the server drop a retained microbatch; returns false if there was nothing to release. The client
+  // repeats this call if the connection breaks.
   absl::StatusOr<bool> ReleaseMicrobatch(absl::string_view head, uint64_t id,
                                          absl::Duration timeout = absl::ZeroDuration());
 
-  // The client remembers to which gradients of a head (server process and generation) it added rows of the
-  // open step, and names them in every further call of the step and every repeat. If the head has others,
-  // calls of the step fail with ABORTED, since gradients are gone, until the trainer says that it starts the
-  // step again: by a CreateHead, ResetHead, LoadCheckpoint or ZeroGradients of this client on the head, or by
-  // this call. Calls of the step that are under way then are not repeated.
+  // Tells the client that the trainer starts the open step of `head` again, after gradients were lost.
+  // The client remembers to which accumulated gradients of a head it added rows of the open step. It
+  // identifies them by server process (incarnation) and generation, and names them in every further call of
+  // the step and in every repeat. If the head's gradients are not these any more, calls of the step fail with
+  // ABORTED. They fail until the trainer starts the step again: by CreateHead, ResetHead, LoadCheckpoint or
+  // ZeroGradients of this client on the head, or by this call. The client does not repeat calls of the step
+  // that are under way at that time.
   void AcknowledgeRestart(absl::string_view head);
 
   // ---- Heads ----
-  // Calls that only read, ApplyStep, AddGradient, ResetHead, SetShares and DeleteCheckpoint (the server does
-  // each once) are repeated like streams, within the timeout. The others never are. A zero timeout means
-  // ClientOptions' default.
+  // Within their timeout, the client repeats calls that only read, and ApplyStep, AddGradient, ResetHead,
+  // SetShares and DeleteCheckpoint, which the server carries out only once. It never repeats other calls. A
+  // zero timeout means the default in ClientOptions.
 
-  // `if_exists`: with kKeep and kReset, ALREADY_EXISTS names every field that a head of this name has
-  // otherwise.
+  // Creates a head. If a head of this name exists, `if_exists` says what to do. With kKeep and kReset the
+  // existing head must match the request: else the error is ALREADY_EXISTS, which names every field that
+  // differs.
   absl::StatusOr<v1::HeadDescription> CreateHead(const v1::CreateHeadRequest& request,
                                                  absl::Duration timeout = absl::ZeroDuration(),
                                                  IfExists if_exists = IfExists::kError);
-  // Makes a head, or its optimizer alone, as it was when it was created. Without a reset_id it gets a random
-  // one; without an incarnation, that of the server process that has the head. ABORTED (RestartOf) if that
-  // ended during the call.
+  // Makes a head, or only its optimizer, as it was when it was created. If the request has no reset_id, the
+  // client sets a random one. If it has no incarnation, the client sets that of the present server process.
+  // ABORTED (RestartOf) if this server process is replaced by another one during the call.
   absl::StatusOr<v1::ResetHeadResponse> ResetHead(const v1::ResetHeadRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
-  // Divides the classes of a head that is split by vocabulary by other shares, between two steps. change_id,
-  // incarnation and a restart as in ResetHead.
+  // Changes the shares by which the devices divide the classes of a head that is split by vocabulary. Only
+  // between two steps. The client treats change_id as ResetHead treats reset_id; incarnation and a restart
+  // are as in ResetHead.
   absl::StatusOr<v1::SetSharesResponse> SetShares(const v1::SetSharesRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
-  // What CreateHead would answer now, or its error; nothing is created. UNIMPLEMENTED by earlier servers.
+  // Returns what CreateHead would return now, or its error, and creates nothing. UNIMPLEMENTED if the server
+  // is too old to know the call.
   absl::StatusOr<v1::HeadDescription> PlanHead(const v1::CreateHeadRequest& request,
                                                absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadDescription> DescribeHead(absl::string_view head,
@@ -245,14 +261,15 @@ class Client : public CheckpointCalls {
   absl::StatusOr<std::vector<v1::HeadDescription>> ListHeads(absl::Duration timeout = absl::ZeroDuration());
   absl::Status DeleteHead(absl::string_view head, absl::Duration timeout = absl::ZeroDuration());
 
-  // Reads a tensor as fp32. What is read is of one version: a read during which the tensor changes begins
-  // again, at most RetryOptions::max_attempts times, and ends with ABORTED if it changes each time.
+  // Reads a tensor as fp32. All values that it returns belong to one version of the tensor. If the tensor
+  // changes during the read, the read begins again; after RetryOptions::max_attempts attempts it ends with
+  // ABORTED.
   absl::StatusOr<Tensor> ReadTensor(absl::string_view head, v1::Param param, v1::Role role = v1::ROLE_VALUE,
                                     absl::Duration timeout = absl::ZeroDuration());
-  // Reads what `request` asks for into `out` [rows read, cols] of request.dtype. INVALID_ARGUMENT if its size
-  // is not exactly that; returns the shape read. After an error the contents of `out` are unspecified.
-  // `before`: the head as DescribeHead has described it, if the caller knows; ABORTED if it is another one by
-  // now.
+  // Reads the rows that `request` names into `out`, [rows, cols] of request.dtype, and returns the shape.
+  // INVALID_ARGUMENT if `out` does not have exactly this size. After an error the contents of `out` are
+  // unspecified. `before` is the description of the head that the caller has from DescribeHead, or null. With
+  // it, the error is ABORTED if the head was deleted and made again since.
   absl::StatusOr<TensorShape> ReadTensor(const v1::ReadTensorRequest& request, absl::Span<char> out,
                                          absl::Duration timeout = absl::ZeroDuration(),
                                          const v1::HeadDescription* before = nullptr);
@@ -261,18 +278,19 @@ class Client : public CheckpointCalls {
   absl::StatusOr<v1::WriteTensorResponse> WriteTensor(absl::string_view head, v1::Param param,
                                                       absl::Span<const float> values,
                                                       absl::Duration timeout = absl::ZeroDuration());
-  // Replaces the rows `open` names by `payload`, of open.dtype. After an error some rows may be replaced.
-  // `shape`: of the array that the payload is, [rows, D] or [rows], if there is one: INVALID_ARGUMENT names
-  // it unless the tensor takes it.
+  // Replaces the rows that `open` names by `payload`, which has open.dtype. After an error some rows may have
+  // been replaced. `shape` is the shape of the caller's array that holds the payload, [rows, D] or [rows];
+  // empty if the caller has no array. INVALID_ARGUMENT if the shape does not fit the tensor.
   absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const v1::OpenTensor& open,
                                                       absl::Span<const char> payload,
                                                       absl::Duration timeout = absl::ZeroDuration(),
                                                       absl::Span<const uint64_t> shape = {});
 
-  // Adds `payload`, of open.dtype, to the rows that `open` names of a parameter's gradient, exactly once
-  // whatever breaks: what another stage accumulated for a parameter it shares with the head.
-  // open.contribution_id is not the id of a microbatch of the step. ABORTED also if the server was restarted
-  // since gradients of the step were accumulated: those are gone. `shape`: as WriteTensor takes it.
+  // Adds a contribution to a parameter's gradient: the gradient that another stage accumulated for a
+  // parameter that it shares with the head. `payload`, of open.dtype, is added to the rows that `open` names.
+  // It is added exactly once, even if connections break. open.contribution_id must differ from the ids of the
+  // step's microbatches. ABORTED also if the server was restarted after gradients of the step were
+  // accumulated, because those gradients are lost. `shape` is as in WriteTensor.
   absl::StatusOr<v1::AddGradientResponse> AddGradient(const v1::OpenGradient& open,
                                                       absl::Span<const char> payload,
                                                       absl::Duration timeout = absl::ZeroDuration(),
@@ -281,10 +299,10 @@ class Client : public CheckpointCalls {
   absl::StatusOr<v1::GradNormResponse> GradNorm(absl::string_view head,
                                                 std::optional<uint64_t> step = std::nullopt,
                                                 absl::Duration timeout = absl::ZeroDuration());
-  // ABORTED also if the answer shows that the server was restarted between the accumulation of rows of this
-  // step and its application: then it applied a step without them (give expected_rows or
-  // expected_microbatches to have it refuse).
-  // UNIMPLEMENTED with begin_optimizer or Optimizer.lazy_rows by earlier servers; nothing is applied.
+  // Applies the optimizer step. ABORTED also if the answer shows that the server was restarted after rows of
+  // this step were accumulated: then the server has applied a step without these rows. To make it refuse such
+  // a step instead, set expected_rows or expected_microbatches. UNIMPLEMENTED, and nothing is applied, if the
+  // request has begin_optimizer or Optimizer.lazy_rows and the server is too old to know them.
   absl::StatusOr<v1::ApplyStepResponse> ApplyStep(const v1::ApplyStepRequest& request,
                                                   absl::Duration timeout = absl::ZeroDuration());
   absl::StatusOr<v1::HeadState> ZeroGradients(absl::string_view head, uint64_t step,
@@ -293,13 +311,14 @@ class Client : public CheckpointCalls {
   // ---- Server ----
 
   absl::StatusOr<v1::ServerDescription> GetServer(absl::Duration timeout = absl::ZeroDuration());
-  // CheckHealth, ListStreams.
+  // The calls CheckHealth and ListStreams.
   MonitoringCalls monitoring() const;
 
  private:
   explicit Client(std::unique_ptr<internal::Core> core);
-  // `error` of a call that moved a tensor, or ABORTED if the head is not the one that was described `before`
-  // the call: the error may be that of a head which took its place.
+  // For a call that moved a tensor and ended with `error`: returns ABORTED if the head is not the one that
+  // was described `before` the call any more, because then the error may come from a head that took its
+  // place. Otherwise returns `error`, or NOT_FOUND if the head is gone.
   absl::Status IfMadeAgain(const absl::Status& error, const v1::HeadDescription& before, v1::Param param,
                            absl::Time deadline);
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The defaults and errors of the client (client_options.h): values from the environment, and the statuses for
+// restarts and discarded steps.
 #include "client/cpp/client_options.h"
 
 #include <unistd.h>
@@ -24,7 +26,7 @@ constexpr size_t kMostOfHost = 64;
 
 bool IsControl(char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; }
 
-// "<host>:<pid>-<8 hexadecimal digits>".
+// The default run: "<host>:<pid>-<8 random hexadecimal digits>".
 std::string OwnName() {
   char host[256] = {};
   if (gethostname(host, sizeof(host) - 1) != 0) host[0] = '\0';
@@ -64,7 +66,7 @@ namespace internal {
 absl::Status CheckRunName(absl::string_view run, absl::string_view source) {
   const auto is_first = [](char c) {
     return (static_cast<unsigned char>(c) & 0xc0) != 0x80;
-  };  // of a character
+  };  // whether a byte is the first one of a UTF-8 character
   const auto characters = static_cast<size_t>(std::count_if(run.begin(), run.end(), is_first));
   const bool printable = errors::ValidUtf8(run) == run && std::none_of(run.begin(), run.end(), IsControl);
   if (printable && characters <= kMostCharacters) return absl::OkStatus();
@@ -84,7 +86,7 @@ std::string RandomDigits(int digits) {
 
 namespace {
 
-// In the message of a status that gRPC makes for a message beyond a limit of one side.
+// A part of the error text that gRPC makes for a message that exceeds the size limit of one side.
 constexpr absl::string_view kTooLarge = "essage larger than max";
 
 constexpr char kRestartPayload[] = "lossd/restart";

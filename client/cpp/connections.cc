@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The connections of a client (connections.h): when to open another one, the gRPC channels and their
+// credentials, calls that end early, and the first call with its diagnosis of errors.
 #include "client/cpp/connections.h"
 
 #include <grpc/grpc.h>
@@ -25,15 +27,17 @@ namespace lossd::client::internal {
 
 namespace {
 
-// A round ends when at least so much payload was moved and streams were under way for at least so long.
+// A round ends when at least kRoundBytes of payload were moved and streams were under way for at least
+// kRoundTime.
 constexpr uint64_t kRoundBytes = uint64_t{64} << 20;
 constexpr absl::Duration kRoundTime = absl::Milliseconds(200);
-// A round that takes longer is not judged: something else than the connections is slow.
+// A round that takes longer than this is not judged, because something other than the connections is slow.
 constexpr absl::Duration kLongestRound = absl::Seconds(30);
-// Connections are busy if each of them has a stream for this part of the time.
+// The connections count as busy if, on average, as many streams as connections are under way for this part of
+// the time.
 constexpr double kBusy = 0.9;
-constexpr double kGain = 1.1;  // a further connection stays if the bytes per second grow by this factor
-// Rounds between two trials of a further connection. Each trial in a row that fails doubles them.
+constexpr double kGain = 1.1;  // a new connection stays if the bytes per second grow by this factor
+// The number of rounds between two trials of a new connection. Each further failure in a row doubles it.
 constexpr int kFirstRest = 8;
 constexpr int kLongestRest = 512;
 
@@ -113,7 +117,7 @@ void ConnectionChooser::Refused(absl::string_view why, uint64_t moved) {
 
 namespace {
 
-// Empty if the version is not made of numbers.
+// The numbers in a version such as "1.2.3"; empty if a part is not a number.
 std::vector<uint32_t> Numbers(absl::string_view version) {
   std::vector<uint32_t> numbers;
   for (const absl::string_view part : absl::StrSplit(version, '.')) {
@@ -122,7 +126,7 @@ std::vector<uint32_t> Numbers(absl::string_view version) {
   return numbers;
 }
 
-// What a server's version is beside this client's, and what to do.
+// A text that compares the server's version with this client's, and says what to do.
 std::string Compared(absl::string_view server) {
   const std::vector<uint32_t> theirs = Numbers(server), ours = Numbers(ClientVersion());
   const std::string client = absl::StrCat("this client (lossd ", ClientVersion(), "); ");
@@ -144,7 +148,7 @@ absl::Status CallStatus(const grpc::Status& status, const Peer& peer) {
     case absl::StatusCode::kDeadlineExceeded:
       return errors::WithMessage(result, absl::StrCat(result.message(), " (server ", peer.target, ")"));
     case absl::StatusCode::kUnimplemented:
-      if (wire::GetErrorDetail(result).has_value()) return result;  // it knows the call, but not what it asks
+      if (wire::GetErrorDetail(result).has_value()) return result;  // it knows the call, not the request
       return errors::WithMessage(result, absl::StrCat("lossd ", peer.version, " at ", peer.target,
                                                       " does not know this call: it is ",
                                                       Compared(peer.version), " (", result.message(), ")"));
@@ -162,21 +166,22 @@ namespace lossd::client {
 namespace internal {
 namespace {
 
-// Asked for, of the host's memory and of the GPU's: at first, and at most for larger microbatches.
+// The sizes of the regions that the client asks for if shared_memory_bytes is not set: the first region, and
+// the largest one.
 constexpr RegionSizes kRegionSizes = {.least = uint64_t{4} << 20, .most = uint64_t{256} << 20};
 
 grpc::ChannelArguments Arguments(const ClientOptions& options) {
   grpc::ChannelArguments arguments;
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // else channels share one connection
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // repeating is decided here, where it is known to be safe
+  arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);  // the client knows itself which repeats are safe
   arguments.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   arguments.SetMaxSendMessageSize(static_cast<int>(options.max_message_bytes));
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 1000);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 2000);
-  // Keepalive also sets TCP_USER_TIMEOUT, which is what ends a write to a peer that takes nothing any more.
-  // Pings are rarer than the five minutes that servers tolerate by default.
+  // Keepalive also sets TCP_USER_TIMEOUT, which ends a write to a peer that takes no data any more. There is
+  // a ping every ten minutes; by default servers tolerate one every five minutes.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10 * 60 * 1000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS,
                    static_cast<int>(absl::ToInt64Milliseconds(options.dead_peer_timeout)));
@@ -230,8 +235,8 @@ absl::Status Validate(const ClientOptions& options) {
   return absl::OkStatus();
 }
 
-// The server's socket for regions of `device`, a GPU, or of the host if empty. The server is asked again,
-// because another process may serve at its address by now, with other GPUs.
+// Asks the server for its region socket, for regions of the GPU `device` (empty: the host). Asks even if the
+// socket was known, because by now another process with other GPUs may serve at the address.
 absl::StatusOr<std::string> AskRegionSocket(v1::ServerService::Stub* server, const std::string& device) {
   grpc::ClientContext context;
   SetDeadline(clocks::SteadyNow() + absl::Seconds(2), &context);
@@ -259,7 +264,8 @@ std::unique_ptr<RegionSource> HostRegions(const ClientOptions& options, const v1
                                         [stub] { return AskRegionSocket(stub, ""); });
 }
 
-// gRPC would shut down with the last channel, and may wait for its poller for ten seconds then.
+// Keeps gRPC initialized for the life of the process. Otherwise it would shut down with the last channel, and
+// might then wait for its poller for ten seconds.
 void KeepGrpcRunning() {
   static const bool initialized = (grpc_init(), true);
   (void)initialized;
@@ -380,7 +386,7 @@ void Connections::End() {
     case ConnectionChooser::Advice::kStay:
       return;
     case ConnectionChooser::Advice::kDrop:
-      channels_.pop_back();  // streams that are under way on it keep it
+      channels_.pop_back();  // streams under way on this channel keep it
       return;
     case ConnectionChooser::Advice::kAdd:
       next_ =
@@ -462,7 +468,7 @@ void SetDeadline(absl::Time deadline, grpc::ClientContext* context) {
 namespace internal {
 namespace {
 
-// Puts the token on every call.
+// Adds the token to the metadata of every call.
 class TokenInterceptor final : public grpc::experimental::Interceptor {
  public:
   explicit TokenInterceptor(const std::string& token) : authorization_(absl::StrCat("Bearer ", token)) {}
@@ -491,7 +497,7 @@ class TokenInterceptorFactory final : public grpc::experimental::ClientIntercept
 
 absl::Status ReadPem(const char* option, const std::string& path, std::string* content) {
   if (path.empty()) return absl::OkStatus();
-  // Not a stream, which throws for a folder.
+  // Uses no std::ifstream, because it throws an exception for a folder.
   if (FILE* const file = std::fopen(path.c_str(), "rb"); file != nullptr) {
     char part[4096];
     while (const size_t count = std::fread(part, 1, sizeof(part), file)) content->append(part, count);
@@ -523,7 +529,7 @@ absl::Status Check(const CredentialOptions& options) {
   }
   const bool visible = std::all_of(options.token.begin(), options.token.end(),
                                    [](char c) { return absl::ascii_isgraph(static_cast<unsigned char>(c)); });
-  if (!visible) {  // the value is a secret
+  if (!visible) {  // the error must not show the value, which is a secret
     return ArgumentError("options.credentials.token", "something else",
                          "must be of visible ASCII characters");
   }
@@ -677,8 +683,8 @@ namespace {
 
 // How long the first call waits for an answer, before the client looks for the reason of the silence.
 constexpr absl::Duration kSilencePatience = absl::Milliseconds(500);
-constexpr absl::Duration kRound = absl::Seconds(5);         // how long each later call waits
-constexpr absl::Duration kPause = absl::Milliseconds(200);  // between two calls
+constexpr absl::Duration kRound = absl::Seconds(5);         // how long each later call waits for an answer
+constexpr absl::Duration kPause = absl::Milliseconds(200);  // the wait between two calls
 
 absl::StatusOr<v1::ServerDescription> Ask(const std::shared_ptr<grpc::Channel>& channel, absl::Time deadline,
                                           bool wait_for_ready) {
@@ -693,7 +699,7 @@ absl::StatusOr<v1::ServerDescription> Ask(const std::shared_ptr<grpc::Channel>& 
   return description;
 }
 
-// An error of the first call that says who is there.
+// The error for a server that has answered the first call with an error.
 absl::Status Refusal(const absl::Status& status, const std::string& target) {
   if (absl::IsUnimplemented(status)) {
     return absl::UnimplementedError(absl::StrCat(
@@ -703,15 +709,15 @@ absl::Status Refusal(const absl::Status& status, const std::string& target) {
   return status;
 }
 
-// Whether the server lets this client see nothing of it.
+// Whether the server refuses to describe itself to this client.
 bool KnowsNot(const absl::Status& status) {
   return absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status);
 }
 
-// Whether another call may end otherwise.
+// Whether another call may succeed.
 bool MayPass(const absl::Status& status) { return IsTransient(status) || absl::IsDeadlineExceeded(status); }
 
-// `reason`: what was found last; OK: nothing.
+// The error after the last attempt. `reason`: what the last diagnosis found; OK: nothing.
 absl::Status GaveUp(const absl::Status& reason, const ClientOptions& options) {
   const std::string waited = absl::FormatDuration(options.connect_timeout);
   if (!reason.ok()) {
@@ -722,13 +728,12 @@ absl::Status GaveUp(const absl::Status& reason, const ClientOptions& options) {
                    " has not answered within ", waited, ": it is busy, or it is another program than lossd"));
 }
 
-// Why a call ended with `status`, as far as it can be found out. OK: nothing was found, and it may be sent
-// again.
+// Finds out why a call ended with `status`. OK: nothing was found, and the call may be sent again.
 absl::Status Reason(const absl::Status& status, bool first, const ChannelCredentials& credentials,
                     const std::string& target) {
   absl::Status reason = credentials.Diagnose(target);
-  // UNAVAILABLE tells that there is no server, but not after the first call if the address can be probed: the
-  // probe found nothing wrong, so the server may have come up since that call.
+  // UNAVAILABLE means that there is no server. Exception: after the first call, if the probe of the address
+  // has found nothing wrong, because then the server may have started since that call.
   const bool tells = absl::IsUnavailable(status) && !(first && CanProbe(target));
   return reason.ok() && tells ? NoServerError(target, status.message()) : reason;
 }
@@ -742,7 +747,8 @@ absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Ch
     const absl::Time end = std::min(deadline, clocks::SteadyNow() + (first ? kSilencePatience : kRound));
     absl::StatusOr<v1::ServerDescription> server = Ask(channel, end, /*wait_for_ready=*/!first);
     if (server.ok()) return server;
-    // A server that tells nothing to this client may still say whether it serves; other calls will say why.
+    // A server that refuses to describe itself may still answer health checks, so this is no error here.
+    // Later calls will return the server's error.
     if (KnowsNot(server.status()) && options.expected_incarnation == 0) return v1::ServerDescription();
     if (!MayPass(server.status())) return Refusal(server.status(), options.target);
     const absl::Status reason = Reason(server.status(), first, credentials, options.target);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The connections of one client, the stubs over them, and the server that they lead to: how they are opened,
-// with which credentials, and what the first call on each finds there. A client that was not told how many
-// connections to take opens further ones while it works: ConnectionChooser decides when.
+// The connections of one Client (client.h) to its server. Connections owns the gRPC channels and stubs; Open
+// connects, with the credentials of the client (ChannelCredentials), and waits for the server's first answer
+// (AwaitServer). If ClientOptions::channels is not set, ConnectionChooser decides how many connections the
+// client has.
 //
 // Connections is thread-safe; ConnectionChooser is thread-compatible; functions are stateless and
 // thread-safe.
@@ -36,10 +37,10 @@
 
 namespace lossd::client::internal {
 
-// Decides how many connections a client takes that chooses by itself. The client begins with one connection,
-// which is all that small jobs ever have. Once payload keeps the present connections busy, the client tries
-// one more for a while. It keeps that one if more bytes were moved; otherwise it drops it and tries again
-// much later.
+// Decides how many connections a client uses if ClientOptions::channels is not set. The client begins with
+// one connection; small jobs never have more. Once payload keeps the present connections busy, the client
+// tries one more for a while. It keeps this connection if the payload then moves faster. Otherwise it drops
+// the connection, and tries again much later.
 //
 // Times come from the caller. tests/client/golden/connecting.json has cases.
 //
@@ -54,43 +55,43 @@ class ConnectionChooser {
     kDrop,  // the last connection is not used any more
   };
 
-  // The connections that streams are spread over.
+  // The number of connections that streams are spread over.
   int count() const { return count_; }
 
   // A stream begins.
   void Begin(absl::Time now);
-  // A stream has ended. `moved`: the bytes of payload that all streams have ever moved in messages, both
-  // ways.
+  // A stream has ended. `moved`: the bytes of payload that all streams of the client have moved in messages
+  // so far, both ways.
   Advice End(uint64_t moved, absl::Time now);
 
-  // The connection that was advised stands; count() is one more.
+  // The connection of kAdd is established; count() is one more.
   void Added(uint64_t moved);
-  // It does not, for this reason.
+  // The connection of kAdd could not be established; `why` is the reason.
   void Refused(absl::string_view why, uint64_t moved);
 
-  // Why there are so many, for people.
+  // Why count() is what it is, as a text for users.
   const std::string& reason() const { return reason_; }
 
  private:
   struct Round {
     uint64_t moved_before = 0;
-    absl::Duration busy;          // with at least one stream under way
-    absl::Duration streams_busy;  // summed over streams
+    absl::Duration busy;          // the time with at least one stream under way
+    absl::Duration streams_busy;  // the time under way, summed over streams
   };
 
   void Advance(absl::Time now);
-  // What follows from a round in which so many bytes were moved a second.
+  // The advice after a round in which `rate` bytes per second were moved.
   Advice Decide(double rate);
   void Rest();
 
   int count_ = 1;
-  bool opening_ = false;  // another one is being opened
-  bool trying_ = false;   // the last one is on trial
-  double before_ = 0;     // bytes per second without it
+  bool opening_ = false;  // another connection is being opened
+  bool trying_ = false;   // the last connection is on trial
+  double before_ = 0;     // bytes per second without the connection on trial
   int rest_ = 0;          // rounds before the next trial
-  int failures_ = 0;      // trials in a row
-  int under_way_ = 0;     // streams
-  absl::Time last_;       // when their number changed
+  int failures_ = 0;      // trials that have failed in a row
+  int under_way_ = 0;     // streams under way
+  absl::Time last_;       // when under_way_ last changed
   Round round_;
   std::string reason_ = "little was sent in messages so far";
 };
@@ -98,30 +99,30 @@ class ConnectionChooser {
 // The server that calls go to.
 struct Peer {
   std::string target;
-  std::string version;  // of lossd, as the server says
+  std::string version;  // the lossd version that the server reports
 };
 
-// Ends calls of a thread that blocks in them, from another thread: whatever the thread waits for then, an
-// answer or the time before a repeat, it stops waiting, and its call ends with CANCELLED.
+// Ends the blocking calls of one thread, from another thread. If the thread waits for an answer, or for the
+// time before a repeat, it stops waiting, and its call ends with CANCELLED.
 //
 //   Cancellation cancellation;
 //   CancellableCalls calls(&cancellation);  // of this thread, while the object lives
 //   client->DescribeHead("lm");
 //
-// Loss computations are not the thread's: PendingLoss::Cancel ends them. Thread-safe.
+// Does not end loss computations, which run on other threads; PendingLoss::Cancel ends those. Thread-safe.
 class Cancellation {
  public:
   Cancellation() = default;
   Cancellation(const Cancellation&) = delete;
   Cancellation& operator=(const Cancellation&) = delete;
 
-  // May be repeated. Calls that begin later end at once.
+  // Ends the present calls; calls that begin later end at once. May be repeated.
   void Cancel() ABSL_LOCKS_EXCLUDED(mu_);
   bool cancelled() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // That of the calling thread; null: it has none.
+  // The cancellation of the calling thread; null: there is none.
   static Cancellation* OfThread();
-  // Sleeps, but not longer than until the thread's calls are cancelled: then CANCELLED.
+  // Sleeps for `time`. Ends early, with CANCELLED, when the thread's calls are cancelled.
   static absl::Status Sleep(absl::Duration time);
 
  private:
@@ -131,10 +132,11 @@ class Cancellation {
 
   mutable absl::Mutex mu_;
   bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
-  std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mu_);  // of calls under way
+  std::vector<grpc::ClientContext*> contexts_ ABSL_GUARDED_BY(mu_);  // contexts of the calls under way
 };
 
-// Makes the thread's calls end with a cancellation, which outlives the object.
+// While the object lives, `cancellation` ends the calls of this thread. The cancellation must outlive the
+// object.
 class CancellableCalls {
  public:
   explicit CancellableCalls(Cancellation* cancellation)
@@ -147,7 +149,8 @@ class CancellableCalls {
   Cancellation* const before_;
 };
 
-// Stands beside the context of a call that a thread waits for, and goes before it.
+// Lets the thread's Cancellation cancel the call of `context`, on which the thread blocks. Destroy this
+// object before the context.
 class CancellableContext {
  public:
   explicit CancellableContext(grpc::ClientContext* context);
@@ -163,40 +166,40 @@ class CancellableContext {
 // This library's version, "1.2.3".
 absl::string_view ClientVersion();
 
-// The status of a finished call, with the server's detail. UNAVAILABLE and DEADLINE_EXCEEDED name the server,
-// UNIMPLEMENTED says which side is older.
+// Converts the status of a finished call, with the detail that the server sent. The messages of UNAVAILABLE
+// and DEADLINE_EXCEEDED then name the server, and that of UNIMPLEMENTED says which side is older.
 absl::Status CallStatus(const grpc::Status& status, const Peer& peer);
 
 // The connections of one client. Thread-safe after construction.
 class Connections {
  public:
-  // Opens options.channels connections, or one, and waits until the server has answered on each; see
-  // AwaitServer.
+  // Opens options.channels connections (one if it is not set), and waits until the server has answered on
+  // each; see AwaitServer.
   static absl::StatusOr<std::unique_ptr<Connections>> Open(const ClientOptions& options);
 
-  // Each has a connection of its own. Any index >= 0; wraps around. In place of one that is broken, and was
-  // not to be had again yet, the next one that is not.
+  // The channel with this index modulo count(). Each channel has a connection of its own. If the connection
+  // is broken and not restored yet, returns the next channel that is not broken.
   std::shared_ptr<grpc::Channel> channel(size_t index) const ABSL_LOCKS_EXCLUDED(mu_);
-  // How many there are at the moment, and why.
+  // How many connections there are now, and why.
   ConnectionChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);
   int count() const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // A stream of a loss computation begins, or has ended.
+  // Tells that a stream of a loss computation begins, or has ended.
   void Begin() ABSL_LOCKS_EXCLUDED(mu_);
   void End() ABSL_LOCKS_EXCLUDED(mu_);
   // Counts the bytes of payload that streams move in messages, both ways.
   const std::shared_ptr<std::atomic<uint64_t>>& moved() const { return moved_; }
 
   const Peer& peer() const { return peer_; }
-  // The number of this client among those of the process (wire::DirectServer).
+  // The number of this client, which no other client of the process has (wire::DirectServer).
   uint64_t direct_client() const { return direct_client_; }
-  // Of the server that has answered, which may have been restarted since.
-  uint64_t incarnation() const { return incarnation_; }  // 0: it does not tell this client
+  // The incarnation of the server process that answered Open. The server may have been restarted since.
+  uint64_t incarnation() const { return incarnation_; }  // 0: the server does not tell it to this client
 
-  // Of memory of the host.
+  // The source of regions of host memory.
   RegionSource& regions() const { return *regions_; }
-  // The region for a call that begins, whose rows have so many bytes and are in memory of the host (nullopt)
-  // or of a GPU; null: they are to go in messages. May open a region.
+  // The region for a call that begins. Its rows have `call_bytes` and are in host memory (nullopt) or on a
+  // GPU. Null: the rows go in messages. May open a region.
   std::shared_ptr<SharedRegion> RegionFor(std::optional<int> gpu, uint64_t call_bytes) const;
   // As Client::OpenMemory.
   bool OpenMemory(std::optional<int> gpu) const;
@@ -214,7 +217,7 @@ class Connections {
   Connections(std::vector<std::shared_ptr<grpc::Channel>> channels, const ClientOptions& options,
               std::shared_ptr<const Credentials> credentials, v1::ServerDescription server);
 
-  // Takes the connection that is being opened if it stands, or gives it up.
+  // Adds the connection that is being opened to channels_ if it is established; drops it after its deadline.
   void LookAtNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const ClientOptions options_;
@@ -222,7 +225,7 @@ class Connections {
   const std::shared_ptr<std::atomic<uint64_t>> moved_ = std::make_shared<std::atomic<uint64_t>>(0);
   mutable absl::Mutex mu_;
   std::vector<std::shared_ptr<grpc::Channel>> channels_ ABSL_GUARDED_BY(mu_);
-  ConnectionChooser chooser_ ABSL_GUARDED_BY(mu_);            // unless options_.channels says how many
+  ConnectionChooser chooser_ ABSL_GUARDED_BY(mu_);            // only used if options_.channels is not set
   std::shared_ptr<grpc::Channel> next_ ABSL_GUARDED_BY(mu_);  // being opened; null: none
   absl::Time next_deadline_ ABSL_GUARDED_BY(mu_);
   const Peer peer_;
@@ -238,24 +241,25 @@ class Connections {
 
 void SetDeadline(absl::Time deadline, grpc::ClientContext* context);
 
-// How a client connects: the channels that it opens with its credentials, the first call on each of them,
-// which finds out whether a lossd is there, and the error that says what is there if not.
+// How a client connects. ChannelCredentials opens channels. AwaitServer makes the first call on a channel,
+// and so finds out whether a lossd server is there. Explain makes the error that says what is there instead.
 //
 // Functions are stateless and thread-safe.
 
-// The client's own view of Credentials, of which this is the only kind. Thread-safe.
+// The implementation of Credentials; there is no other one. Thread-safe.
 class ChannelCredentials final : public Credentials {
  public:
   // `pem`: the contents of the files that `options` names.
   ChannelCredentials(CredentialOptions options, CredentialOptions pem)
       : options_(std::move(options)), pem_(std::move(pem)) {}
 
-  // INVALID_ARGUMENT if a token would go to another host in the clear.
+  // INVALID_ARGUMENT if the token would go to another host without encryption.
   absl::Status CheckTarget(const std::string& target) const;
   std::shared_ptr<grpc::Channel> Open(const std::string& target,
                                       const grpc::ChannelArguments& arguments) const;
-  // Why no connection to `target` comes about (Explain); OK: nothing was found, so that a
-  // server that has not answered may be busy. Connects to it once or twice, which takes some seconds at most.
+  // Finds out why no connection to `target` is established, and returns the error of Explain. OK: nothing was
+  // found; a server that has not answered may be busy. Connects to `target` once or twice, which takes some
+  // seconds at most.
   absl::Status Diagnose(const std::string& target) const;
 
  private:
@@ -265,18 +269,21 @@ class ChannelCredentials final : public Credentials {
   const CredentialOptions pem_;
 };
 
-// The error that a finding at `target` means, in words that say what to do; OK for kUnknown. UNAVAILABLE if
-// no server is there, which may change; FAILED_PRECONDITION and UNAUTHENTICATED for what waiting cannot mend.
-// `options`: what the client was given. tests/client/golden/connecting.json has cases.
+// The error for what a probe has found at `target`; the message says what to do. OK for kUnknown. UNAVAILABLE
+// if no server is there, which may change. FAILED_PRECONDITION and UNAUTHENTICATED for faults that do not end
+// by waiting. `options` are the client's credentials, for the message. tests/client/golden/connecting.json
+// has cases.
 absl::Status Explain(const Finding& finding, const std::string& target, const CredentialOptions& options);
 
-// UNAVAILABLE: there is no server at `target`, because of `why`, a sentence without its full stop, or "".
+// The UNAVAILABLE error that there is no server at `target`. `why` is the reason, a sentence without its full
+// stop, or "".
 absl::Status NoServerError(const std::string& target, absl::string_view why);
 
-// Waits until the server has answered on this channel. UNAVAILABLE if nobody is there: at once, unless
-// options.wait_for_server. What waiting cannot mend (TLS on one side only, another program, ...) is returned
-// at once in any case. A server that takes connections but says nothing may be busy, so it has until the
-// deadline. The description is empty if the server does not know this client, or gives it no role.
+// Waits until the server has answered on this channel, and returns its description. UNAVAILABLE if there is
+// no server; with options.wait_for_server only after the deadline, else at once. Faults that do not end by
+// waiting (TLS on one side only, another program, ...) are returned at once in any case. A server that takes
+// connections but does not answer may be busy, so AwaitServer waits for it until the deadline. The
+// description is empty if the server does not know this client, or gives it no role.
 absl::StatusOr<v1::ServerDescription> AwaitServer(const std::shared_ptr<grpc::Channel>& channel,
                                                   const ChannelCredentials& credentials,
                                                   const ClientOptions& options, absl::Time deadline);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Named servers and private files (contexts.h), with a parser of the JSON file whose errors name the line.
 #include "client/cpp/contexts.h"
 
 #include <fcntl.h>
@@ -38,7 +39,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// The address in LOSSD_SERVER.
+// Checks the address in LOSSD_SERVER.
 absl::Status CheckEnvironment(const std::string& target) {
   const std::string problem = internal::TargetProblem(target);
   if (problem.empty()) return absl::OkStatus();
@@ -55,7 +56,7 @@ absl::Status NoSuchContext(const std::string& path, const std::string& name, con
                                {"context", "must be one that was added", name});
 }
 
-// What a context says. The token's file is not read without `with_token`.
+// The server and the credentials of a context. Reads the token file only if `with_token`.
 absl::StatusOr<ChosenServer> Named(const std::string& path, const std::string& name, const Contexts& contexts,
                                    bool with_token) {
   const auto found = contexts.by_name.find(name);
@@ -70,7 +71,8 @@ absl::StatusOr<ChosenServer> Named(const std::string& path, const std::string& n
   return chosen;
 }
 
-// The server, and what its context has for it.
+// Chooses the server, without the credentials of arguments and environment. If a context gives the server,
+// the result has the context's credentials.
 absl::StatusOr<ChosenServer> ChooseAddress(const ServerArguments& arguments, CurrentContext current) {
   if (arguments.server.has_value()) {
     if (!arguments.context.has_value()) return ChosenServer{.server = *arguments.server};
@@ -150,7 +152,7 @@ std::string FolderOf(const std::string& path) {
 }  // namespace
 
 absl::StatusOr<std::string> ReadPrivateFile(const std::string& path, Privacy privacy, size_t most_bytes) {
-  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe is not waited for
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe does not block
   if (descriptor < 0) return SystemError(path, "read", errno);
   const absl::Cleanup closes = [descriptor] { close(descriptor); };
   struct stat file = {};
@@ -245,7 +247,7 @@ std::string FieldNames() {
   return absl::StrJoin(kFields, ", ", [](std::string* out, const Field& field) { out->append(field.name); });
 }
 
-// A text for nlohmann's parser that says how far it has been read.
+// An iterator over a text for nlohmann's parser. It records how far the parser has read.
 class Reading {
  public:
   using iterator_category = std::forward_iterator_tag;
@@ -273,7 +275,7 @@ class Reading {
   const char** furthest_;
 };
 
-// Reads the file's objects one token after the other, so that an error has a line.
+// Parses the file one token after another, so that it knows the line of an error.
 class Reader : public nlohmann::json_sax<Json> {
  public:
   Reader(absl::string_view text, const std::string& path)
@@ -380,7 +382,7 @@ class Reader : public nlohmann::json_sax<Json> {
   std::string Where() const { return absl::StrJoin(path_in_file_, "."); }
   int64_t Line() const {
     const char* end = std::min(furthest_, text_.data() + text_.size());
-    if (end > text_.data() && end[-1] == '\n') --end;  // a number is known to end by what follows it
+    if (end > text_.data() && end[-1] == '\n') --end;  // the parser reads one character past a number
     return 1 + std::count(text_.data(), end, '\n');
   }
 
@@ -409,8 +411,8 @@ class Reader : public nlohmann::json_sax<Json> {
   const absl::string_view text_;
   const std::string& path_;
   const char* furthest_;
-  size_t open_ = 0;                        // objects
-  std::vector<std::string> path_in_file_;  // names of what is being read
+  size_t open_ = 0;                        // the depth of open objects
+  std::vector<std::string> path_in_file_;  // the keys of the value that is being read
   std::map<std::string, bool> seen_;
   size_t current_at_ = 0;
   Contexts contexts_;
@@ -468,7 +470,7 @@ absl::Status ChangeContexts(const std::string& path, const std::function<absl::S
   LOSSD_TRY(const FolderLock lock, FolderLock::Of(path));
   LOSSD_TRY(Contexts contexts, ReadContexts(path));
   LOSSD_RETURN_IF_ERROR(change(&contexts));
-  // What was put in is checked as it will be read.
+  // Checks the new content with the parser that will read it.
   const std::string text = TextOf(contexts);
   if (const auto again = ParseContexts(text, path); !again.ok()) return again.status();
   return WritePrivateFile(path, text);
@@ -481,15 +483,15 @@ std::string PathBeside(const std::string& path, const std::string& file) {
 }
 
 absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
-  constexpr size_t kMaxTokenBytes = 1024;  // as the server takes them
+  constexpr size_t kMaxTokenBytes = 1024;  // the longest token that the server takes
   LOSSD_TRY(std::string text, ReadPrivateFile(path, Privacy::kOthersMustNotRead, kMaxTokenBytes + 2));
   const std::string token(absl::StripAsciiWhitespace(text));
   const bool good = !token.empty() && token.size() <= kMaxTokenBytes &&
                     std::all_of(token.begin(), token.end(), [](char c) { return absl::ascii_isgraph(c); });
   if (good) return token;
+  // The error must not show the file's content.
   return absl::InvalidArgumentError(absl::StrCat(path, " must have one line, a token of 1 to ",
-                                                 kMaxTokenBytes,
-                                                 " visible ASCII characters"));  // not what it has
+                                                 kMaxTokenBytes, " visible ASCII characters"));
 }
 
 }  // namespace lossd::client

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Named servers: the file in which a person keeps the addresses, certificates and token files of the servers
-// that they use; and which server a program means (ChooseServer). tests/client/cpp/contexts.json has cases.
+// Contexts: a file in which a user keeps named servers, each with its address, certificates and token file.
+// ChooseServer decides from this file, the environment and a program's arguments which server the program
+// uses. tests/client/cpp/contexts.json has cases.
 //
 //   {
 //     "current": "lab",
@@ -10,10 +11,10 @@
 //     }
 //   }
 //
-// Paths are relative to the file's folder. The file has no token in it: a token is in a file of its own,
-// which nobody else may read. This header also has the functions that read and replace such private files.
+// Paths are relative to the file's folder. The file contains no token: a token is in a file of its own, which
+// no other user may read. This header also has the functions that read and replace such private files.
 //
-// Functions are stateless and thread-safe; FolderLock keeps other programs out. Errors name the file and the
+// Functions are stateless and thread-safe. FolderLock excludes other programs. Errors name the file and the
 // line.
 #ifndef LOSSD_CLIENT_CPP_CONTEXTS_H_
 #define LOSSD_CLIENT_CPP_CONTEXTS_H_
@@ -33,11 +34,12 @@ namespace lossd::client {
 
 // ---- Which server is meant ----
 
-// What the caller of a program says of the server. Nullopt: the caller does not say, so the environment or a
-// context decides. An empty ca, cert, key or token: the caller wants none, whatever those two have.
+// The arguments about the server that a program was called with. Nullopt: the argument was not given, so the
+// environment or a context decides. An empty ca, cert, key or token means none, even if the environment or
+// the context has one.
 struct ServerArguments {
   std::optional<std::string> server;
-  std::optional<std::string> context;  // the name of one in the file
+  std::optional<std::string> context;  // the name of a context in the file
   std::optional<std::string> ca, cert, key;
   std::optional<std::string> token;
 };
@@ -45,16 +47,19 @@ struct ServerArguments {
 struct ChosenServer {
   std::string server;  // a gRPC target name, not checked unless the environment names it
   CredentialOptions credentials;
-  std::string context;  // the name of the context that has named it; empty: there is none
-  std::string http;     // the HTTP address that this context has, or empty
+  std::string context;  // the name of the context that gave the server; empty: no context did
+  std::string http;     // the HTTP address of this context, or empty
 };
 
+// Whether ChooseServer uses the file's current context.
 enum class CurrentContext { kCounts, kIsIgnored };
 
-// The server is, in this order: arguments.server, that of arguments.context, LOSSD_SERVER, that of the
-// context LOSSD_CONTEXT, that of the file's current context if it counts, 127.0.0.1:7070. Certificates and
-// the token come from arguments or the environment, and else from the context that named the server: they are
-// never shown to another one. A certificate and its key are a pair, which comes from one place.
+// Chooses the server: the first one given of arguments.server, the server of arguments.context, LOSSD_SERVER,
+// the server of the context LOSSD_CONTEXT, the server of the file's current context (unless kIsIgnored),
+// 127.0.0.1:7070.
+// Certificates and the token come from arguments or the environment, or else from the context that gave the
+// server; those of a context are never shown to another server. A certificate and its key come from the same
+// source.
 //
 // INVALID_ARGUMENT with both a server and a context; NOT_FOUND for a context that is not in the file; the
 // errors of ReadContexts and ReadTokenFile.
@@ -76,14 +81,15 @@ enum class Privacy {
 // is longer than `most_bytes`.
 absl::StatusOr<std::string> ReadPrivateFile(const std::string& path, Privacy privacy, size_t most_bytes);
 
-// Replaces the file, or makes it, with mode 0600; readers see the old or the new content. A link is followed.
+// Replaces the file, or makes it, with mode 0600. Readers see either the old content or the new one. Follows
+// a symbolic link.
 absl::Status WritePrivateFile(const std::string& path, const std::string& content);
 
 // The lock of a folder. While a lock lives, other programs that ask for the lock of the same folder wait.
 // FolderLock::Of makes the folder, with mode 0700, if it is not there. Move-only.
 class FolderLock {
  public:
-  // Of the folder that `path` is in. UNAVAILABLE if another program has it for five seconds.
+  // Locks the folder that `path` is in. UNAVAILABLE if another program holds the lock for five seconds.
   static absl::StatusOr<FolderLock> Of(const std::string& path);
   FolderLock(FolderLock&& other) noexcept;
   FolderLock& operator=(FolderLock&&) = delete;
@@ -96,9 +102,9 @@ class FolderLock {
 
 // ---- The file of contexts ----
 
-// One server with a name. Empty: not given.
+// One context: a server. An empty string means that the file does not give this value.
 struct NamedServer {
-  std::string server;  // as lossctl's --server takes it; not empty
+  std::string server;  // an address as for lossctl's --server; not empty
   std::string ca, cert, key, token_file;
   std::string http;  // as --http of metrics takes it
 
@@ -106,7 +112,7 @@ struct NamedServer {
 };
 
 struct Contexts {
-  std::string current;  // one of the names, or empty
+  std::string current;  // the name of the current context, or empty
   std::map<std::string, NamedServer> by_name;
 
   friend bool operator==(const Contexts&, const Contexts&) = default;
@@ -116,24 +122,25 @@ struct Contexts {
 // else in ~/.config. Empty if there is no home.
 std::string ContextsPath();
 
-// INVALID_ARGUMENT unless it is 1 to 64 characters out of A-Z a-z 0-9 . _ -, beginning with none of the last
-// three.
+// INVALID_ARGUMENT unless the name has 1 to 64 characters out of A-Z a-z 0-9 . _ -, and does not begin with .
+// _ or -.
 absl::Status CheckContextName(absl::string_view name);
 
-// The contexts in a text that was read from `path`.
+// Parses `text`, the content of the file `path`.
 absl::StatusOr<Contexts> ParseContexts(absl::string_view text, const std::string& path);
-// None if there is no file. PERMISSION_DENIED if others may write to it, INVALID_ARGUMENT if it is not in
-// order.
+// Reads the file; no contexts if there is no file. PERMISSION_DENIED if other users may write to it.
+// INVALID_ARGUMENT if its content is wrong.
 absl::StatusOr<Contexts> ReadContexts(const std::string& path);
-// Changes the file as a whole or not at all, also when others change it at the same time; makes it, and its
-// folder, if it is not there, for its owner alone. An error of `change` changes nothing.
+// Reads the file, calls `change`, and writes the file. The change is atomic, even if other programs change
+// the file at the same time. If the file or its folder is not there, makes it, accessible for its owner
+// alone. If `change` returns an error, nothing is changed.
 absl::Status ChangeContexts(const std::string& path, const std::function<absl::Status(Contexts*)>& change);
 
 // The path of `file`, which the contexts file at `path` names. A relative `file` is in the folder of `path`.
 std::string PathBeside(const std::string& path, const std::string& file);
 
-// The token in a file: its one line. PERMISSION_DENIED unless only the owner may read it, who is the user or
-// root; or, if it belongs to root, a group.
+// Reads the token, the one line of a token file. PERMISSION_DENIED as ReadPrivateFile says for
+// kOthersMustNotRead.
 absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
 
 }  // namespace lossd::client

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The state that the calls of a client share (core.h): HeadCache, AnswerCheck, Executor and the rules for
+// repeats. Core itself is in loss_call.cc.
 #include "client/cpp/core.h"
 
 #include <algorithm>
@@ -37,7 +39,7 @@ HeadInfo HeadInfo::Of(const v1::HeadDescription& description) {
 
 void HeadCache::Learn(const v1::HeadDescription& description) {
   const v1::HeadSpec& spec = description.spec();
-  if (spec.full_vocab_size() > 0 && spec.class_list().empty()) return;  // ListHeads leaves lists out
+  if (spec.full_vocab_size() > 0 && spec.class_list().empty()) return;  // ListHeads omits class lists
   HeadInfo facts = HeadInfo::Of(description);
   absl::MutexLock lock(&mu_);
   facts_[spec.name()] = std::move(facts);
@@ -219,7 +221,7 @@ void Executor::RunOrPost(Task task) {
     elsewhere_ = true;
   }
   task();
-  task = nullptr;  // as on the other thread, nothing of it is left when the next one begins
+  task = nullptr;  // destroys the task before the next one begins, as Run does
   absl::MutexLock lock(&mu_);
   elsewhere_ = false;
 }
@@ -238,7 +240,7 @@ void Executor::Run() {
       running_ = false;
       const absl::Time due = tasks_.empty() ? absl::InfiniteFuture() : tasks_.begin()->first.first;
       if (!Ready()) {
-        // Wakes for a task that is due earlier than the first one so far, at the latest when that is due.
+        // Waits until the first task is due, or until another task is posted, which may be due earlier.
         const uint64_t posted = posted_;
         auto changed = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_ || posted_ != posted; };
         clocks::AwaitUntil(mu_, absl::Condition(&changed), due);
@@ -249,7 +251,7 @@ void Executor::Run() {
         continue;
       }
       if (tasks_.empty() || tasks_.begin()->first.first > clocks::SteadyNow())
-        return;  // stopping, nothing due
+        return;  // stopping, and no task is due
       running_ = true;
       task = std::move(tasks_.begin()->second);
       tasks_.erase(tasks_.begin());

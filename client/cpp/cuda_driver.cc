@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// CUDA's driver, loaded with dlopen (cuda_driver.h). The types and constants of the driver are declared here,
+// because the client is built without CUDA's headers.
 #include "client/cpp/cuda_driver.h"
 
 #include <dlfcn.h>
@@ -16,7 +18,7 @@ namespace {
 
 constexpr char kLibrary[] = "libcuda.so.1";
 
-// The driver's types and constants, which are the same in all of its versions.
+// The driver's types and constants, which are the same in all versions of the driver.
 using Result = int;                    // CUresult
 using Device = int;                    // CUdevice
 using Address = unsigned long long;    // CUdeviceptr
@@ -47,6 +49,7 @@ uint8_t* ToPointer(Address address) { return reinterpret_cast<uint8_t*>(address)
 
 }  // namespace
 
+// Pointers to the functions of the driver's library. Their names are in the constructor.
 struct CudaDriver::Functions {
   Result (*init)(unsigned) = nullptr;
   Result (*error_string)(Result, const char**) = nullptr;
@@ -155,7 +158,7 @@ class CudaDriver::Entered {
 
 absl::StatusOr<CudaDriver*> CudaDriver::Get() {
   static auto* const mutex = new absl::Mutex();
-  static CudaDriver* driver = nullptr;  // null until one has been loaded
+  static CudaDriver* driver = nullptr;  // null until the driver has been loaded
   absl::MutexLock lock(mutex);
   if (driver != nullptr) return driver;
   LOSSD_TRY(std::unique_ptr<CudaDriver> loaded, Load(kLibrary));
@@ -164,7 +167,7 @@ absl::StatusOr<CudaDriver*> CudaDriver::Get() {
 }
 
 absl::StatusOr<std::unique_ptr<CudaDriver>> CudaDriver::Load(const std::string& library) {
-  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays open: it has threads
+  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: it has threads
   if (handle == nullptr) return absl::UnavailableError(absl::StrCat("no CUDA driver: ", dlerror()));
   auto functions = std::make_unique<const Functions>(handle);
   if (!functions->missing.empty())
@@ -278,7 +281,7 @@ bool CudaDriver::LetReach(uint8_t* address, uint64_t bytes, int owner, int other
     absl::MutexLock lock(&mu_);
     if (const auto known = reached_.find(key); known != reached_.end()) return known->second;
   }
-  const bool connected = Connect(key.first, bytes, owner, other).ok();  // two threads may; that does no harm
+  const bool connected = Connect(key.first, bytes, owner, other).ok();  // harmless if two threads do it
   absl::MutexLock lock(&mu_);
   reached_[key] = connected;
   return connected;
@@ -421,7 +424,7 @@ void CudaDriver::Destroy(const Lane& lane) const {
 
 // ---- Functions that load the driver themselves ----
 
-// Copies and fills of the host's memory need no driver.
+// Copies and fills of host memory need no driver.
 
 bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other) {
   const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this client takes from CUDA's driver: importing memory of a GPU that a server shares, and copies
-// between it, memory of other GPUs and memory of the host. The driver is loaded when it is first needed;
-// nothing links it, so that programs start on machines without one.
+// CudaDriver: the functions of CUDA's driver that the client uses. They import GPU memory that a server
+// shares, and copy between this memory, memory of other GPUs and host memory. The driver's library is loaded
+// when it is first needed; the client is not linked with it, so programs also start on machines without a
+// driver.
 //
-// Devices are the driver's numbers, from 0 on. Work is done in the device's primary context, which is that of
-// CUDA's runtime and of the libraries upon it, on streams of the client's that wait for no other stream; the
-// calling thread's current context is the same afterwards. A copy is over when its function returns, also
-// with an error; a thread that waits for one takes no CPU time. Errors are UNAVAILABLE and name the driver's
-// function.
+// A `device` is the driver's number of a GPU, from 0 on. Work runs in the device's primary context, which
+// CUDA's runtime and the libraries on top of it use too. It runs on streams of the client's own, which do not
+// wait for other streams. Functions leave the calling thread's current context as it was. A copy has ended
+// when its function returns, also with an error; a thread that waits for a copy uses no CPU time. Errors are
+// UNAVAILABLE and name the driver's function.
 //
 // Thread-safe.
 #ifndef LOSSD_CLIENT_CPP_CUDA_DRIVER_H_
@@ -32,7 +33,8 @@ namespace lossd::client::internal {
 
 class CudaDriver;
 
-// What a stream of the caller's had been given at one moment. Thread-safe.
+// A point on one of the caller's CUDA streams: all work that had been put on the stream when PointOf made the
+// point. Thread-safe.
 class StreamPoint {
  public:
   StreamPoint(CudaDriver* driver, void* event, int device)
@@ -50,12 +52,13 @@ class StreamPoint {
   const int device_;
 };
 
+// CUDA's driver. The comment at the top of this file has its contract.
 class CudaDriver {
  public:
-  // The driver of this machine, which lives as long as the process. UNAVAILABLE, saying why, if there is none
-  // or it finds no GPU; then a later call tries again.
+  // The driver of this machine; the object lives as long as the process. UNAVAILABLE, with the reason, if
+  // there is no driver or it finds no GPU. After such an error a later call tries again.
   static absl::StatusOr<CudaDriver*> Get();
-  // The same from a library of another name than the driver's, for tests.
+  // Loads the driver from a library with this name; for tests.
   static absl::StatusOr<std::unique_ptr<CudaDriver>> Load(const std::string& library);
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;
@@ -66,44 +69,47 @@ class CudaDriver {
   // The GPU with this UUID ("GPU-..."); nullopt if this process does not see it.
   absl::StatusOr<std::optional<int>> Find(absl::string_view uuid) const;
   absl::StatusOr<std::string> UuidOf(int device) const;
-  // The GPU whose context is the calling thread's; nullopt: it has none.
+  // The GPU of the calling thread's current context; nullopt: the thread has no context.
   std::optional<int> Current() const;
-  // How far the memory of the second GPU is for the first one: 0 if they are the same, and the less the
-  // faster what connects them; nullopt: nothing does.
+  // How far the memory of GPU `to` is from GPU `from`. 0 if they are the same; otherwise the faster their
+  // connection, the smaller the number. Nullopt if they have no connection.
   std::optional<int> Distance(int from, int to) const;
-  // The GPU whose memory is at this address; an error for memory that the driver does not know.
+  // The GPU that has the memory at this address. An error if the driver does not know the address.
   absl::StatusOr<int> DeviceOf(const void* address);
 
-  // Maps memory of `device` that another process shares by a POSIX descriptor, which stays the caller's.
+  // Maps memory of `device` that another process shares by a POSIX file descriptor. The descriptor still
+  // belongs to the caller.
   absl::StatusOr<uint8_t*> Import(int descriptor, uint64_t bytes, int device);
-  // Lets GPU `other` and `owner`, whose memory was imported to this address, reach each other's memory, so
-  // that either copies what it has to the other one's without a detour through memory of the host. False if
-  // nothing connects the two. Once for the same memory; a repeat only tells the answer.
+  // Lets two GPUs access each other's memory: `owner`, whose memory was imported to `address`, and `other`.
+  // Then each of them can copy from its memory to the other's without a detour through host memory. False if
+  // the two have no connection. For the same memory the work is done once; further calls only return the
+  // result.
   bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other) ABSL_LOCKS_EXCLUDED(mu_);
-  // Undoes Import of so many bytes; ends without effect if the driver is gone already.
+  // Undoes Import of `bytes` at `address`. Has no effect if the driver has shut down already.
   void Unmap(uint8_t* address, uint64_t bytes, int device) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Memory of a GPU for this process alone.
+  // Allocates and frees GPU memory for this process alone.
   absl::StatusOr<uint8_t*> Allocate(uint64_t bytes, int device);
   void Free(uint8_t* address, int device);
 
-  // Locks memory of the host, which the caller has mapped, so that all GPUs copy to and from it without a
-  // detour: whole pages, from the one that begins at `memory` on. To be undone before the memory is unmapped.
+  // Locks host memory that the caller has mapped, so that all GPUs copy to and from it directly. Locks whole
+  // pages; `memory` is the begin of a page. Call Unpin before the memory is unmapped.
   absl::Status Pin(void* memory, uint64_t bytes, int device);
-  // Undoes Pin; ends without effect if the driver is gone already.
+  // Undoes Pin. Has no effect if the driver has shut down already.
   void Unpin(void* memory, int device);
 
-  // Copies between any two addresses, with work of `device` alone. Memory that was imported is one of them
-  // only if it is the device's, or if LetReach was true. Begins after `after` has been reached, unless that
-  // is null; so does FillZeros.
+  // Copies between any two addresses; only `device` does the work. If one of the addresses is imported
+  // memory, this must be memory of `device`, or LetReach must have returned true. If `after` is not null, the
+  // copy begins when the work before this point is done.
   absl::Status Copy(void* to, const void* from, uint64_t bytes, int device,
                     const StreamPoint* after = nullptr);
-  // `to` is memory of a GPU.
+  // Fills GPU memory with zeros. `after` is as in Copy.
   absl::Status FillZeros(void* to, uint64_t bytes, int device, const StreamPoint* after = nullptr);
 
-  // All that a stream of the device has been given so far. The driver outlives it.
+  // The point after all work that has been put on this stream of the device so far. The driver must outlive
+  // the point.
   absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(void* stream, int device);
-  // Waits until that is done.
+  // Waits until the work before the point is done.
   absl::Status Await(const StreamPoint& point);
 
  private:
@@ -120,30 +126,31 @@ class CudaDriver {
   absl::Status Map(uint64_t address, uint64_t bytes, uint64_t handle, int device) const;
   absl::Status GiveAccess(uint64_t address, uint64_t bytes, int device) const;
   absl::Status Connect(uint64_t address, uint64_t bytes, int owner, int other) ABSL_LOCKS_EXCLUDED(mu_);
-  // Runs `enqueue` with a stream that nothing else uses, after `after`, and waits for what it was given.
+  // Calls `enqueue` with a stream that nothing else uses, and waits until the work that it has put on the
+  // stream is done. The work begins after the point `after`, unless that is null.
   absl::Status Run(int device, const StreamPoint* after,
                    absl::FunctionRef<absl::Status(void* stream)> enqueue) ABSL_LOCKS_EXCLUDED(mu_);
   absl::StatusOr<Lane> TakeLane(int device) ABSL_LOCKS_EXCLUDED(mu_);
   absl::Status Await(const Lane& lane) const;
-  // Of a lane whose work has failed, after that has ended.
+  // Destroys a lane whose work has failed, after its work has ended.
   void Destroy(const Lane& lane) const;
 
   const std::unique_ptr<const Functions> functions_;
   absl::Mutex mu_;
   std::map<int, void*> contexts_ ABSL_GUARDED_BY(mu_);           // by device
-  std::map<int, std::vector<Lane>> lanes_ ABSL_GUARDED_BY(mu_);  // those that nothing uses, by device
-  // What LetReach has found, by address of the imported memory and other GPU.
+  std::map<int, std::vector<Lane>> lanes_ ABSL_GUARDED_BY(mu_);  // unused lanes, by device
+  // The results of LetReach, by the address of the imported memory and `other`.
   std::map<std::pair<uint64_t, int>, bool> reached_ ABSL_GUARDED_BY(mu_);
 };
 
-// As CudaDriver::LetReach.
+// As CudaDriver::LetReach; false if there is no driver.
 bool LetReach(uint8_t* address, uint64_t bytes, int owner, int other);
 
-// Copies between two addresses. `gpu`: the one that does the work; nullopt: both are of the host.
-// `after` as in CudaDriver::Copy, if a GPU does it.
+// Copies between two addresses. `gpu` does the work; nullopt: both addresses are host memory, and the CPU
+// copies. With a GPU, `after` is as in CudaDriver::Copy.
 absl::Status CopyBytes(void* to, const void* from, uint64_t bytes, std::optional<int> gpu,
                        const StreamPoint* after = nullptr);
-// Fills memory of the GPU, or of the host, with zeros, in the same way.
+// Fills memory of `gpu`, or host memory if it is nullopt, with zeros. `after` is as in CopyBytes.
 absl::Status FillZeros(void* to, uint64_t bytes, std::optional<int> gpu, const StreamPoint* after = nullptr);
 
 }  // namespace lossd::client::internal

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// One loss computation (loss_call.h): the work of a forward and of a backward, the places of slices, the
+// messages, LossStream and LossCall, and the end of Core, which waits for its calls.
+//
 // This file is longer than 1,200 lines, because a loss call and its streams change together.
 #include "client/cpp/loss_call.h"
 
@@ -16,22 +19,23 @@ namespace lossd::client::internal {
 
 namespace {
 
-// Opening messages, with targets and weights of the range, are kept below what any gRPC peer takes.
+// An opening message has the targets and weights of its range of rows. It stays below 4 MiB, the limit that
+// gRPC peers have by default.
 constexpr uint64_t kMaxOpenBytes = 4 << 20;
-constexpr uint64_t kOpenOverhead = 64 << 10;  // room for the small fields of an opening message
+constexpr uint64_t kOpenOverhead = 64 << 10;  // bytes for the small fields of an opening message
 
 uint64_t RowsPerStream(uint64_t max_message_bytes, uint64_t bytes_per_row) {
   const uint64_t open_bytes = std::clamp(max_message_bytes, kOpenOverhead + 1024, kMaxOpenBytes);
   return (open_bytes - kOpenOverhead) / bytes_per_row;
 }
 
-// An address that the caller gives, and the name of its field for errors.
+// An address of the caller's rows, and the name of the field that has it, for errors.
 struct CallersRows {
   absl::string_view field;
-  const void* address = nullptr;  // null: there are none
+  const void* address = nullptr;  // null: the field is not given
 };
 
-// The pieces of all rows of a call.
+// The addresses of all pieces of rows of a call.
 std::vector<CallersRows> PlacesOf(const Microbatch& microbatch, const LossOutputs& outputs) {
   std::vector<CallersRows> places;
   for (const void* address : HiddenOf(microbatch).Addresses())
@@ -42,7 +46,7 @@ std::vector<CallersRows> PlacesOf(const Microbatch& microbatch, const LossOutput
   return places;
 }
 
-// The GPU whose memory all these addresses are; nullopt: memory of the host.
+// The one GPU that has the memory at all these addresses; nullopt: it is host memory.
 absl::StatusOr<std::optional<int>> Locate(Memory memory, const std::vector<CallersRows>& all) {
   std::optional<int> gpu;
   absl::string_view first;
@@ -64,8 +68,8 @@ absl::StatusOr<std::optional<int>> Locate(Memory memory, const std::vector<Calle
   return gpu;
 }
 
-// What the caller's `stream` has been given so far. `field` names the stream in errors. The stream belongs to
-// the GPU of the rows. Null: there is no stream, or nothing to wait for.
+// The point after all work that the caller has put on `stream` so far. `field` names the stream in errors.
+// The stream belongs to the GPU of the rows. Null: there is no stream, or nothing is copied.
 absl::StatusOr<std::shared_ptr<const StreamPoint>> PointOf(absl::string_view field,
                                                            const std::optional<void*>& stream, Memory memory,
                                                            std::optional<int> gpu) {
@@ -84,11 +88,12 @@ absl::StatusOr<RowsPlace> PlaceOf(absl::string_view stream_field, const std::opt
   return RowsPlace{gpu, std::move(after)};
 }
 
-// Memory for gradients is the caller's to write to.
+// RowPieces has const addresses, but the caller gave this memory for writing gradients.
 uint8_t* GradientsAt(const RowPieces& grad_hidden, uint64_t row, uint64_t row_bytes) {
   return const_cast<uint8_t*>(grad_hidden.At(row, row_bytes));
 }
 
+// The work of ComputeLoss.
 class ForwardWork : public LossWork {
  public:
   ForwardWork(const Microbatch& microbatch, const LossOutputs& outputs, const ComputeOptions& options)
@@ -131,7 +136,7 @@ class ForwardWork : public LossWork {
   absl::Status KnowHead(const HeadInfo& head) override {
     LOSSD_RETURN_IF_ERROR(CheckRowValues(microbatch_, options_, head.vocab_size, head.classes.get()));
     planned_.clear();
-    // Where they only say whether a row counts, targets may be any.
+    // If the loss does not depend on targets, they need not be in the head's class list.
     if (head.classes != nullptr && TargetsCount(options_)) {
       planned_ = targets_;
       for (int32_t& target : planned_) {
@@ -185,13 +190,13 @@ class ForwardWork : public LossWork {
   }
 
  private:
-  // The rows of an embedding are not reduced to a loss.
+  // A call for embedding rows has no loss, so its reduction does not matter; the server gets a sum.
   static ComputeOptions OptionsOf(const Microbatch& microbatch, ComputeOptions options) {
     if (microbatch.embedding != v1::EMBEDDING_UNSPECIFIED) options.reduction = v1::REDUCTION_SUM;
     return options;
   }
 
-  // Floats that a row has for its objective.
+  // The number of floats that each row has for the objective.
   uint64_t NumbersOfRow() const {
     return (advantages_.empty() ? 0u : 1u) + (old_logprobs_.empty() ? 0u : 1u) +
            (ref_logprobs_.empty() ? 0u : 1u);
@@ -292,7 +297,7 @@ class ForwardWork : public LossWork {
 
   const std::vector<int32_t>& planned() const { return planned_.empty() ? targets_ : planned_; }
 
-  // Entries of classes_ for each row; 0: all rows have the same.
+  // The number of entries of classes_ for each row; 0: all rows have the same classes.
   uint64_t classes_each() const { return classes_.size() == outputs_.class_count ? 0 : outputs_.class_count; }
 
   const std::vector<int32_t> targets_;
@@ -308,9 +313,10 @@ class ForwardWork : public LossWork {
   const int32_t ignore_index_;
   uint64_t valid_rows_;
   std::vector<int32_t>
-      planned_;  // targets_, ignored where the head does not have the class; empty: as targets_
+      planned_;  // targets_, with ignore_index for classes that the head lacks; empty: as targets_
 };
 
+// The work of Backward.
 class BackwardWork : public LossWork {
  public:
   BackwardWork(const RetainedGradients& gradients, void* grad_hidden, const BackwardOptions& options)
@@ -339,7 +345,7 @@ class BackwardWork : public LossWork {
   uint64_t MovedRows() const override { return outputs_.grad_hidden == nullptr ? 0 : grad_loss_.size(); }
 
   std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const override {
-    // No row is known to be ignored.
+    // The client does not know which rows are ignored, so all count as valid.
     return SplitRanges(std::vector<int32_t>(grad_loss_.size(), 0), /*ignore_index=*/-1, streams,
                        RowsPerStream(max_message_bytes, 3 * sizeof(float)));
   }
@@ -427,7 +433,8 @@ SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, st
 SlicePlaces::Copiers SlicePlaces::CopiersFor(const SharedRegion* region, std::optional<int> gpu) {
   const std::optional<int> owner = region == nullptr ? std::nullopt : region->gpu();
   if (!owner.has_value()) return {gpu, gpu};
-  // Of two GPUs each writes what it has to the other's memory: reading from there is far slower on some.
+  // Between two GPUs, each writes its data to the other's memory, because on some machines reading from there
+  // is far slower.
   const bool both = gpu.has_value() && *gpu != *owner;
   if (both && LetReach(region->At(0), region->size(), *owner, *gpu)) return {gpu, owner};
   return {owner, owner};
@@ -485,7 +492,8 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, uint64_t bytes
 SlicePlaces::Place::Kind SlicePlaces::WithoutRoom(uint64_t bytes) {
   if (!may_wait_) return Place::Kind::kMessage;
   if (!taken_.empty()) return Place::Kind::kWait;
-  // A call that has nothing in the region cannot wait for its own answers.
+  // If the call has no slice in the region, none of its own answers frees room, so it can only wait for
+  // others.
   const bool waits = freed_ != nullptr && region_->Await(bytes, this, freed_);
   return waits ? Place::Kind::kWaitForOthers : Place::Kind::kMessage;
 }
@@ -619,7 +627,7 @@ absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
     copied.Update(
         CopyBytes(copy->data() + hidden.size(), teacher.data(), teacher.size(), work.gpu, work.after.get()));
   }
-  release();  // the caller's memory is not needed any more
+  release();  // the copy does not need the caller's memory any more
   if (!copied.ok()) return copied;
   const absl::Span<const uint8_t> bytes = *copy;
   return wire::Encode(request, bytes, [copy = std::move(copy)] {});
@@ -788,7 +796,7 @@ void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   if (job_.direct != nullptr) direct_ = job_.direct->Open(this, job_.direct_options);
   if (direct_ == nullptr) {
     SetDeadline(job_.deadline, &context_);
-    context_.set_initial_metadata_corked(true);  // it leaves with the first message, in one piece
+    context_.set_initial_metadata_corked(true);  // sent together with the first message
     stub_ = std::make_unique<grpc::GenericStub>(channel);
     stub_->PrepareBidiStreamingCall(&context_, kMethod, {}, this);
   }
@@ -844,7 +852,7 @@ absl::StatusOr<SlicePlaces::Place> LossStream::PlaceNext() {
 
 void LossStream::Send() {
   if (left_.empty()) {
-    StartWriteLast(&request_, {});  // the end leaves with the message, in one piece
+    StartWriteLast(&request_, {});  // sends the end together with the message
     ReleaseHold();
   } else {
     StartWrite(&request_);
@@ -990,7 +998,8 @@ void LossCall::Cancel() {
   absl::MutexLock lock(&mu_);
   if (done_ || cancelled_) return;
   cancelled_ = true;
-  // The executor outlives this: the client waits for calls that are not done, and mu_ keeps it that way.
+  // The executor still lives here: the client waits for calls that are not done, and this call cannot become
+  // done while mu_ is held.
   core_->executor().Post([self = shared_from_this()] {
     if (!self->finishing_) self->Fail(absl::CancelledError("cancelled by the caller"));
   });
@@ -1084,8 +1093,8 @@ void LossCall::Launch(const HeadInfo& facts, bool fresh) {
 
 int LossCall::StreamsWanted() const {
   const int connections = core_->connections().count();
-  // In deterministic mode (row_grid above 0) rows have an order: a range of rows may only be answered after
-  // the ranges before it.
+  // In deterministic mode (row_grid above 0) rows have an order: the server may answer a range of rows only
+  // after the ranges before it. Then more streams do not help.
   const uint64_t bytes = MovedBytes();
   if (bytes == 0 || work_->gpu().has_value() || facts_.limits.row_grid() > 0) return connections;
   if (core_->connections().RegionFor(std::nullopt, bytes) == nullptr) return connections;
@@ -1099,7 +1108,8 @@ void LossCall::StartPart(size_t index) {
   part.rule = *rule;
   const absl::StatusOr<std::optional<GradientsId>> meant = answers_.Meant();
   if (!meant.ok()) return Fail(meant.status());
-  // In deterministic mode rows of other calls may have to come before a slice is answered, so no slice waits.
+  // In deterministic mode the server may need rows of other calls before it answers a slice, so a slice must
+  // not wait for room (may_wait).
   auto places = std::make_unique<SlicePlaces>(
       MovedBytes() > 0 ? core_->connections().RegionFor(work_->gpu(), MovedBytes()) : nullptr,
       /*may_wait=*/rule->row_grid == 0, work_->gpu());
@@ -1127,7 +1137,8 @@ void LossCall::StartPart(size_t index) {
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
         auto finish = [self, index, end = std::move(end)] { self->FinishPart(index, end); };
-        // After an error another attempt may begin and open a region, which takes too long for RunOrPost.
+        // After an error, FinishPart may begin another attempt and open a region, which takes too long for
+        // RunOrPost.
         if (end.status.ok()) return self->core_->executor().RunOrPost(std::move(finish));
         self->core_->executor().Post(std::move(finish));
       });
@@ -1211,7 +1222,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
 
 int LossCall::AttemptsOf(const Part& part, const absl::Status& status) const {
   if (IsTransient(status)) return part.attempts;
-  // Of a call that may begin again nothing counts until it ends well.
+  // A restartable call changes nothing in the server until it succeeds, so only its rounds count.
   if (work_->restartable()) return Aborted(status) ? rounds_ : 1;
   return 1 + part.unanswered;
 }
@@ -1316,10 +1327,10 @@ void LossCall::CancelStreams() {
 void LossCall::MaybeFinish() {
   if (under_way_ > 0) return;
   const bool complete = std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.done; });
-  if (!finishing_ && !complete) return;  // a part waits for its repetition
+  if (!finishing_ && !complete) return;  // a part waits for its next attempt
   finishing_ = true;
   if (callback_ == nullptr && holds_->free()) return Finish();
-  // At most one task waits on the holds; Finish may still be posted twice.
+  // WhenFree keeps at most one task; Finish may still be posted twice, and ignores the second call.
   holds_->WhenFree([self = shared_from_this()] { self->core_->executor().Post([self] { self->Finish(); }); });
 }
 
@@ -1345,7 +1356,7 @@ void LossCall::Finish() {
     absl::MutexLock lock(&mu_);
     called_back_ = true;
   }
-  core_->Remove(shared_from_this());  // the core may go from here on
+  core_->Remove(shared_from_this());  // the core may be destroyed from here on
 }
 
 // ---- Core ----

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One loss computation. LossCall learns the head's limits, splits the rows over streams, repeats what broke
-// and sums up. LossStream is one ComputeLoss call of gRPC for it, and the work that the streams share stands
-// first.
+// One loss computation of a Client (client.h), from its arguments to its result. LossCall learns the head's
+// limits, splits the rows over streams, repeats streams that broke, and adds up the sums. Each stream is a
+// LossStream: one ComputeLoss call of gRPC.
+// The parts, in the order of this file: LossWork (what to compute), SlicePlaces (where slices lie),
+// PayloadHolds, the messages of a stream (EncodeSlice, StreamAnswers), LossStream, LossCall.
 //
 // Threads: Start, Cancel, Done, Wait and WaitFor of LossCall are thread-safe. Everything else runs on the
 // executor, unless its comment says otherwise. Core keeps a LossCall alive until it is done.
@@ -43,37 +45,38 @@
 
 namespace lossd::client::internal {
 
-// What one loss call computes, the rows of a microbatch or the gradients of rows that the server retained,
-// and where the slices of each of its streams lie (SlicePlaces): in messages or in shared memory.
+// LossWork is what one loss call computes: the rows of a microbatch, or the gradients of rows that the server
+// retained. SlicePlaces says where the slices of a stream lie: in messages or in shared memory.
 //
-// The work is thread-compatible, and its const methods may run concurrently; SlicePlaces is thread-safe.
+// LossWork is thread-compatible, and its const methods may run concurrently. SlicePlaces is thread-safe.
 
 // What one stream sends, and where its results go.
 struct StreamWork {
-  v1::ComputeLossRequest first;    // opens the call
-  Rows rows;                       // the range it opens
-  bool server_cuts = false;        // no slices are sent; the server answers any it likes
-  std::vector<Rows> slices;        // else: to be sent; ascending, disjoint, inside `rows`
-  RowPieces hidden;                // hidden states of the microbatch
-  uint64_t row_bytes = 0;          // of a row of hidden states
-  const char* teacher = nullptr;   // the teacher's, if the rows have one, likewise
-  uint64_t teacher_row_bytes = 0;  // 0: they have none
-  LossOutputs outputs;             // of the whole microbatch
-  RowPieces grad_hidden;           // where gradients go, in the place of outputs.grad_hidden
-  std::optional<int> gpu;          // whose memory `hidden` and `grad_hidden` are; nullopt: the host's
-  std::shared_ptr<const StreamPoint> after;  // copies of that GPU's memory begin after it; null: at once
+  v1::ComputeLossRequest first;              // opens the call
+  Rows rows;                                 // the range of rows that the call opens
+  bool server_cuts = false;                  // no slices are sent; the server cuts the range as it likes
+  std::vector<Rows> slices;                  // else the slices to send: ascending, disjoint, inside `rows`
+  RowPieces hidden;                          // hidden states of the microbatch
+  uint64_t row_bytes = 0;                    // bytes of one row of hidden states
+  const char* teacher = nullptr;             // hidden states of the teacher; null: there is none
+  uint64_t teacher_row_bytes = 0;            // bytes of one row of `teacher`; 0: there is none
+  LossOutputs outputs;                       // the outputs of the whole microbatch
+  RowPieces grad_hidden;                     // where gradients go; outputs.grad_hidden is not used
+  std::optional<int> gpu;                    // the GPU that has `hidden` and `grad_hidden`; nullopt: the host
+  std::shared_ptr<const StreamPoint> after;  // copies of GPU memory wait for this point; null: for none
 };
 
-// Where the caller's rows are, and what comes before copies of them, as in StreamWork.
+// Where the caller's rows are, and the point that copies of them wait for. The members are as in StreamWork.
 struct RowsPlace {
   std::optional<int> gpu;
   std::shared_ptr<const StreamPoint> after;
 };
 
-// What one loss call computes, whole; it makes the StreamWork of each stream.
+// All that one loss call computes. Prepare makes the StreamWork of each stream.
 class LossWork {
  public:
-  // Copies everything but the hidden states and the outputs.
+  // The work of a microbatch (Forward) or of retained rows (Backward). Both copy everything but the hidden
+  // states and the outputs.
   static std::unique_ptr<LossWork> Forward(const Microbatch& microbatch, const LossOutputs& outputs,
                                            const ComputeOptions& options);
   static std::unique_ptr<LossWork> Backward(const RetainedGradients& gradients, void* grad_hidden,
@@ -83,36 +86,37 @@ class LossWork {
   const std::string& head() const { return head_; }
   std::optional<uint64_t> step() const { return step_; }
   bool accumulates() const { return accumulates_; }
-  // What the call does ends with the gradients of its step (AnswerCheck).
+  // Whether the effect of the call ends with the gradients of its step (AnswerCheck).
   bool in_step() const { return in_step_; }
-  // Nothing of a call that fails stays, so it may begin again with what it finds.
+  // Whether a failed call leaves nothing in the server, so that it may begin again, even with other weights.
   bool restartable() const { return !in_step_; }
   uint64_t hidden_size() const { return hidden_size_; }
   uint64_t row_bytes() const { return row_bytes_; }
-  // What is sent of a row: with the hidden state of a teacher.
+  // Bytes that are sent for a row: its hidden state, and the teacher's if there is one.
   virtual uint64_t sent_row_bytes() const { return row_bytes_; }
-  // The GPU whose memory the caller's rows are; nullopt: they are the host's. Known once Validate is OK.
+  // The GPU that has the caller's rows; nullopt: the rows are in host memory. Valid once Validate has
+  // returned OK.
   std::optional<int> gpu() const { return place_.ok() ? place_->gpu : std::nullopt; }
 
-  // Comes before Split, again if the head has become another one. Rows whose target a head with a draft
-  // vocabulary does not have count as ignored. INVALID_ARGUMENT, as the server would say it, if it would
-  // refuse a value of a single row. Of several streams it would refuse one, after rows of the others have
-  // been accumulated.
+  // Tells the work what the client knows of the head. Comes before Split. In a head with a draft vocabulary,
+  // rows whose target the head does not have count as ignored. INVALID_ARGUMENT, in the server's words, if
+  // the server would refuse the value of a single row. The client checks this because the server would refuse
+  // only the stream with that row, after rows of other streams have been accumulated.
   virtual absl::Status KnowHead(const HeadInfo& head) = 0;
-  // INVALID_ARGUMENT naming the field and its value; UNAVAILABLE if rows are said to be on a GPU and there is
-  // no driver.
+  // INVALID_ARGUMENT, naming the field and its value, if the call is wrong. UNAVAILABLE if the rows are on a
+  // GPU according to the caller, and there is no driver.
   virtual absl::Status Validate() const = 0;
-  // How many rows' hidden states or gradients travel.
+  // The number of rows whose hidden states or gradients travel.
   virtual uint64_t MovedRows() const = 0;
-  // Splits the rows into ranges for about `streams` streams, whose first messages stay below
-  // `max_message_bytes` and below 4 MiB.
+  // Splits the rows into ranges, one for each of about `streams` streams. The first message of each stream
+  // stays below `max_message_bytes` and below 4 MiB.
   virtual std::vector<Rows> Split(int streams, uint64_t max_message_bytes) const = 0;
-  // What the stream of a range sends, cut by `rule`, meant for these gradients (nullopt: for any). Writes the
-  // results of rows that nothing will be received for; UNAVAILABLE if the driver of their GPU cannot.
+  // Makes the work of the stream that has this range of rows. `rule` says how slices are cut. `meant` names
+  // the accumulated gradients that the stream is meant for; nullopt: any. Prepare also writes the results of
+  // ignored rows that are in no slice; UNAVAILABLE if the driver of their GPU cannot.
   virtual absl::StatusOr<StreamWork> Prepare(Rows rows, const SliceRule& rule,
                                              std::optional<GradientsId> meant) const = 0;
-  // Sets what follows from the sums over all streams: loss and normalizer. INTERNAL if the sums cannot be
-  // right.
+  // Computes loss and normalizer from the sums over all streams. INTERNAL if the sums cannot be right.
   virtual absl::Status Conclude(LossResult* total) const = 0;
 
  protected:
@@ -142,51 +146,55 @@ class LossWork {
   const absl::StatusOr<RowsPlace> place_;
 };
 
-// Where the slices of one ComputeLoss call lie: in messages, or in a region of shared memory, where their
-// gradients come back to the same place. Gradients of rows that the server has retained come to a part of the
-// region that is taken when the call begins, or in messages.
+// Where the slices of one ComputeLoss call lie: in messages, or in a region of shared memory. The gradients
+// of a slice in the region come back to the same place. If the rows are retained by the server, their
+// gradients come in messages, or to a part of the region that this object takes when the call begins.
 //
 // Thread-safe.
 class SlicePlaces {
  public:
-  // Null: all slices go in messages. `may_wait`: answers come while further slices are not sent, so a slice
-  // may wait for the place of one before it. `gpu`: whose memory the caller's rows are; nullopt: the host's.
+  // If `region` is null, all slices go in messages. `may_wait`: the server answers slices before all of them
+  // are sent, so a slice may wait for the place of an earlier one. `gpu`: the GPU that has the caller's rows;
+  // nullopt: they are in host memory.
   SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, std::optional<int> gpu);
   SlicePlaces(const SlicePlaces&) = delete;
   SlicePlaces& operator=(const SlicePlaces&) = delete;
 
-  // How slices are cut that may find a place here: `rule` for rows in messages.
+  // The rule for slices that may lie in the region. `rule` is the one for slices in messages.
   SliceRule RuleFor(const SliceRule& rule, Rows rows, uint64_t row_bytes) const;
 
-  // Names the region in the message that opens the call, if the call uses one. Call once, first.
+  // Writes the id of the region, if there is one, into `first`, the message that opens the call. Call once,
+  // before all other methods except RuleFor.
   void Name(const StreamWork& work, v1::ComputeLossRequest* first) ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Place {
     enum class Kind { kMessage, kRegion, kWait, kWaitForOthers } kind = Kind::kMessage;
     uint64_t offset = 0;  // kRegion
   };
-  // Finds a place for the next slice, whose first row is `row`, and copies it there if that is in the region.
-  // kWait: there is none before a slice of this call is answered; then Put is to be called again.
-  // kWaitForOthers: there is none before another call gives some back; then `freed` of WaitForOthers runs,
-  // and Put is to be called again. An error of the driver ends the call.
-  // `bytes` of the place. `hidden`: empty if the slice brings no values, and the place is for the rows that
-  // come back. `teacher`: lies behind `hidden`; empty if there is none.
+  // Finds a place of `bytes` for the next slice, whose first row is `row`. If the place is in the region, Put
+  // copies `hidden` and, behind it, `teacher` there. `hidden` is empty if the slice brings no values; the
+  // place is then for the rows that come back. `teacher` is empty if there is none.
+  // kMessage: the slice goes in a message. kWait: there is no room before a slice of this call is answered;
+  // call Put again then. kWaitForOthers: there is no room before another call gives some back; then `freed`
+  // of WaitForOthers runs, and Put is to be called again. An error of the driver ends the call.
   absl::StatusOr<Place> Put(uint64_t row, uint64_t bytes, absl::Span<const uint8_t> hidden,
                             absl::Span<const uint8_t> teacher = {}) ABSL_LOCKS_EXCLUDED(mu_);
-  // From now on a call that has nothing in the region waits for what others give back, if it may wait at all;
-  // `freed` as in SharedRegion::Await. False: it may not.
+  // From now on, if this call has no slice in the region, Put waits for room that other calls give back
+  // (kWaitForOthers). `freed` is as in SharedRegion::Await. Returns false, and changes nothing, if the call
+  // may not wait.
   bool WaitForOthers(std::function<void()> freed) ABSL_LOCKS_EXCLUDED(mu_);
-  // It has waited long enough: what finds no room travels in messages.
+  // Ends such waits: from now on slices that find no room travel in messages.
   void StopWaitingForOthers() ABSL_LOCKS_EXCLUDED(mu_);
-  // Where the slice of this first row lies, if it has at least so many bytes; null: in a message.
+  // The address in the region of the slice whose first row is `row`, if its place has at least `bytes`; null:
+  // the slice is in a message.
   const uint8_t* Find(uint64_t row, uint64_t bytes) const ABSL_LOCKS_EXCLUDED(mu_);
-  // Copies what Find has found to the caller's memory.
+  // Copies gradients from `from`, which Find returned, to the caller's memory `to`.
   absl::Status Fetch(const uint8_t* from, uint64_t bytes, void* to) const;
-  // The slice has been answered, and its gradients have been used.
+  // Gives back the place of a slice that the server has answered and whose gradients have been copied.
   void Free(uint64_t row) ABSL_LOCKS_EXCLUDED(mu_);
 
-  // The call has ended. After an error the region is retired if the server may still write to it, or may have
-  // lost it.
+  // The call has ended with `status`. After an error this retires the region if the server may still write to
+  // it, or may not have it any more.
   void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -195,10 +203,10 @@ class SlicePlaces {
     uint64_t bytes = 0;
   };
 
-  // What a slice of so many bytes does that finds no room.
+  // Says what a slice of `bytes` does that has found no room.
   Place::Kind WithoutRoom(uint64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  // The part of the region for gradients of retained rows.
+  // The part of the region that receives gradients of retained rows.
   struct Room {
     uint64_t offset = 0;
     uint64_t bytes = 0;
@@ -208,25 +216,25 @@ class SlicePlaces {
 
   const std::shared_ptr<SharedRegion> region_;
   const bool may_wait_;
-  // Which GPU copies to the region, and from it; nullopt: the host does.
+  // The GPU that copies to the region, and the one that copies from it; nullopt: the CPU copies.
   struct Copiers {
     std::optional<int> to_region, from_region;
   };
   static Copiers CopiersFor(const SharedRegion* region, std::optional<int> gpu);
   const Copiers copiers_;
-  std::shared_ptr<const StreamPoint> after_;  // of the work that Name was given; not changed afterwards
+  std::shared_ptr<const StreamPoint> after_;  // StreamWork::after; only Name sets it
   mutable absl::Mutex mu_;
-  std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // by first row
+  std::map<uint64_t, Taken> taken_ ABSL_GUARDED_BY(mu_);  // slices in the region, by first row
   uint64_t taken_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   std::optional<Room> room_ ABSL_GUARDED_BY(mu_);
   std::function<void()> freed_ ABSL_GUARDED_BY(mu_);  // null: the call does not wait for others
 };
 
-// One ComputeLoss call of gRPC (LossStream) with its messages, and the count of the caller's memory that gRPC
-// still refers to (PayloadHolds). loss_call.h makes several of these streams for one computation.
+// One ComputeLoss call of gRPC (LossStream) with its messages, and the count of the caller's buffers that
+// gRPC still refers to (PayloadHolds). LossCall makes one or more of these streams for one computation.
 
-// Counts the caller's memory that gRPC still refers to. The end of a call does not mean that the transport
-// has written or dropped everything that it was given. So the caller gets the memory back only when this
+// Counts the references that gRPC still has to the caller's memory. When a call has ended, the transport may
+// not have written or dropped yet all that it was given. So the caller gets its memory back only when this
 // count is zero.
 //
 // Thread-safe.
@@ -234,14 +242,14 @@ class PayloadHolds : public std::enable_shared_from_this<PayloadHolds> {
  public:
   static std::shared_ptr<PayloadHolds> Create() { return std::make_shared<PayloadHolds>(); }
 
-  // Takes a hold; calling the result gives it back. Never blocks.
+  // Adds a hold, and returns a function that removes it. Never blocks.
   absl::AnyInvocable<void()> Take();
 
-  // Runs `task` once there are no holds: at once, or on the thread that gives back the last one. The task
+  // Runs `task` once when there are no holds: at once, or on the thread that removes the last hold. The task
   // must not block. At most one task waits at a time.
   void WhenFree(absl::AnyInvocable<void()> task);
 
-  // Whether there are none now.
+  // Whether there are no holds now.
   bool free() ABSL_LOCKS_EXCLUDED(mu_);
 
   // Blocks until there are no holds.
@@ -255,44 +263,46 @@ class PayloadHolds : public std::enable_shared_from_this<PayloadHolds> {
   absl::AnyInvocable<void()> task_ ABSL_GUARDED_BY(mu_);
 };
 
-// The following functions and StreamAnswers are the messages of one ComputeLoss call, apart from gRPC: the
-// bytes of a slice, and what the server's answers mean. tests/client/golden/messages.json and
+// The following functions and StreamAnswers encode and decode the messages of one ComputeLoss call, without
+// gRPC: the bytes of a slice, and the server's answers. tests/client/golden/messages.json and
 // stream_answers.json have cases.
 
-// The message of one slice of the work. It references the hidden states, or a copy of them if they are on a
-// GPU; `release` runs once, on any thread, when nothing refers to them any more. UNAVAILABLE if the driver
-// cannot copy them.
+// Encodes the message of one slice of the work. The message references the hidden states. If they are on a
+// GPU, or have a teacher, it references a copy of them. `release` runs once, on any thread, when the caller's
+// hidden states are not needed any more. UNAVAILABLE if the driver cannot copy them.
 absl::StatusOr<grpc::ByteBuffer> EncodeSlice(const StreamWork& work, Rows rows,
                                              absl::AnyInvocable<void()> release);
 
-// The message of a slice that lies in the call's region, at `offset`.
+// Encodes the message of a slice that lies in the call's region, at `offset` bytes.
 grpc::ByteBuffer EncodeSliceInRegion(const StreamWork& work, Rows rows, uint64_t offset);
 
-// The hidden states of these rows, where the caller has them; and the teacher's, or nothing.
+// The hidden states of these rows in the caller's memory, and those of the teacher (empty if there is none).
 absl::Span<const uint8_t> HiddenOf(const StreamWork& work, Rows rows);
 absl::Span<const uint8_t> TeacherOf(const StreamWork& work, Rows rows);
 
-// Takes the answers of one call in their order, checks them and scatters results into the caller's memory.
+// Handles the answers of one ComputeLoss call in their order: checks them, and copies results to the caller's
+// memory.
 //
 // Thread-compatible. Errors are INTERNAL and say what the server sent, or UNAVAILABLE if the driver of a GPU
-// fails; after one the outputs are unspecified.
+// fails. After an error the outputs are unspecified.
 class StreamAnswers {
  public:
-  // Decides whether to go on from where the server stands; an error ends the call with it.
+  // Decides from the state of the head in the `accepted` answer whether the call goes on. If it returns an
+  // error, the call ends with that error.
   using AcceptFn = absl::AnyInvocable<absl::Status(const v1::HeadState&)>;
 
-  // `work` and `places` must outlive this. Null: no slice lies in a region.
+  // `work` and `places` must outlive this object. If `places` is null, no slice lies in a region.
   StreamAnswers(const StreamWork& work, AcceptFn accept, SlicePlaces* places = nullptr);
 
   absl::Status Handle(const grpc::ByteBuffer& message);
-  // One of the slices is sent in parts.
+  // The slice `whole` is sent as these parts instead.
   void Replace(Rows whole, const std::vector<Rows>& parts) { answers_.Replace(whole, parts); }
   // Whether the server may end the call with OK now.
   absl::Status CheckEnd() const;
 
-  // Nullopt before it has come.
+  // The server's summary; nullopt before it has come.
   const std::optional<v1::MicrobatchSummary>& summary() const { return summary_; }
-  uint64_t received_bytes() const { return received_bytes_; }  // of payload
+  uint64_t received_bytes() const { return received_bytes_; }  // payload in messages and in the region
   uint64_t received_in_messages() const { return received_in_messages_; }
 
  private:
@@ -313,20 +323,20 @@ class StreamAnswers {
   uint64_t received_in_messages_ = 0;
 };
 
-// What a LossStream is given.
+// The input of a LossStream.
 struct StreamJob {
   StreamWork work;
-  SliceRule rule;  // of slices in messages
+  SliceRule rule;  // for slices in messages
   absl::Time deadline;
   Peer peer;
   std::shared_ptr<wire::DirectServer>
       direct;  // the server, if it is in this process; null: over a connection
   wire::DirectCallOptions direct_options;
   std::shared_ptr<PayloadHolds> holds;
-  std::unique_ptr<SlicePlaces> places;           // where slices lie
+  std::unique_ptr<SlicePlaces> places;           // where the slices of the stream lie
   std::shared_ptr<std::atomic<uint64_t>> moved;  // counts the payload that travels in messages, both ways
   Executor* executor = nullptr;                  // ends after the stream
-  absl::Duration patience;  // how long a slice waits once for what other calls give back of the region
+  absl::Duration patience;  // how long a slice waits for room that other calls give back in the region
 };
 
 // How a LossStream ended.
@@ -339,9 +349,9 @@ struct StreamEnd {
 
 // One ComputeLoss call: sends the slices of its work and scatters the answers into the caller's memory.
 //
-// Threads: one thread creates and starts the stream; gRPC runs the reactions; Resume runs on the executor;
-// Cancel is thread-safe. The object belongs to a shared_ptr. It must live until `done` has been called, and
-// may be destroyed from then on.
+// Threads: one thread creates and starts the stream; gRPC's threads run the reactions; Resume runs on the
+// executor; Cancel is thread-safe. A shared_ptr must own the object. It must live until `done` is called;
+// `done` may destroy it.
 class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                    public std::enable_shared_from_this<LossStream> {
  public:
@@ -350,7 +360,7 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
 
   LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn done);
 
-  // `channel`: for a call that goes over a connection.
+  // Starts the call, over `channel` unless the server is in this process (StreamJob::direct).
   void Start(const std::shared_ptr<grpc::Channel>& channel);
   void Cancel();
 
@@ -359,52 +369,55 @@ class LossStream : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBu
   void OnWriteDone(bool ok) override;
   void OnDone(const grpc::Status& status) override;
 
-  // A place for the next slice, or for its first part if that may only be sent in parts.
+  // Finds a place for the next slice in left_. A slice that has to go in messages and is too large for one is
+  // first cut into parts.
   absl::StatusOr<SlicePlaces::Place> PlaceNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_)
       ABSL_LOCKS_EXCLUDED(read_mu_);
-  // Writes request_, and with the last one the end.
+  // Writes request_. With the last message it also ends the writes.
   void Send() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
   // Sends the next slice, if one is left. If there is no room for the slice, a later answer or Resume calls
   // this again.
   void SendNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status SendSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_) ABSL_LOCKS_EXCLUDED(read_mu_);
-  // Runs on the executor: other calls may have given back what a slice waits for, or the wait that is to end
-  // at `end` is over.
+  // Runs on the executor, and tries to send a waiting slice again. Either other calls may have given back
+  // room in the region, or the wait that ends at `end` is over.
   void Resume(absl::Time end) ABSL_LOCKS_EXCLUDED(write_mu_, read_mu_);
-  // The slice waits for others; the first time that it does, the end of that is planned.
+  // The next slice waits for room that other calls give back. When this wait begins, it plans its end with
+  // the executor.
   void WaitForOthers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
-  // Nothing is written any more but by gRPC's reactions.
+  // Removes the hold, because from now on only gRPC's reactions write.
   void ReleaseHold() ABSL_EXCLUSIVE_LOCKS_REQUIRED(write_mu_);
-  // False: the call has failed.
+  // Handles response_. False: the call has failed.
   bool TakeAnswer() ABSL_LOCKS_EXCLUDED(read_mu_);
   absl::Status EndStatus(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(read_mu_);
 
   const StreamJob job_;
   const StreamWork& work_;  // job_'s
   DoneFn done_;
-  // The call: one of gRPC, or one within this process. Null before Start.
+  // The call: stub_ for a gRPC call, or direct_ for a call to a server in this process. Null before Start.
   grpc::ClientContext context_;
   std::unique_ptr<grpc::GenericStub> stub_;
   std::shared_ptr<wire::DirectCall> direct_;
   SlicePlaces& places_;  // job_'s
 
-  // gRPC runs one reaction of a kind at a time; the locks are for the threads it takes for them.
+  // gRPC runs one read reaction and one write reaction at a time, on changing threads; these locks order
+  // them.
   absl::Mutex write_mu_;
   grpc::ByteBuffer request_ ABSL_GUARDED_BY(write_mu_);
-  std::deque<Rows> left_ ABSL_GUARDED_BY(write_mu_);                         // slices to send
-  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;                          // for room in the region
-  absl::Time wait_end_ ABSL_GUARDED_BY(write_mu_) = absl::InfiniteFuture();  // of a wait for others
-  bool held_ ABSL_GUARDED_BY(write_mu_) = false;    // gRPC waits for writes of the executor
+  std::deque<Rows> left_ ABSL_GUARDED_BY(write_mu_);  // slices to send
+  bool waiting_ ABSL_GUARDED_BY(write_mu_) = false;   // the next slice waits for room in the region
+  absl::Time wait_end_ ABSL_GUARDED_BY(write_mu_) = absl::InfiniteFuture();  // end of a wait for other calls
+  bool held_ ABSL_GUARDED_BY(write_mu_) = false;    // AddHold was called: the executor may still write
   absl::Status unsent_ ABSL_GUARDED_BY(write_mu_);  // why a slice could not be sent
   uint64_t sent_bytes_ ABSL_GUARDED_BY(write_mu_) = 0;
 
   absl::Mutex read_mu_ ABSL_ACQUIRED_AFTER(write_mu_);
   grpc::ByteBuffer response_ ABSL_GUARDED_BY(read_mu_);
   StreamAnswers answers_ ABSL_GUARDED_BY(read_mu_);
-  absl::Status error_ ABSL_GUARDED_BY(read_mu_);  // found by this side
+  absl::Status error_ ABSL_GUARDED_BY(read_mu_);  // an error that the client found in an answer
 };
 
-// How a call travels. Zeros: the client's defaults.
+// How a LossCall travels. A zero means the client's default.
 struct CallOptions {
   int streams = 0;
   std::optional<uint64_t> slice_bytes;
@@ -413,6 +426,7 @@ struct CallOptions {
   absl::Duration patience = absl::Milliseconds(100);  // StreamJob::patience
 };
 
+// One loss computation: its parts, their attempts and its result. PendingLoss is the caller's handle of it.
 class LossCall : public std::enable_shared_from_this<LossCall> {
  public:
   LossCall(Core* core, std::unique_ptr<LossWork> work, const CallOptions& options, LossCallback callback);
@@ -428,11 +442,11 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   struct Part {
     Rows rows;
     int attempts = 0;
-    int unanswered = 0;  // attempts after which the call was sent again
+    int unanswered = 0;  // attempts that ended without an answer of the server, and were repeated
     bool done = false;
-    SliceRule rule;  // of the last attempt
+    SliceRule rule;  // the rule of the last attempt
     absl::Status
-        refused;  // why the server refused the last attempt, if the head's limits are being asked for
+        refused;  // why the server refused the last attempt; set while the head's limits are asked for
     std::shared_ptr<LossStream> stream;  // the attempt under way
   };
   struct Describe;  // the DescribeHead call under way
@@ -440,38 +454,38 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   void Begin();
   void StartDescribe();
   void FinishDescribe(const absl::Status& status);
-  // `fresh`: the server has said so during this call.
+  // Splits the rows and starts all parts. `fresh`: the server has sent `facts` during this call.
   void Launch(const HeadInfo& facts, bool fresh);
-  // Unless the caller has said so.
+  // How many streams to use if the caller has not set CallOptions::streams.
   int StreamsWanted() const;
-  // Of rows that travel in either direction.
+  // The bytes of the rows whose hidden states or gradients travel.
   uint64_t MovedBytes() const { return work_->MovedRows() * work_->sent_row_bytes(); }
   void StartPart(size_t index);
   void FinishPart(size_t index, const StreamEnd& end);
 
   absl::StatusOr<SliceRule> Rule() const;
-  // Whether the head's limits, as known now, ask for other slices than the part's last attempt sent.
+  // Whether the present limits of the head require slices other than those of the part's last attempt.
   bool WouldCutOtherwise(const Part& part) const;
   void AddSummary(const v1::MicrobatchSummary& summary);
-  // The stream was refused, maybe because the head's limits are not what they were: asks for them and tries
-  // again if so. False if that would not help.
+  // For a stream that the server refused, maybe because the head's limits have changed: asks for the limits
+  // and tries again if they have. Returns false if this cannot help.
   bool Relearn(Part& part, const absl::Status& status);
   void Relaunch(const HeadInfo& facts);
-  // Whether attempt number `attempts` may be followed by another one; if so, when.
+  // When the attempt after attempt number `attempts` begins; nullopt if there is none.
   std::optional<absl::Time> NextAttempt(const absl::Status& status, int attempts, Repeat repeat) const;
-  // How often the part was tried, for the message: of attempts that the server answered it says all.
+  // The number of attempts that the error of the part tells (WithAttempts).
   int AttemptsOf(const Part& part, const absl::Status& status) const;
-  // Whether the round of that number goes on.
+  // Whether round number `round` still goes on.
   bool Goes(int round) const { return !finishing_ && rounds_ == round && !start_over_.has_value(); }
-  // If the whole call may begin again after `status`: sees to that. False if not.
+  // Plans that the whole call begins again after `status`. Returns false if it may not begin again.
   bool BeginAgain(const absl::Status& status);
-  // Begins again, once nothing is under way any more.
+  // Begins the next round if nothing is under way any more.
   void MaybeStartOver();
   void StartOver();
-  // Remembers the first error and cancels what is under way.
+  // Remembers the first error and cancels the streams and the description under way.
   void Fail(const absl::Status& status);
   void CancelStreams();
-  // Finishes if nothing is under way any more.
+  // Finishes the call if nothing is under way any more.
   void MaybeFinish();
   void Finish();
   absl::StatusOr<LossResult> MakeResult();
@@ -488,24 +502,24 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   // Used on the executor only.
   LossCallback callback_;
   HeadInfo facts_;
-  bool facts_are_fresh_ = false;  // asked for again by this call, since a stream was refused
+  bool facts_are_fresh_ = false;  // this call has asked again, because a stream was refused
   std::shared_ptr<Describe> describe_;
-  bool describing_ = false;  // from the first attempt to the last one, waits included
+  bool describing_ = false;  // DescribeHead is being tried, or waits for its next attempt
   int describe_attempts_ = 0;
-  int rounds_ = 1;                        // how often all rows were begun
-  std::optional<absl::Time> start_over_;  // a round has failed: when the next one begins
+  int rounds_ = 1;  // a round sends all rows; the next one begins if the weights have changed
+  std::optional<absl::Time> start_over_;  // when the next round begins; nullopt: the present one goes on
   std::vector<Part> parts_;
-  int lent_streams_ = 0;    // by the core
+  int lent_streams_ = 0;    // Core::LendStreams
   int under_way_ = 0;       // streams and descriptions
-  bool finishing_ = false;  // only waits for what is under way
+  bool finishing_ = false;  // starts nothing more, and waits for the end of what is under way
   bool finished_ = false;
   absl::Status error_;  // the first one
   LossResult total_;
 
   mutable absl::Mutex mu_;
-  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;    // by the caller
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;    // the caller has cancelled
   bool done_ ABSL_GUARDED_BY(mu_) = false;         // result_ is final
-  bool called_back_ ABSL_GUARDED_BY(mu_) = false;  // nothing will happen any more
+  bool called_back_ ABSL_GUARDED_BY(mu_) = false;  // the callback, if any, has returned
   absl::StatusOr<LossResult> result_ ABSL_GUARDED_BY(mu_) = absl::UnknownError("not done");
 };
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The plan of a loss computation (loss_plan.h): checks of its arguments, and how rows become streams and
+// slices.
 #include "client/cpp/loss_plan.h"
 
 #include <algorithm>
@@ -24,9 +26,9 @@ namespace {
 constexpr uint64_t kMessageBytes = 1 << 20;
 constexpr uint64_t kCallsPerRegion = 4;
 
-// For rows that are copied into a region of the host's memory. A slice has about kHostSliceBytes, so that the
-// server computes one slice while the next one is copied. Each of several streams copies at least
-// kHostStreamBytes: 48 MiB went 1.3 times as fast in four streams as in one, and not faster in more.
+// For rows that are copied into a region of host memory. A slice has about kHostSliceBytes, so that the
+// server computes one slice while the client copies the next one. Each of several streams copies at least
+// kHostStreamBytes: four streams copied 48 MiB 1.3 times as fast as one, and more streams were not faster.
 constexpr uint64_t kHostSliceBytes = uint64_t{4} << 20;
 constexpr uint64_t kHostStreamBytes = uint64_t{8} << 20;
 constexpr uint64_t kMaxStreamsInRegion = 4;
@@ -40,7 +42,7 @@ absl::Status WrongCount(absl::string_view field, uint64_t entries, uint64_t rows
   return ArgumentError(field, entries, absl::StrCat("has ", entries, " entries for ", rows, " rows"));
 }
 
-// What a forward and a backward pass have in common; `what` names the argument.
+// The checks that ComputeLoss and Backward have in common. `what` is the name of the argument.
 absl::Status ValidateShape(absl::string_view what, const std::string& head, uint64_t rows,
                            uint64_t hidden_size, v1::DType dtype) {
   const auto field = [what](absl::string_view name) { return absl::StrCat(what, ".", name); };
@@ -60,7 +62,7 @@ absl::Status ValidateShape(absl::string_view what, const std::string& head, uint
   return absl::OkStatus();
 }
 
-// What the rows of an embedding bring and want; the rest is the server's to check.
+// Checks the buffers of a call for embedding rows. The server checks the other options.
 absl::Status ValidateEmbedding(const Microbatch& microbatch, const LossOutputs& outputs,
                                const ComputeOptions& options) {
   if (microbatch.embedding == v1::EMBEDDING_UNSPECIFIED) return absl::OkStatus();
@@ -122,7 +124,8 @@ absl::Status ValidateDepth(const std::string& field, const Depth& depth, const C
   return absl::OkStatus();
 }
 
-// Memory of the depths: of all that have rows, or of none, and then not of the microbatch too.
+// Checks a buffer that depths may have (`of`): all depths that have rows must have it, or none. If they have
+// it, the microbatch must not have one for all rows (`whole`).
 absl::Status ValidatePieces(absl::string_view member, absl::string_view whole_field, const void* whole,
                             const std::vector<Depth>& depths,
                             const std::function<const void*(const Depth&)>& of) {
@@ -175,7 +178,7 @@ absl::Status ValidateDepths(const Microbatch& microbatch, const LossOutputs& out
                         [](const Depth& depth) { return depth.grad_hidden; });
 }
 
-// What rows with a teacher bring, and others must not.
+// Checks the teacher's hidden states: a distillation needs them, and other losses must not have them.
 absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions& options) {
   const bool distilled = options.loss.has_distillation();
   if (!distilled && (microbatch.teacher_hidden != nullptr || microbatch.teacher_hidden_size > 0)) {
@@ -200,7 +203,7 @@ absl::Status ValidateTeacher(const Microbatch& microbatch, const ComputeOptions&
   return absl::OkStatus();
 }
 
-// Soft targets come with loss.rest, and only with it; their values are the server's to check.
+// Soft targets must come with loss.rest, and only with it. Their values are checked later (CheckRowValues).
 absl::Status ValidateSoftTargets(const Microbatch& microbatch, const ComputeOptions& options) {
   const uint64_t count = microbatch.target_count, rows = microbatch.targets.size();
   const bool wanted = options.loss.rest() != v1::REST_UNSPECIFIED;
@@ -249,7 +252,8 @@ absl::Status ValidateOutputs(const LossOutputs& outputs, uint64_t rows) {
   return status;
 }
 
-// `divided`: into depths, which have normalizers of their own.
+// Checks reduction, normalizer and grad_output. `divided`: the rows are divided into depths, which have their
+// own normalizers.
 absl::Status ValidateScale(const ComputeOptions& options, bool divided) {
   if (options.reduction != v1::REDUCTION_SUM && options.reduction != v1::REDUCTION_MEAN &&
       options.reduction != v1::REDUCTION_NONE) {
@@ -277,7 +281,7 @@ absl::Status ValidateScale(const ComputeOptions& options, bool divided) {
   return absl::OkStatus();
 }
 
-// REDUCTION_NONE: gradients come later, and only then may rows be retained.
+// Checks that only REDUCTION_NONE retains rows, and that it asks for no gradients, which come by Backward.
 absl::Status ValidateDeferral(const LossOutputs& outputs, const ComputeOptions& options) {
   const bool none = options.reduction == v1::REDUCTION_NONE;
   if (options.retain && !none) {
@@ -323,7 +327,7 @@ void FillRows(absl::Span<T> values, Rows rows, T value) {
   if (!values.empty()) std::fill(values.begin() + rows.begin, values.begin() + rows.end, value);
 }
 
-// Where the results of rows lie that have `each` of them.
+// The range of results of `rows` in an array that has `each` results per row.
 Rows Each(Rows rows, uint64_t each) { return {rows.begin * each, rows.end * each}; }
 
 void FillIgnored(const LossOutputs& outputs, uint64_t row_bytes, Rows rows) {
@@ -511,8 +515,8 @@ std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_
   const uint64_t wanted = std::clamp<uint64_t>(total / kMinRowsPerStream, 1, std::max<uint64_t>(1, streams));
   std::vector<Rows> ranges;
   uint64_t begin = 0;
-  uint64_t valid = 0;  // in [0, row]
-  uint64_t share = 1;  // of `wanted`: the one that is being filled
+  uint64_t valid = 0;  // valid rows in [0, row]
+  uint64_t share = 1;  // the number, out of `wanted`, of the range that is being filled
   for (uint64_t row = 0; row < targets.size(); ++row) {
     valid += targets[row] != ignore_index;
     const bool enough = share < wanted && valid >= total * share / wanted;
@@ -528,7 +532,7 @@ std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_
 
 std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
                                    const SliceRule& rule) {
-  const uint64_t longest_gap = std::max<uint64_t>(1, rule.max_rows / 8);  // of ignored rows in a slice
+  const uint64_t longest_gap = std::max<uint64_t>(1, rule.max_rows / 8);  // ignored rows within a slice
   std::vector<Rows> slices;
   uint64_t row = NextValid(targets, ignore_index, range.begin, range.end);
   while (row < range.end) {
@@ -604,7 +608,7 @@ int StreamsInRegion(uint64_t bytes, unsigned cores) {
 
 uint64_t WantedRows(uint64_t region_bytes, bool of_gpu, uint64_t row_bytes) {
   const uint64_t share = ShareOfRegion(region_bytes);
-  // A copy within a GPU takes hardly any time, so a slice need not be small.
+  // A copy within a GPU is fast, so slices need not be small to overlap copies with work of the server.
   return (of_gpu ? share : std::min(kHostSliceBytes, share)) / row_bytes;
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The probe of a server's address (probe.h): plain and TLS connections to it, and the rules for addresses.
 #include "client/cpp/probe.h"
 
 #include <arpa/inet.h>
@@ -44,11 +45,12 @@ Finding NoConnection(int error) {
 
 Finding ProbeUnixSocket(const std::string& path) {
   const ProbeSocket socket = ProbeSocket::ToPath(path);
-  // A socket whose queue is full belongs to a server that is busy.
+  // ETIMEDOUT means that the socket's queue is full: its server is busy.
   return socket.error() == 0 || socket.error() == ETIMEDOUT ? Finding() : NoConnection(socket.error());
 }
 
-// `words`: what was said after a TLS handshake; nullopt: nothing yet.
+// The finding after a complete TLS handshake. `words`: the first bytes that came then; nullopt: none came in
+// time.
 Finding BehindTls(const std::optional<std::string>& words) {
   if (!words.has_value() || AreHttp2Settings(*words)) return {};
   return {words->empty() ? Found::kNoClientCert : Found::kTlsOther, ""};
@@ -100,7 +102,7 @@ bool CanProbe(const std::string& target) {
 
 namespace {
 
-// What the thread of a look-up and its caller share.
+// The state that the thread of a look-up shares with its caller.
 struct Looking {
   clocks::Event done;
   addrinfo* found = nullptr;
@@ -157,7 +159,7 @@ ProbeSocket::ProbeSocket(int family, const void* address, size_t size)
   const timeval patience = absl::ToTimeval(kProbePatience);
   if (descriptor_ >= 0) {
     setsockopt(descriptor_, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-    setsockopt(descriptor_, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));  // of connect() too
+    setsockopt(descriptor_, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));  // for connect() too
     if (connect(descriptor_, static_cast<const sockaddr*>(address), static_cast<socklen_t>(size)) == 0)
       return;
   }
@@ -178,9 +180,10 @@ Transport PlainTransport(int descriptor) {
 }
 
 std::optional<std::string> FirstWords(const Transport& transport) {
-  // Of an HTTP/2 client, with empty settings.
+  // The first bytes of an HTTP/2 client: the preface, and empty settings.
   constexpr absl::string_view kPreface("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0", 33);
-  (void)transport.send(kPreface.data(), kPreface.size());  // a side that hangs up may have said something
+  // Even if the send fails, the other side may have sent something.
+  (void)transport.send(kPreface.data(), kPreface.size());
   std::string words;
   char more[kFrameHeader];
   while (words.size() < kFrameHeader) {
@@ -217,7 +220,7 @@ Owned<BIO> Bio(const std::string& pem) {
   return Owned<BIO>(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())));
 }
 
-// OpenSSL calls this for a password, instead of asking whoever sits at the terminal.
+// OpenSSL calls this function for a password, and so does not ask at the terminal.
 int NoPassword(char*, int, int, void*) { return 0; }
 
 Owned<X509> NextCertificate(BIO* bio) {
@@ -275,12 +278,13 @@ TlsEnd EndOf(SSL* ssl, int result) {
     default:  // the connection ended
       return TlsEnd::kNoTls;
   }
-  // Reasons above this number are alerts of the other side; anything else says that its words are not TLS.
+  // Reasons above this number are TLS alerts of the other side. Any other reason means that the other side
+  // does not send TLS.
   const int reason = ERR_GET_REASON(ERR_peek_error());
   return reason > SSL_AD_REASON_OFFSET ? TlsEnd::kRefused : TlsEnd::kNoTls;
 }
 
-// Negative with EAGAIN if nothing comes in time, as recv() does it.
+// Reads bytes with the results of recv(): negative, with errno EAGAIN, if nothing comes in time.
 std::ptrdiff_t Receive(SSL* ssl, char* bytes, size_t count) {
   const int result = SSL_read(ssl, bytes, static_cast<int>(count));
   if (result > 0) return result;
@@ -289,7 +293,8 @@ std::ptrdiff_t Receive(SSL* ssl, char* bytes, size_t count) {
   return error == SSL_ERROR_ZERO_RETURN ? 0 : -1;
 }
 
-// Keeps OpenSSL's writes to a connection that is closed from ending the program, in this thread.
+// Blocks SIGPIPE in this thread while the object lives, because OpenSSL writes to closed connections without
+// MSG_NOSIGNAL.
 class NoPipeSignal {
  public:
   NoPipeSignal() {
@@ -318,7 +323,7 @@ TlsTalk TalkTls(int descriptor, const std::string& host, const TlsFiles& files) 
   const Owned<SSL_CTX> context(SSL_CTX_new(TLS_client_method()));
   AddAuthorities(context.get(), files.ca);
   UseCertificate(context.get(), files);
-  SSL_CTX_set_verify(context.get(), SSL_VERIFY_NONE, nullptr);  // it goes on, and the result can be asked for
+  SSL_CTX_set_verify(context.get(), SSL_VERIFY_NONE, nullptr);  // goes on; the result is read later
   const Owned<SSL> ssl = Connection(context.get(), descriptor, host);
   ERR_clear_error();
   TlsTalk talk;
@@ -400,7 +405,7 @@ uint16_t PortOf(absl::string_view text) {
 
 bool IsSchemeCharacter(char c) { return absl::ascii_isalnum(c) || c == '+' || c == '.' || c == '-'; }
 
-// "http" of "http://host"; empty if `text` does not begin so.
+// The scheme of a URL: "http" for "http://host"; empty if `text` has no scheme.
 absl::string_view UrlScheme(absl::string_view text) {
   const size_t end = text.find("://");
   if (end == absl::string_view::npos || end == 0 || !absl::ascii_isalpha(text[0])) return "";
@@ -418,7 +423,7 @@ std::string UrlProblem(absl::string_view scheme, absl::string_view rest) {
                       tls ? ". TLS is used if a certificate authority is given: ca, or LOSSD_CA" : "");
 }
 
-// `address`: "host:port" if it is right.
+// What is wrong with `address`, which should be "host:port"; empty if nothing is.
 std::string AddressProblem(absl::string_view address) {
   if (const size_t slash = address.find('/'); slash != absl::string_view::npos) {
     return absl::StrCat("the address of a server has no path '", address.substr(slash), "': '",
@@ -449,7 +454,7 @@ std::string TargetProblem(absl::string_view target) {
   }
   auto [scheme, rest] = SplitScheme(target);
   if (Has(kWithoutHost, scheme)) return "";
-  if (scheme == "dns" && absl::ConsumePrefix(&rest, "//")) {  // without the name server
+  if (scheme == "dns" && absl::ConsumePrefix(&rest, "//")) {  // skips the name server
     const size_t slash = rest.find('/');
     rest = slash == absl::string_view::npos ? "" : rest.substr(slash + 1);
   }

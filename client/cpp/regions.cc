@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Shared memory on the client's side (regions.h): one region, the source of regions, and the regions of GPUs.
 #include "client/cpp/regions.h"
 
 #include <fcntl.h>
@@ -46,7 +47,7 @@ absl::StatusOr<wire::RegionPacket> AwaitPacket(int socket, absl::Duration timeou
   return wire::ReceiveRegionPacket(socket);
 }
 
-// Whether the memory has its size for good, so that no access can fail.
+// Whether the memory can never shrink below `bytes`, so that no access can fail.
 bool IsSealed(int descriptor, uint64_t bytes) {
   struct stat status = {};
   const int seals = fcntl(descriptor, F_GET_SEALS);
@@ -54,7 +55,7 @@ bool IsSealed(int descriptor, uint64_t bytes) {
          static_cast<uint64_t>(status.st_size) >= bytes;
 }
 
-// The GPU of this UUID; nullopt for the host, whose UUID is empty.
+// The GPU with this UUID; nullopt for an empty UUID, which means the host.
 absl::StatusOr<std::optional<int>> FindGpu(const std::string& uuid) {
   if (uuid.empty()) return std::nullopt;
   const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get();
@@ -68,7 +69,7 @@ absl::StatusOr<std::optional<int>> FindGpu(const std::string& uuid) {
 
 absl::string_view OwnerOf(absl::string_view uuid) { return uuid.empty() ? "the host" : uuid; }
 
-// Where the memory is in this process.
+// Maps the memory into this process.
 absl::StatusOr<uint8_t*> MapOnHost(int descriptor, uint64_t bytes) {
   if (!IsSealed(descriptor, bytes))
     return NoRegion("what the server sent is not sealed memory of the size it says");
@@ -99,7 +100,7 @@ absl::StatusOr<std::shared_ptr<SharedRegion>> SharedRegion::Open(const std::stri
   request.set_of_device(!device.empty());
   request.set_device(device);
   const absl::Status sent = wire::SendRegionPacket(session->get(), request.SerializeAsString(), -1);
-  // A server that refuses has perhaps closed its end already; then its reason is there to be read.
+  // A server that refuses may have closed its end already, so sending may fail. Its reason can still be read.
   absl::StatusOr<wire::RegionPacket> packet = AwaitPacket(session->get(), timeout);
   if (!packet.ok()) return sent.ok() ? NoRegion(packet.status().message()) : NoRegion(sent.message());
   if (packet->closed) return NoRegion("the server has closed the session");
@@ -128,7 +129,7 @@ SharedRegion::SharedRegion(wire::OwnedDescriptor socket, std::string id, uint8_t
       process_(getpid()) {}
 
 SharedRegion::~SharedRegion() {
-  if (getpid() != process_) return;  // a child has no mapping there
+  if (getpid() != process_) return;  // a forked child does not have the mapping
   if (gpu_.has_value()) {
     if (const absl::StatusOr<CudaDriver*> driver = CudaDriver::Get(); driver.ok())
       (*driver)->Unmap(data_, size_, *gpu_);
@@ -136,7 +137,7 @@ SharedRegion::~SharedRegion() {
     Unpin();
     munmap(data_, size_);
   }
-  // A child may have inherited the session, which closing does not end then.
+  // A forked child may have inherited the socket; then closing it here would not end the session.
   shutdown(socket_.get(), SHUT_RDWR);
 }
 
@@ -236,15 +237,14 @@ bool SharedRegion::usable() const {
   if (retired_ || getpid() != process_) return false;
   char byte = 0;
   const ssize_t received = recv(socket_.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-  return received < 0 &&
-         (errno == EAGAIN || errno == EWOULDBLOCK);  // it has nothing to say, and has not closed
+  return received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);  // no data, and not closed
 }
 
 // ---- RegionSource ----
 
 namespace {
 
-constexpr absl::Duration kSocketPatience = absl::Seconds(5);  // with the region socket
+constexpr absl::Duration kSocketPatience = absl::Seconds(5);  // the longest wait for the region socket
 
 }  // namespace
 
@@ -271,7 +271,7 @@ std::shared_ptr<SharedRegion> RegionSource::Get(uint64_t call_bytes) {
   uint64_t bytes = 0;
   uint64_t bytes_before = 0;
   std::string socket;
-  std::shared_ptr<SharedRegion> old;  // is unmapped without the lock
+  std::shared_ptr<SharedRegion> old;  // unmapped without the lock
   {
     const auto tried = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return tried_ || !opening_; };
     absl::MutexLock lock(&mu_);
@@ -287,7 +287,8 @@ std::shared_ptr<SharedRegion> RegionSource::Get(uint64_t call_bytes) {
     ask = tried_ && !usable;  // the server may be another process by now
     socket = socket_;
     bytes_before = usable ? region_->size() : 0;
-    // Where no call uses it, the server gets it back first: it may have no room for both.
+    // If no call uses the region, it is given back before the larger one is opened: the server may have no
+    // room for both.
     if (usable && region_.use_count() == 1) old = std::move(region_);
   }
   old = nullptr;
@@ -308,7 +309,7 @@ uint64_t RegionSource::Wanted(uint64_t call_bytes) const {
 
 std::shared_ptr<SharedRegion> RegionSource::Take(absl::StatusOr<std::shared_ptr<SharedRegion>> opened,
                                                  uint64_t bytes, uint64_t bytes_before) {
-  // A server that gives less than it was asked for is not asked again with each call.
+  // If the server gives less than the client asked for, later calls do not ask again at once.
   const bool is_enough = opened.ok() && (*opened)->size() >= bytes;
   if (!is_enough) {
     next_growth_ = clocks::SteadyNow() + growth_pause_;
@@ -316,9 +317,9 @@ std::shared_ptr<SharedRegion> RegionSource::Take(absl::StatusOr<std::shared_ptr<
   } else {
     growth_pause_ = pauses_.most;
   }
-  if (region_ != nullptr && region_->usable()) {  // which a larger one was wanted for
+  if (region_ != nullptr && region_->usable()) {  // a larger region was wanted in its place
     if (!opened.ok() || (*opened)->size() <= bytes_before) return opened.ok() ? *std::move(opened) : nullptr;
-    return std::exchange(region_, *std::move(opened));  // calls that use the other one keep it
+    return std::exchange(region_, *std::move(opened));  // calls that use the old region keep it
   }
   std::shared_ptr<SharedRegion> old = Drop();
   problem_ = opened.status();
@@ -337,7 +338,7 @@ bool RegionSource::IsOpen() const {
 }
 
 void RegionSource::DropUnusable() {
-  std::shared_ptr<SharedRegion> dropped;  // is unmapped without the lock
+  std::shared_ptr<SharedRegion> dropped;  // unmapped without the lock
   absl::MutexLock lock(&mu_);
   if (region_ != nullptr && !region_->usable()) dropped = Drop();
 }
@@ -345,8 +346,8 @@ void RegionSource::DropUnusable() {
 std::shared_ptr<SharedRegion> RegionSource::Drop() {
   if (region_ == nullptr) return nullptr;
   const bool refused = region_->refused();
-  // Once it is a server that has been restarted. If it does not know the next one either, the socket leads to
-  // another server.
+  // If the server refuses one region, it has probably been restarted. If it refuses the next region too, the
+  // socket belongs to another server.
   if (refused && refused_) {
     problem_ = absl::UnavailableError("no shared memory: the server does not know the regions of its socket");
     Pause();
@@ -392,7 +393,7 @@ TransportChoice RegionSource::choice() const {
 
 namespace {
 
-// Why rows on GPUs go as rows of the host do, of all of them.
+// Why rows on any GPU travel as rows in host memory do.
 std::string WhyNone(const std::string& transport, const v1::ServerDescription& server) {
   if (transport != "auto" && transport != "cuda_ipc") return absl::StrCat("the transport is ", transport);
   return absl::StrCat("the server shares no memory of a GPU",
@@ -405,7 +406,7 @@ std::vector<std::string> SharingDevicesOf(const v1::ServerDescription& server) {
   if (!server.region_devices().empty())
     return {server.region_devices().begin(), server.region_devices().end()};
   if (server.region_device().empty()) return {};
-  return {server.region_device()};  // of a server that knows of one alone
+  return {server.region_device()};  // an older server, which names one GPU only
 }
 
 DeviceRegions::DeviceRegions(const std::string& transport, RegionSizes sizes,
@@ -448,7 +449,7 @@ std::shared_ptr<SharedRegion> DeviceRegions::Get(int gpu, uint64_t call_bytes) {
   {
     absl::MutexLock lock(&mu_);
     Route& route = routes_[gpu];
-    if (route.regions == nullptr) route = RouteOf(gpu);  // the driver may know by now
+    if (route.regions == nullptr) route = RouteOf(gpu);  // the driver may have become available
     regions = route.regions;
   }
   return regions == nullptr ? nullptr : regions->Get(call_bytes);
@@ -501,7 +502,7 @@ RegionSource* DeviceRegions::NearestTo(int gpu) const {
     if (nearest.empty() || here == distance) nearest.push_back(of_server.regions.get());
     if (nearer) distance = here;
   }
-  if (nearest.empty()) return gpus_.front().regions.get();  // which says why there is none
+  if (nearest.empty()) return gpus_.front().regions.get();  // its error says why there is no region
   return nearest[static_cast<size_t>(gpu) % nearest.size()];
 }
 
@@ -510,7 +511,7 @@ void DeviceRegions::DropUnusable() {
 }
 
 DeviceTransportChoice DeviceRegions::choice(absl::string_view of_host) const {
-  // Without a region of the GPU, rows go as those of the host do.
+  // Without a region of the GPU, its rows travel as rows in host memory do.
   const auto way = [&](const Route& route) -> DeviceTransportChoice {
     if (route.regions == nullptr) return {std::string(of_host), route.reason};
     const TransportChoice made = route.regions->choice();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that a client shares with its server: SharedRegion is one region, of the host's memory or of a
-// GPU's; RegionSource opens regions for the loss calls of one client, and DeviceRegions has a RegionSource
-// for each GPU of the server.
+// Memory that a client shares with a server on the same host, for the rows of its calls. SharedRegion is one
+// region, of host memory or of GPU memory. RegionSource opens regions of one kind for the calls of one
+// client. DeviceRegions has a RegionSource for each GPU of the server.
 //
-// Thread-safe, but for SharedRegion as its comment says.
+// All classes are thread-safe.
 #ifndef LOSSD_CLIENT_CPP_REGIONS_H_
 #define LOSSD_CLIENT_CPP_REGIONS_H_
 
@@ -32,18 +32,20 @@
 
 namespace lossd::client::internal {
 
-// A region of memory that a server on this host shares with this client (region.proto): a session of the
-// region socket, the mapping, and which parts of it are in use. It is memory of the host, or of the server's
-// GPU, whose addresses only the driver may follow (cuda_driver.h).
+// A region of memory that a server on this host shares with this client (region.proto). The object owns the
+// session on the server's region socket and the mapping, and records which parts of the region are in use.
+// The region is host memory, or memory of a GPU of the server, which only CUDA's driver may read and write
+// (cuda_driver.h).
 //
 // Thread-safe.
 
 class SharedRegion {
  public:
-  static constexpr uint64_t kAlignment = 256;  // of slices in a region
+  static constexpr uint64_t kAlignment = 256;  // bytes; of ranges in a region
 
-  // Opens a region of about `bytes` at the server's region socket: memory of the GPU of this UUID
-  // ("GPU-..."), or of the host if `device` is empty. UNAVAILABLE, saying why, if there is none to be had.
+  // Asks the server, at its region socket, for a region of about `bytes`: memory of the GPU with the UUID
+  // `device` ("GPU-..."), or host memory if `device` is empty. UNAVAILABLE, with the reason, if the server
+  // gives none.
   static absl::StatusOr<std::shared_ptr<SharedRegion>> Open(const std::string& socket, uint64_t bytes,
                                                             absl::Duration timeout,
                                                             const std::string& device = "");
@@ -53,40 +55,43 @@ class SharedRegion {
 
   const std::string& id() const { return id_; }
   uint64_t size() const { return size_; }
-  // The GPU whose memory it is; nullopt: memory of the host.
+  // The GPU that has the memory; nullopt: it is host memory.
   std::optional<int> gpu() const { return gpu_; }
 
-  // A free range of `bytes` > 0: its offset. Nullopt if there is none.
+  // Takes a free range of `bytes` > 0 and returns its offset; nullopt if there is none. Give frees the range.
   std::optional<uint64_t> Take(uint64_t bytes) ABSL_LOCKS_EXCLUDED(mu_);
   void Give(uint64_t offset) ABSL_LOCKS_EXCLUDED(mu_);
-  // For a caller that has found none: `freed` runs once, as soon as there is one or the region is retired, on
-  // the thread that sees to that; it must neither block nor use the region. Of each waiter the last one
-  // counts. False, and it never runs, if waiting is of no use: the region is smaller or retired.
+  // For a caller that Take gave no range: `freed` runs once, when a range of `bytes` is free or the region is
+  // retired. It runs on the thread that frees the range or retires the region (on this thread, if a range is
+  // free already), and must neither block nor use the region. A further Await of the same `waiter` replaces
+  // the former one. Returns false, and `freed` never runs, if the region is smaller than `bytes` or retired.
   bool Await(uint64_t bytes, const void* waiter, absl::AnyInvocable<void()> freed) ABSL_LOCKS_EXCLUDED(mu_);
-  // What the waiter has given does not run once this has returned.
+  // Ends the wait of `waiter`: its `freed` does not run after this has returned.
   void StopWaiting(const void* waiter) ABSL_LOCKS_EXCLUDED(mu_);
   int waiting() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Whether Take has found no room for something.
+  // Whether Take has ever found no room.
   bool crowded() const { return crowded_; }
   uint8_t* At(uint64_t offset) const { return data_ + offset; }
 
-  // A call begins whose rows are on a GPU. The first one lets GPUs copy to and from memory of the host
-  // without a detour (CudaDriver::Pin), which takes some milliseconds; all wait for it. Where the driver
-  // refuses that, it is not asked again: copies are slower then.
+  // To be called before a call whose rows are on a GPU uses a region of host memory. The first such call pins
+  // the region (CudaDriver::Pin), so that all GPUs copy to and from it directly. This takes some
+  // milliseconds, and concurrent calls wait for it. If the driver refuses, it is not asked again, and copies
+  // are slower.
   void PinFor(int gpu) ABSL_LOCKS_EXCLUDED(pin_mu_);
-  // Why that was refused; OK if it was not.
+  // Why the driver refused to pin the region; OK if it has not refused.
   absl::Status pin_problem() const ABSL_LOCKS_EXCLUDED(pin_mu_);
 
-  // What is under way may go on, but nothing new is to begin: the server may still write to ranges of calls
-  // that have failed.
+  // Makes the region unusable for new calls; calls under way may go on. For regions in which the server may
+  // still write to ranges of calls that have failed.
   void Retire() ABSL_LOCKS_EXCLUDED(mu_);
-  // A call that named the region has failed. It is retired if the server may still write to ranges of the
-  // call (`holds`), or may have lost it.
+  // Tells that a call that named the region has failed. Retires the region if the call still has ranges
+  // (`holds`), to which the server may write, or if the server may not have the region any more
+  // (UNAVAILABLE).
   void AfterFailure(const absl::Status& error, bool holds);
-  // The server has said that it has no such region.
+  // Whether the server has said that it has no such region.
   bool refused() const { return refused_; }
-  // Whether a call may begin to use it: it is not retired, the server's end of the session is open, and this
-  // is the process that opened it.
+  // Whether a call may begin to use the region: it is not retired, the server has not closed the session, and
+  // this process is the one that opened the region.
   bool usable() const;
 
  private:
@@ -94,7 +99,7 @@ class SharedRegion {
                std::optional<int> gpu);
 
   void Unpin() ABSL_LOCKS_EXCLUDED(pin_mu_);
-  // Where a free range of so many bytes, a multiple of the alignment, begins.
+  // The offset of a free range of `bytes`, a multiple of kAlignment; nullopt: there is none.
   std::optional<uint64_t> Find(uint64_t bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   struct Waiter {
@@ -112,94 +117,99 @@ class SharedRegion {
   std::atomic<bool> refused_{false};
   std::atomic<bool> crowded_{false};
   mutable absl::Mutex pin_mu_;
-  std::optional<int> pinned_for_ ABSL_GUARDED_BY(pin_mu_);  // the GPU that was there first
+  std::optional<int> pinned_for_ ABSL_GUARDED_BY(pin_mu_);  // the GPU of the first call; nullopt: not pinned
   absl::Status pin_problem_ ABSL_GUARDED_BY(pin_mu_);
   mutable absl::Mutex mu_;
   std::map<uint64_t, uint64_t> taken_ ABSL_GUARDED_BY(mu_);  // offset to end
   std::map<const void*, Waiter> waiters_ ABSL_GUARDED_BY(mu_);
 };
 
-// How long the client goes without a region after an attempt that failed: twice as long each time, up to
-// `most`. After one that brought less than was asked for it waits for `most` at first, and twice as long each
-// time, up to `most_growth`.
+// The waits between attempts to open a region. After an attempt that failed the client waits for `first`;
+// each further wait is twice as long, up to `most`. After an attempt that gave fewer bytes than the client
+// had asked for, it waits for `most`; each further wait is twice as long, up to `most_growth`.
 struct RegionPauses {
   absl::Duration first = absl::Seconds(2);
   absl::Duration most = absl::Seconds(64);
   absl::Duration most_growth = absl::Hours(1);
 };
 
-// The source of one kind of region: the host's memory, or that of one GPU. It opens a region with the first
-// call, a larger one in its place when calls need it, and another one when the region cannot be used any
-// more. Calls that begin later repeat an attempt that failed, after pauses that grow.
+// The source of regions of one kind, for the calls of one client: regions of host memory, or of the memory of
+// one GPU. It has at most one present region. The first call opens it. When calls need a larger one, or the
+// region cannot be used any more, a call opens another one in its place. After an attempt that failed, later
+// calls try again, after pauses that grow.
 //
 // Thread-safe.
 class RegionSource {
  public:
-  // Asks the server for ServerDescription.region_socket; takes a second or two at most.
+  // Asks the server for ServerDescription.region_socket. Takes at most two seconds.
   using AskFn = absl::AnyInvocable<absl::StatusOr<std::string>()>;
 
-  // `transport` as in ClientOptions; `socket` as the server has told it already; `device` as in
-  // SharedRegion::Open.
+  // `transport` is as in ClientOptions. `socket` is the region socket that the server has told when the
+  // client connected. `device` is as in SharedRegion::Open.
   RegionSource(std::string transport, RegionSizes sizes, std::string socket, AskFn ask,
                RegionPauses pauses = {}, std::string device = "");
 
-  // With the transport "shared_memory" or "cuda_ipc": whether there is a region to be had.
+  // With the transport "shared_memory" or "cuda_ipc": opens a region; an error says why there is none. OK
+  // with other transports.
   absl::Status Check() ABSL_LOCKS_EXCLUDED(mu_);
-  // The region for a call that begins, whose rows have so many bytes; null: it is to send its slices in
-  // messages. May open a region, which takes the longer the larger it is. All calls wait for the first
-  // attempt, and none for a later one that another thread makes: it has the region that is there, if there is
-  // one.
+  // The region for a call that begins and whose rows have `call_bytes`; null: the call is to send its slices
+  // in messages. May open a region; the larger the region, the longer this takes. While another thread makes
+  // the first attempt, Get waits for it. While another thread makes a later attempt, Get does not wait and
+  // returns the present region or null.
   std::shared_ptr<SharedRegion> Get(uint64_t call_bytes = 0) ABSL_LOCKS_EXCLUDED(mu_);
-  // Whether there is a region now that can be used. Does not block.
+  // Whether there is a usable region now. Does not block.
   bool IsOpen() const ABSL_LOCKS_EXCLUDED(mu_);
-  // Gives the region back to the server if it cannot be used any more, as soon as no call uses it.
+  // If the region cannot be used any more, drops it. The server gets it back when no call uses it any more.
   void DropUnusable() ABSL_LOCKS_EXCLUDED(mu_);
   TransportChoice choice() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
-  // The region, for the caller to let go of without the lock.
+  // Removes the present region and returns it, so that the caller can release it without the lock.
   std::shared_ptr<SharedRegion> Drop() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What to ask the server for.
+  // The bytes to ask the server for.
   uint64_t Wanted(uint64_t call_bytes) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  // Takes what an attempt to get so many bytes has brought, where there was a region of `bytes_before` (0:
-  // none that could be used). What is not wanted any more is for the caller to let go of without the lock.
+  // Handles the result of an attempt to open a region of `bytes`. `bytes_before` is the size of the region
+  // that was usable before the attempt; 0: there was none. Returns the region that is not wanted any more, so
+  // that the caller can release it without the lock.
   std::shared_ptr<SharedRegion> Take(absl::StatusOr<std::shared_ptr<SharedRegion>> opened, uint64_t bytes,
                                      uint64_t bytes_before) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // An attempt has failed.
+  // An attempt has failed: sets the time of the next one.
   void Pause() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // For the one call that has set opening_. Sets `*socket` if it is not the server's any more.
+  // Opens a region of `bytes`. Only for the call that has set opening_. If `ask`, asks the server for its
+  // region socket first, and stores it in `*socket`.
   absl::StatusOr<std::shared_ptr<SharedRegion>> Open(uint64_t bytes, bool ask, std::string* socket);
 
   const std::string transport_;
   const RegionSizes sizes_;
   const RegionPauses pauses_;
   const std::string device_;
-  AskFn ask_;  // called by the one that opens
+  AskFn ask_;  // only the call that has set opening_ calls it
   mutable absl::Mutex mu_;
   std::string socket_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<SharedRegion> region_ ABSL_GUARDED_BY(mu_);
   absl::Time next_growth_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
-  absl::Duration growth_pause_ ABSL_GUARDED_BY(mu_);  // after the next attempt that brings less than asked
+  absl::Duration growth_pause_ ABSL_GUARDED_BY(mu_);  // the wait after the next attempt that gives too little
   bool opening_ ABSL_GUARDED_BY(mu_) = false;
   bool tried_ ABSL_GUARDED_BY(mu_) = false;
-  bool refused_ ABSL_GUARDED_BY(mu_) = false;  // the server did not know the region before
-  absl::Duration pause_ ABSL_GUARDED_BY(mu_);  // after the next attempt that fails
+  bool refused_ ABSL_GUARDED_BY(mu_) = false;  // the server did not know the former region
+  absl::Duration pause_ ABSL_GUARDED_BY(mu_);  // the wait after the next attempt that fails
   absl::Time next_try_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   absl::Status problem_ ABSL_GUARDED_BY(mu_);  // why there is no region
 };
 
-// The GPUs whose memory the server shares ("GPU-..."), in its order.
+// The UUIDs ("GPU-...") of the GPUs whose memory the server shares, in the server's order.
 std::vector<std::string> SharingDevicesOf(const v1::ServerDescription& server);
 
 // The source of regions for calls whose rows are on GPUs: a RegionSource for each GPU of the server that
-// shares memory. Rows on one of these GPUs take memory of that GPU. Rows on another GPU take memory of the
-// nearest one if the client was told so ("cuda_ipc"), and otherwise travel as rows of the host do.
+// shares memory. Rows on one of these GPUs travel through a region of that GPU. Rows on another GPU travel
+// through a region of the nearest of these GPUs if the transport is "cuda_ipc", and otherwise as rows in host
+// memory do.
 //
 // Thread-safe.
 class DeviceRegions {
  public:
-  // Asks the server, which may be another process by now, for its region socket; takes a second or two at
-  // most. An error if it does not share memory of `device` any more.
+  // Asks the server, which may be another process by now, for its region socket. Takes at most two seconds.
+  // An error if the server does not share memory of `device` any more.
   using AskFn = std::function<absl::StatusOr<std::string>(const std::string& device)>;
 
   // `transport` as in ClientOptions.
@@ -208,21 +218,22 @@ class DeviceRegions {
   DeviceRegions(const DeviceRegions&) = delete;
   DeviceRegions& operator=(const DeviceRegions&) = delete;
 
-  // With the transport "cuda_ipc": whether there is a region to be had. Opens it, on `gpu` (nullopt: that
-  // which the calling thread works on) if that is one of the server's, and else on the first one that this
-  // process sees.
+  // With the transport "cuda_ipc": opens a region; an error says why there is none. The region is on `gpu`
+  // (nullopt: the GPU that the calling thread works on) if the server shares memory of this GPU. Otherwise it
+  // is on the first GPU of the server that this process sees. OK with other transports.
   absl::Status Check(std::optional<int> gpu) ABSL_LOCKS_EXCLUDED(mu_);
-  // The region for a call that begins, whose rows have so many bytes and are on `gpu`; null: they are to go
-  // as rows of the host do. May open a region.
+  // The region for a call that begins and whose rows have `call_bytes` and are on `gpu`; null: the rows
+  // travel as rows in host memory do. May open a region.
   std::shared_ptr<SharedRegion> Get(int gpu, uint64_t call_bytes) ABSL_LOCKS_EXCLUDED(mu_);
   // The region for a call whose rows are on the first GPU of the server that this process sees.
   std::shared_ptr<SharedRegion> GetAny();
-  // Whether Get gives a region for rows on `gpu`, as far as that is known without opening one: true if one is
-  // open, false if there can be none, nullopt if Get has to find out. Does not block.
+  // Whether Get returns a region for rows on `gpu`: true if a region is open, false if there can be none,
+  // nullopt if only Get can find out. Does not block.
   std::optional<bool> IsOpen(int gpu) const ABSL_LOCKS_EXCLUDED(mu_);
-  // As RegionSource::DropUnusable, of all.
+  // Calls RegionSource::DropUnusable of all GPUs.
   void DropUnusable();
-  // How rows on GPUs travel where rows of the host travel by `of_host`, over all GPUs that rows came from.
+  // How rows on GPUs travel, over all GPUs that rows came from. `of_host` is the transport of rows in host
+  // memory.
   DeviceTransportChoice choice(absl::string_view of_host) const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -230,22 +241,22 @@ class DeviceRegions {
     std::string uuid;
     std::unique_ptr<RegionSource> regions;
   };
-  // Where rows on one GPU go.
+  // How rows on one GPU travel.
   struct Route {
-    std::string rows;                 // the GPU that they are on: its UUID, or "GPU n"
-    RegionSource* regions = nullptr;  // null: `reason` says why not
+    std::string rows;                 // the GPU that has the rows: its UUID, or "GPU n"
+    RegionSource* regions = nullptr;  // null: as rows in host memory; `reason` says why
     std::string reason;
   };
 
   Route RouteOf(int gpu) const;
-  // The sharing GPU that is nearest to `gpu`, which is another one, and the one at the same place in its
-  // order of several that are as near.
+  // The regions of the sharing GPU that is nearest to `gpu`, which does not share memory itself. If several
+  // are equally near, `gpu` modulo their number selects one.
   RegionSource* NearestTo(int gpu) const;
   // All UUIDs, for people.
   std::string Names() const;
 
   const std::string transport_;
-  const std::string why_none_;  // if there are no GPUs
+  const std::string why_none_;  // why rows on GPUs travel as rows in host memory, if gpus_ is empty
   std::vector<Gpu> gpus_;
   mutable absl::Mutex mu_;
   std::map<int, Route> routes_ ABSL_GUARDED_BY(mu_);  // by the GPU that rows came from

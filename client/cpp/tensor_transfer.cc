@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Transfers of tensors (tensor_transfer.h): the calls, their messages, and the blocking stream.
 #include "client/cpp/tensor_transfer.h"
 
 #include <cstring>
@@ -24,11 +25,11 @@ constexpr char kReadMethod[] = "/lossd.v1.HeadService/ReadTensor";
 constexpr char kWriteMethod[] = "/lossd.v1.HeadService/WriteTensor";
 constexpr char kAddMethod[] = "/lossd.v1.HeadService/AddGradient";
 
-constexpr uint64_t kLeastShared = 1 << 20;  // bytes of a tensor that is worth a region
-constexpr uint64_t kPieceBytes = 16 << 20;  // for larger pieces no larger region is asked for
-constexpr uint64_t kPiecesPerRegion = 4;    // so that loss computations find room beside it
+constexpr uint64_t kLeastShared = 1 << 20;  // smaller tensors do not use a region
+constexpr uint64_t kPieceBytes = 16 << 20;  // reads ask for a region for at most such pieces
+constexpr uint64_t kPiecesPerRegion = 4;    // leaves room for loss computations
 
-// Sends the payload in messages of whole rows, the first of which has `open`; returns early if the call ends.
+// Sends the payload in messages of whole rows; the first message has `open`. Returns early if the call ends.
 template <typename Request, typename Open>
 void WritePayload(const Open& open, absl::Span<const char> payload, uint64_t row_bytes, PayloadHolds* holds,
                   BlockingStream* stream) {
@@ -40,7 +41,7 @@ void WritePayload(const Open& open, absl::Span<const char> payload, uint64_t row
   stream->WritesDone();
 }
 
-// The one answer of a call, unless its status is an error.
+// Reads the one answer of a call, and its status.
 template <typename Response>
 absl::StatusOr<Response> ReadResponse(BlockingStream* stream) {
   std::vector<grpc::ByteBuffer> answers;
@@ -55,7 +56,7 @@ absl::Status NoDType(v1::DType dtype) {
                        absl::StrCat("is ", static_cast<int>(dtype), ", not a dtype"));
 }
 
-// The bytes of a row of `cols` elements, if the payload has exactly `rows` of them.
+// The bytes of one row of `cols` elements. INVALID_ARGUMENT unless the payload has exactly `rows` rows.
 absl::StatusOr<uint64_t> RowBytes(v1::DType dtype, uint64_t cols, uint64_t rows,
                                   absl::Span<const char> payload) {
   const uint64_t row_bytes = cols * WireElementSize(dtype);
@@ -84,7 +85,8 @@ absl::StatusOr<Response> SendRows(const Core& core, const char* method, const Op
   return response;
 }
 
-// What one ReadTensor call answers. `in_region`: where its rows may lie.
+// Makes one ReadTensor call, and gives its answers to `reader`. `in_region`: the part of a region where the
+// rows may lie.
 absl::Status ReadRows(const Core& core, const v1::ReadTensorRequest& request,
                       absl::Span<const uint8_t> in_region, absl::Time deadline, TensorReader* reader) {
   BlockingStream stream(core.connections().channel(0), kReadMethod, core.connections().peer(), deadline);
@@ -92,13 +94,13 @@ absl::Status ReadRows(const Core& core, const v1::ReadTensorRequest& request,
   grpc::ByteBuffer buffer;
   while (stream.Read(&buffer)) {
     absl::Status status = reader->Handle(buffer, in_region, request.rows().begin());
-    if (!status.ok()) return status;  // leaving cancels the call
+    if (!status.ok()) return status;  // the stream's destructor cancels the call
   }
   return stream.Finish();
 }
 
-// Reads the rows piece by piece, each by a call of its own, for which there is room in the region; what finds
-// none comes in messages.
+// Reads the rows through the region, piece by piece, each with a call of its own. When a piece finds no room
+// in the region, all the rows that are left come in messages.
 absl::StatusOr<TensorShape> ReadThroughRegion(const Core& core, const v1::ReadTensorRequest& request,
                                               absl::Span<char> out, SharedRegion* region, absl::Time deadline,
                                               std::optional<uint64_t> tensor_rows) {
@@ -181,7 +183,8 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
                     ? absl::InvalidArgumentError("")
                     : ReadThroughRegion(core, request, out, region.get(), deadline, tensor_rows);
     core.connections().regions().DropUnusable();
-    // Whatever is wrong with the arguments, it is told without the region's.
+    // If the arguments are wrong, the read is done again without a region, so that the error does not name
+    // the region's fields.
     if (!absl::IsInvalidArgument(read.status())) return read;
   }
   TensorReader reader(request, out, tensor_rows);
@@ -213,7 +216,7 @@ absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::
 
 namespace {
 
-constexpr uint64_t kWriteBytes = 1 << 20;  // of payload per message
+constexpr uint64_t kWriteBytes = 1 << 20;  // payload of a message
 
 }  // namespace
 
@@ -292,7 +295,7 @@ absl::Status TensorReader::Begin(const v1::TensorSlice& slice) {
   if (end_row_ < first_row_ || end_row_ > slice.tensor_rows() || cols_ == 0) {
     return ServerSent("a tensor of ", slice.tensor_rows(), " x ", cols_, " for rows up to ", end_row_);
   }
-  // Divides rather than multiplies: the numbers are the server's and may overflow.
+  // Divides and does not multiply, because the numbers come from the server and products may overflow.
   if (out_.size() / element_size_ / cols_ != rows || out_.size() % (element_size_ * cols_) != 0) {
     if (tensor_rows_.has_value()) return OtherShape(slice);
     return ArgumentError("out", out_.size(),
@@ -327,7 +330,7 @@ BlockingStream::BlockingStream(const std::shared_ptr<grpc::Channel>& channel, co
     : peer_(peer), stub_(channel) {
   SetDeadline(deadline, &context_);
   stub_.PrepareBidiStreamingCall(&context_, method, {}, &reactor_);
-  reactor_.AddHold();  // operations start outside of reactions
+  reactor_.AddHold();  // needed, because operations start outside of reactions
   reactor_.StartCall();
 }
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads, writes and adds to a head's tensors in slices, between the wire and the caller's memory: the
-// transfers, their messages (TensorReader, EncodeRows), and the blocking gRPC call below them
-// (BlockingStream).
+// The transfers of tensors between a Client (client.h) and its server: ReadTensor, WriteTensor and
+// AddGradient, each in slices of rows, from or to the caller's memory. Below them are their messages
+// (TensorReader, EncodeRows) and the blocking gRPC call that carries them (BlockingStream).
 //
-// The transfers block, and try once. Functions are thread-safe; the classes are thread-compatible.
+// The transfers block, and do not repeat a call that fails. Functions are thread-safe; the classes are
+// thread-compatible.
 #ifndef LOSSD_CLIENT_CPP_TENSOR_TRANSFER_H_
 #define LOSSD_CLIENT_CPP_TENSOR_TRANSFER_H_
 
@@ -34,42 +35,46 @@
 
 namespace lossd::client::internal {
 
-// The shape of a parameter of a head. INVALID_ARGUMENT if the value is no parameter.
+// The shape of a parameter of a head. INVALID_ARGUMENT if `param` is not a parameter.
 absl::StatusOr<TensorShape> ParamShape(const v1::HeadSpec& spec, v1::Param param);
 
-// INVALID_ARGUMENT, naming "rows" or "values", if a parameter of the shape `whole` has not these rows (null:
-// all), or if `values` is not the shape of an array for them; empty: it is not known.
+// Checks a write to a parameter with the shape `whole`. INVALID_ARGUMENT, naming "rows", if the parameter
+// does not have these rows (null: all rows). INVALID_ARGUMENT, naming "values", if `values`, the shape of the
+// caller's array, does not fit the rows; empty: the shape is not known.
 absl::Status CheckShape(absl::string_view head, v1::Param param, const v1::RowRange* rows, TensorShape whole,
                         absl::Span<const uint64_t> values);
 
-// INTERNAL if the tensor has not `tensor_rows` rows, if that is known.
+// Reads the rows that `request` names into `out`. `tensor_rows` is the number of rows of the tensor, if the
+// caller knows it; ABORTED if the tensor has another shape by now.
 absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorRequest& request,
                                        absl::Span<char> out, absl::Time deadline,
                                        std::optional<uint64_t> tensor_rows = std::nullopt);
 
-// `shape` is the whole tensor's.
+// Writes `payload` to the rows that `open` names. `shape` is the shape of the whole tensor.
 absl::StatusOr<v1::WriteTensorResponse> WriteTensor(const Core& core, const v1::OpenTensor& open,
                                                     TensorShape shape, absl::Span<const char> payload,
                                                     absl::Time deadline);
 
-// The same for a gradient.
+// Adds `payload` to a gradient, in the same way.
 absl::StatusOr<v1::AddGradientResponse> AddGradient(const Core& core, const v1::OpenGradient& open,
                                                     TensorShape shape, absl::Span<const char> payload,
                                                     absl::Time deadline);
 
-// The functions below and TensorReader are the messages of tensor transfers, apart from gRPC: rows on their
-// way to the server, rows that come from it, and its one answer. tests/client/golden/messages.json and
+// The functions below and TensorReader encode and decode the messages of tensor transfers, without gRPC: rows
+// that go to the server, rows that come from it, and its one answer. tests/client/golden/messages.json and
 // tensor_answers.json have cases.
 
-// Bytes of one element of a tensor on the wire; unspecified is fp32. 0 for unknown values.
+// Bytes of one element of a tensor on the wire. DTYPE_UNSPECIFIED means fp32; 0 for unknown values.
 size_t WireElementSize(v1::DType dtype);
 
-// Bytes of whole rows of `row_bytes` that one message carries: about 1 MiB, at least one row.
+// The bytes of payload in one message: as many whole rows of `row_bytes` as fit into about 1 MiB, at least
+// one row.
 uint64_t TensorMessageBytes(uint64_t row_bytes);
 
-// The message that continues `payload`, whole rows, behind its first `sent` bytes; the first one, at 0, has
-// `open` and is sent even if the payload is empty. Request is WriteTensorRequest or AddGradientRequest.
-// References the payload; `release` runs once, on any thread, when nothing refers to it any more.
+// Encodes the message that follows after the first `sent` bytes of `payload` have been sent. Payloads and
+// messages have whole rows. The first message (`sent` is 0) contains `open`, and is sent even if the payload
+// is empty. Request is WriteTensorRequest or AddGradientRequest. The message references the payload;
+// `release` runs once, on any thread, when the message does not need it any more.
 template <typename Request, typename Open>
 grpc::ByteBuffer EncodeRows(const Open& open, absl::Span<const char> payload, uint64_t row_bytes,
                             uint64_t sent, absl::AnyInvocable<void()> release) {
@@ -80,7 +85,7 @@ grpc::ByteBuffer EncodeRows(const Open& open, absl::Span<const char> payload, ui
   return wire::Encode(request, absl::MakeConstSpan(bytes, size), std::move(release));
 }
 
-// The one answer to a tensor that was sent. INTERNAL if there is another number of them.
+// Decodes the one answer to a tensor that was sent. INTERNAL if there is not exactly one answer.
 template <typename Response>
 absl::StatusOr<Response> OneAnswer(const std::vector<grpc::ByteBuffer>& answers) {
   if (answers.size() != 1) {
@@ -92,35 +97,35 @@ absl::StatusOr<Response> OneAnswer(const std::vector<grpc::ByteBuffer>& answers)
   return ServerSent("an unreadable message: ", payload.status().message());
 }
 
-// Puts the slices of ReadTensor calls where they belong: of one call, or of several that read the rows piece
-// by piece.
+// Copies the slices that ReadTensor calls receive to their places in the caller's memory. The slices may come
+// from one call, or from several calls that read the rows piece by piece.
 //
-// Thread-compatible. Errors are INTERNAL and say what the server sent, but for INVALID_ARGUMENT if `out` has
-// not the size of the rows asked for, and ABORTED if the tensor has changed under the calls. After an error
-// the contents of `out` are unspecified.
+// Thread-compatible. Errors: INVALID_ARGUMENT if `out` does not have the size of the requested rows; ABORTED
+// if the tensor has changed during the calls; all others are INTERNAL and say what the server sent. After an
+// error the contents of `out` are unspecified.
 class TensorReader {
  public:
-  // `request` and `out` must outlive this. request.dtype is one of the known ones. `tensor_rows`: how many
-  // the tensor has, if that is known.
+  // `request` and `out` must outlive this object. request.dtype must be a known dtype. `tensor_rows` is the
+  // number of rows of the tensor, if the caller knows it.
   TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out,
                std::optional<uint64_t> tensor_rows = std::nullopt);
 
-  // `in_region`: the rows of the call that begin with `first_row` lie there if the message says so; empty: it
-  // may not say so.
+  // Handles one message. If the message says that its rows lie in the region, they lie in `in_region`, which
+  // begins with row `first_row`. If `in_region` is empty, the message must not say so.
   absl::Status Handle(const grpc::ByteBuffer& message, absl::Span<const uint8_t> in_region = {},
                       uint64_t first_row = 0);
-  // The shape read, once the server has ended the last call with OK.
+  // The shape that was read. Call it when the server has ended the last call with OK.
   absl::StatusOr<TensorShape> End() const;
 
  private:
   absl::Status Begin(const v1::TensorSlice& slice);
-  // The rows of a slice where they lie in the region, `bytes` of them; null: they do not lie in it.
+  // The address in the region of the rows of a slice, which have `bytes`; null: they do not lie there.
   const uint8_t* Find(const v1::TensorSlice& slice, absl::Span<const uint8_t> in_region, uint64_t first_row,
                       uint64_t bytes) const;
-  // ABORTED: the tensor is not the one that was described before the call.
+  // The ABORTED error that the tensor does not have the shape that was described before the call.
   absl::Status OtherShape(const v1::TensorSlice& slice) const;
-  // All slices are of one version: of the gradients or of the weights; of the step, if the server says
-  // neither.
+  // Checks that all slices are of one version: of the gradients or of the weights, or of the step if the
+  // server sends neither version.
   absl::Status CheckVersion(const v1::HeadState& state) const;
 
   const v1::ReadTensorRequest& request_;
@@ -128,34 +133,34 @@ class TensorReader {
   const absl::Span<char> out_;
   const std::optional<uint64_t> tensor_rows_;
   bool begun_ = false;
-  v1::HeadState state_;  // of the first slice
+  v1::HeadState state_;  // the state in the first slice
   uint64_t first_row_ = 0;
   uint64_t next_row_ = 0;
   uint64_t end_row_ = 0;
   uint64_t cols_ = 0;
 };
 
-// A bidirectional gRPC call over raw byte buffers, used from one thread that blocks: for tensor transfers,
-// where the generated stubs would copy payloads through strings.
+// A bidirectional gRPC call over raw byte buffers, for one thread that blocks. Tensor transfers use it,
+// because the generated stubs would copy payloads through strings.
 //
 // Thread-compatible. One thread writes and reads, in any order.
 class BlockingStream {
  public:
   BlockingStream(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const Peer& peer,
                  absl::Time deadline);
-  // Cancels if Finish was not called.
+  // Cancels the call if Finish was not called.
   ~BlockingStream();
   BlockingStream(const BlockingStream&) = delete;
   BlockingStream& operator=(const BlockingStream&) = delete;
 
-  // False if the call has ended; Finish tells why. Write takes the buffer's references until it returns, the
-  // transport possibly longer.
+  // These return false if the call has ended; Finish returns the reason. Write does not need `buffer` after
+  // it has returned, but the transport may hold references to the buffer's slices for longer.
   bool Write(const grpc::ByteBuffer& buffer);
   bool WritesDone();
   bool Read(grpc::ByteBuffer* buffer);
 
   void Cancel() { context_.TryCancel(); }
-  // The server's status. Waits for it: call after Read returned false, or after Cancel.
+  // Waits for the server's status and returns it. Call it after Read has returned false, or after Cancel.
   absl::Status Finish();
 
  private:
@@ -166,7 +171,7 @@ class BlockingStream {
     void OnWritesDoneDone(bool ok) override { Complete(ok); }
     void OnDone(const grpc::Status& status) override;
 
-    // The outcome of the one operation under way.
+    // Waits for the one operation under way; whether it succeeded.
     bool Await();
     grpc::Status AwaitDone();
 

@@ -1,4 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
+// The C interface of the client (lossd_client.h) on the C++ client. CallState is the state of a lossd_call. A
+// function that waits for the server runs on a thread of its own (CarryOut), unless its call blocks; loss
+// computations run on the client's threads.
 #include "client/library/lossd_client.h"
 
 #include <algorithm>
@@ -39,8 +42,8 @@
 namespace lossd::client {
 namespace {
 
-// Errors of the C++ client name members of its structs. Here these are options and arguments, named as in
-// Python.
+// Errors of the C++ client name members of its structs. Replaces them by the names that options and arguments
+// have in Python.
 std::string InCallersWords(const std::string& text) {
   return absl::StrReplaceAll(text, {{"options.credentials.", ""},
                                     {"options.loss.", "options."},
@@ -53,27 +56,28 @@ std::string InCallersWords(const std::string& text) {
                                     {"Backward", "backward()"}});
 }
 
-// Whether the C++ client names the field, not the server.
+// Whether the field is a member of a struct of the C++ client, and not a field that the server names.
 bool IsOfClient(absl::string_view field) {
   return absl::StartsWith(field, "options.") || absl::StartsWith(field, "microbatch.") ||
          absl::StartsWith(field, "outputs.") || absl::StartsWith(field, "gradients.");
 }
 
-// What of a call outlives the caller's handle: a loss computation ends on a thread of the client.
+// The state of a lossd_call. It is shared, because a loss computation ends on a thread of the client, where
+// the handle may be freed already. Thread-safe.
 class CallState {
  public:
   internal::Cancellation& cancellation() { return cancellation_; }
 
-  // ---- Of the one that carries it out ----
+  // ---- For the function that uses the call ----
 
-  // False if it was cancelled before, and so has ended.
+  // Tells that the function begins. False if the call was cancelled before, and so has ended.
   bool Begin() ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     begun_ = !ended_;
     return begun_;
   }
-  // Gives a place of the client back, when the call has ended. Once, before the function begins; takes no
-  // lock that is held while a function of this class is called.
+  // Runs `body` when the call has ended; it gives back the call's place in Places. Call it once, before the
+  // function begins. `body` must take no lock that is held while a function of this class is called.
   void OnEnd(absl::AnyInvocable<void()> body) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     if (ended_) return body();
@@ -82,11 +86,12 @@ class CallState {
   void End(absl::Status status, std::string answer = "") ABSL_LOCKS_EXCLUDED(mu_) {
     EndLoss(std::move(status), std::move(answer), {});
   }
-  // `cost`: the loss, and what it cost.
+  // Ends the call of a loss computation. `cost` has its loss and its costs.
   void EndLoss(absl::Status status, std::string answer, const lossd_result& cost) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     if (ended_) return;
-    if (on_end_ != nullptr) std::exchange(on_end_, nullptr)();  // whoever sees the end finds the place free
+    // The place is free before any thread can see the end.
+    if (on_end_ != nullptr) std::exchange(on_end_, nullptr)();
     status_ = std::move(status);
     message_ = std::string(status_.message());
     answer_ = std::move(answer);
@@ -111,7 +116,7 @@ class CallState {
     if (cancellation_.cancelled()) pending_->Cancel();
   }
 
-  // ---- Of the caller ----
+  // ---- For the caller ----
 
   void Cancel() ABSL_LOCKS_EXCLUDED(mu_) {
     cancellation_.Cancel();
@@ -126,7 +131,7 @@ class CallState {
     absl::MutexLock lock(&mu_);
     return clocks::AwaitFor(mu_, absl::Condition(&ended_), limit);
   }
-  // Takes what is left of a loss computation that has ended, for the caller to let go of.
+  // Removes the PendingLoss and returns it, so that the caller destroys it without the lock.
   std::optional<PendingLoss> TakePending() ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     return std::exchange(pending_, std::nullopt);
@@ -136,7 +141,7 @@ class CallState {
     return std::exchange(progress_, std::nullopt);
   }
 
-  // Once it has ended, which nothing changes any more.
+  // The result. Only after the call has ended; then nothing changes it any more.
   lossd_result Result() const ABSL_NO_THREAD_SAFETY_ANALYSIS {
     lossd_result result = result_;
     result.code = static_cast<int32_t>(status_.code());
@@ -161,13 +166,15 @@ class CallState {
   std::string message_ ABSL_GUARDED_BY(mu_);
   std::optional<std::string> detail_ ABSL_GUARDED_BY(mu_);
   std::string answer_ ABSL_GUARDED_BY(mu_);
-  lossd_result result_ ABSL_GUARDED_BY(mu_) = {};  // its loss and cost alone
+  lossd_result result_ ABSL_GUARDED_BY(mu_) = {};  // only the loss and the costs
 };
 
-// A client's places for loss computations. Calls that have one outlive the client.
+// The places of a client for loss computations (lossd_client_enter). It is shared, because calls that have a
+// place may outlive the client. Thread-safe.
 class Places {
  public:
-  // False if all of `most` are taken for so long. True also once the client is closed.
+  // Takes one of `most` places. False if no place becomes free within `limit`. Always true once the client is
+  // closed.
   bool Take(size_t most, absl::Duration limit) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     const auto free = [&] {
@@ -196,18 +203,19 @@ class Places {
 }  // namespace
 }  // namespace lossd::client
 
+// The handle of a call. Only its state is shared with other threads.
 struct lossd_call {
   const bool blocks;
   const std::shared_ptr<lossd::client::CallState> state = std::make_shared<lossd::client::CallState>();
-  std::string progress;  // that was given out last
+  std::string progress;  // what lossd_call_progress returned last
 };
 
-// A client, and the calls under way on it.
+// A client, and the calls under way on it. Thread-safe.
 struct lossd_client {
  public:
   using Places = lossd::client::Places;
 
-  // Of the server, and of the program that trains; empty before Connect.
+  // The target of the server and the run of the client; empty before WillConnect.
   std::string target() {
     absl::MutexLock lock(&mu_);
     return target_;
@@ -217,7 +225,7 @@ struct lossd_client {
     return run_;
   }
 
-  // The function of a call, which has begun, is under way until Connect has ended.
+  // Notes that `call`, which has begun, is under way until Connect has ended.
   void WillConnect(const std::shared_ptr<lossd::client::CallState>& call,
                    const lossd::client::ClientOptions& options) {
     absl::MutexLock lock(&mu_);
@@ -229,7 +237,8 @@ struct lossd_client {
                const lossd::client::ClientOptions& options) {
     auto connected = lossd::client::Client::Connect(options);
     absl::Status status = connected.status();
-    // A server that tells this client nothing about itself, not even its version, says here why.
+    // If the server has not told its version, it refuses to describe itself to this client. GetServer returns
+    // its error.
     if (status.ok() && (*connected)->monitoring().server_version().empty())
       status = (*connected)->GetServer().status();
     if (status.ok()) {
@@ -244,8 +253,8 @@ struct lossd_client {
     Leave(call);
   }
 
-  // The client for the function of a call, which is under way until Leave. Null, and the call has ended, if
-  // it was cancelled before or the client is closed.
+  // Returns the client for the function of `call`, which is then under way until Leave. Returns null, and the
+  // call has ended, if the call was cancelled before or the client is closed.
   std::shared_ptr<lossd::client::Client> Enter(const std::shared_ptr<lossd::client::CallState>& call) {
     if (!call->Begin()) return nullptr;
     {
@@ -283,7 +292,7 @@ struct lossd_client {
     };
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(&none));
-  }  // the client ends here, or with the close that another thread has begun
+  }  // the client is destroyed here, or by another thread that closes it too
 
  private:
   absl::Mutex mu_;
@@ -301,8 +310,8 @@ absl::Duration Seconds(double seconds) {
   return seconds < 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
 }
 
-// Carries out what a function of the library does: on a thread of its own, but for a call that blocks, or if
-// there can be none.
+// Runs the work of a function of the library on a new thread. Runs it on this thread if the call blocks, or
+// if no thread can be made.
 template <typename Body>
 void CarryOut(const lossd_call& call, Body body) {
   if (call.blocks) return body();
@@ -316,19 +325,19 @@ void CarryOut(const lossd_call& call, Body body) {
 
 // ---- Options ----
 
-// What is no number is refused as a timeout that has passed.
+// Not-a-number becomes a negative timeout, which is refused later.
 absl::Duration Timeout(double seconds) {
   return std::isnan(seconds) ? -absl::InfiniteDuration() : absl::Seconds(seconds);
 }
 
-// Texts one behind the other, each with its NUL.
+// Joins texts, each with its NUL at the end.
 std::string Joined(std::initializer_list<std::string> texts) {
   std::string joined;
   for (const std::string& text : texts) joined.append(text.c_str(), text.size() + 1);
   return joined;
 }
 
-// Texts "name=value", of which each value is taken once.
+// Options as texts "name=value". Each value is taken once.
 class GivenOptions {
  public:
   explicit GivenOptions(const char* const* texts) {
@@ -343,7 +352,8 @@ class GivenOptions {
     return found.empty() ? std::nullopt : std::make_optional(std::move(found.mapped()));
   }
 
-  // Leaves `to` as it is if there is no such option; else notes an error if `parse` refuses its text.
+  // Stores the value of an option in `to`. Leaves `to` as it is if the option is not given. Notes an error if
+  // `parse` refuses the text.
   template <typename T, typename Parse>
   void Take(const std::string& name, T& to, Parse parse, absl::string_view kind) {
     const std::optional<std::string> text = Text(name);
@@ -382,7 +392,7 @@ class GivenOptions {
         "true or false");
   }
 
-  // The first error; options that nobody has taken are one.
+  // The first error. An option that was not taken is unknown, which is an error too.
   absl::Status status() const {
     if (!status_.ok() || values_.empty()) return status_;
     const auto& [name, value] = *values_.begin();
@@ -394,7 +404,7 @@ class GivenOptions {
   absl::Status status_;
 };
 
-// The server that options mean, and how: `client` has no credentials yet.
+// The result of reading the options. `client` has no credentials yet; they are made from `credentials`.
 struct WantedClient {
   ClientOptions client;
   CredentialOptions credentials;
@@ -440,7 +450,7 @@ absl::StatusOr<WantedClient> ClientOf(const char* const* options) {
 
 // ---- Requests ----
 
-// What a method is asked.
+// A request of the caller, with its timeout and its call.
 struct Request : lossd_request {
   Request(const lossd_request& given, CallState* of)
       : lossd_request(given), limit(Timeout(given.timeout)), call(of) {}
@@ -448,7 +458,7 @@ struct Request : lossd_request {
   absl::Span<char> Rows() const { return absl::MakeSpan(static_cast<char*>(payload), payload_size); }
   absl::Span<const uint64_t> Shape() const { return absl::MakeConstSpan(shape, dimensions); }
 
-  absl::Duration limit;  // its timeout
+  absl::Duration limit;  // the timeout
   CallState* call;
 };
 
@@ -600,7 +610,7 @@ absl::Span<T> Room(T* values, uint64_t count) {
   return values == nullptr ? absl::Span<T>() : absl::MakeSpan(values, static_cast<size_t>(count));
 }
 
-// What a microbatch and the gradients of a retained one say alike: whose rows they are, and where these lie.
+// Sets the members that Microbatch and RetainedGradients have in common.
 template <typename Rows, typename Open>
 void SetRows(Rows& rows, const lossd_loss& given, const Open& open) {
   rows.head = open.head();
@@ -732,7 +742,8 @@ lossd_result CostOf(const LossResult& result) {
   return cost;
 }
 
-// Starts what `start` makes of a client and a callback, as `call`. The client's end waits for it.
+// Starts a loss computation for `call`. `start` gets a Client and a callback, and returns the PendingLoss.
+// Closing the client waits for the end of the computation.
 template <typename Start>
 void StartLoss(lossd_client* client, lossd_call* call, Start start) {
   const std::shared_ptr<CallState> state = call->state;
@@ -878,7 +889,7 @@ void lossd_client_open_memory(lossd_client* client, int32_t device, lossd_call* 
     state->End(absl::OkStatus(), of_gpu ? "1" : "");
     client->Leave(state);
   };
-  if (known.has_value()) {  // nothing to wait for, so another thread would only cost time
+  if (known.has_value()) {  // no other thread is needed, because nothing blocks
     open = nullptr;
     return end(*known);
   }
@@ -891,7 +902,7 @@ void lossd_client_open_memory(lossd_client* client, int32_t device, lossd_call* 
 
 namespace {
 
-// What of the client is asked for without a call: not once it is closed.
+// Runs `body` with the client, for a function without a lossd_call. Does nothing if the client is closed.
 template <typename Body>
 void WithClient(lossd_client* client, Body body) {
   const auto call = std::make_shared<client::CallState>();

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Calls within one process (direct_call.h). DirectCall::Advance has the state machine of a call.
 #include "proto/wire/direct_call.h"
 
 #include <grpc/slice.h>
@@ -17,8 +18,8 @@
 namespace lossd::wire {
 namespace {
 
-// A reaction that copies more than this runs on another thread than the reactions before it, because copying
-// takes longer than waking a thread.
+// A reaction that copies more than this runs on another thread than the reaction that posts it, because the
+// copy takes longer than waking a thread.
 constexpr size_t kShortBytes = size_t{64} << 10;
 // The most reactions that StartCall runs on the thread that calls it.
 constexpr int kReactionsOfCaller = 16;
@@ -42,7 +43,7 @@ grpc::Status TooLarge(absl::string_view limited, size_t bytes, size_t most) {
       absl::StrCat("a message has ", bytes, " bytes; ", limited, " at most ", most, " (max_message_bytes)"));
 }
 
-// The servers of this process by the targets that clients give.
+// The published servers of this process, by the target of their clients.
 struct Published {
   absl::Mutex mutex;
   std::map<std::string, DirectServer*> servers ABSL_GUARDED_BY(mutex);
@@ -65,7 +66,8 @@ void Unpublish(const DirectServer* server) {
 
 // ---- DirectServer ----
 
-// The reactions that one thread runs one after the other, those included that they post.
+// The queue of reactions that one thread runs one after another, including short reactions that these
+// reactions post.
 class DirectServer::Turn {
  public:
   explicit Turn(DirectServer* server) : server_(server) { Current() = this; }
@@ -221,7 +223,7 @@ bool DirectCall::DeadlineHasPassed() const { return clocks::SteadyNow() >= optio
 void DirectCall::Start() {
   const auto start = [this] {
     DirectServer::ServerReactor* const reactor = server_->start_(this, options_.client);
-    server_side_.Bind(reactor);  // starts what the reactor has asked for already
+    server_side_.Bind(reactor);  // starts operations that the reactor has already asked for
     absl::MutexLock lock(&mutex_);
     server_reactor_ = reactor;
     --server_reactions_;
@@ -321,7 +323,7 @@ void DirectCall::AdvanceMessages() {
   if (server_read_ != nullptr && client_write_ != nullptr) {
     const grpc::ByteBuffer* const from = std::exchange(client_write_, nullptr);
     grpc::ByteBuffer* const to = std::exchange(server_read_, nullptr);
-    ++client_reactions_;  // until the message is copied, which the client's reaction follows
+    ++client_reactions_;  // keeps the client's side open until its reaction is posted, after the copy
     React(&server_reactions_, from->Length(), [this, from, to, client, server = server_reactor_] {
       *to = CopyOf(*from);
       {

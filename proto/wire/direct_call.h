@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Streaming calls between a client and a server of the same process, without a connection between them. A
-// DirectServer takes the calls of one method of the server. A client that finds the DirectServer of its
-// target opens its calls there; gRPC's socket, its framing and its polling threads are left out.
+// Streaming calls between a client and a server in the same process, without a connection. A DirectServer
+// takes the calls of one method of the server. A client that finds a DirectServer for its target opens its
+// calls there, and so avoids gRPC's socket, framing and polling threads. DirectCall is one such call.
 //
 // Both sides are reactors of gRPC's callback API, the same objects that serve calls over a connection, and
-// see the same order of reactions: a call is flow-controlled (a write is done when the other side has read
-// it, so a call holds no message that nobody has asked for), ends with a status, and can be cancelled by both
-// sides.
+// get the same reactions in the same order. A call is flow-controlled: a write is done when the other side
+// has read it, so a call holds no message that was not asked for. A call ends with a status, and both sides
+// can cancel it.
 //
 // A client's message is copied when the server reads it, so the server never refers to the client's memory.
 // A server's message is not copied.
@@ -38,8 +38,8 @@
 
 namespace lossd::wire {
 
-// What a server may know of a call and do with it, whatever the call came through. Valid until the server's
-// OnDone. Thread-safe.
+// The server's view of a call, the same for a direct call and for a call over a connection. Valid until the
+// server's OnDone. Thread-safe.
 class CallContext {
  public:
   virtual ~CallContext() = default;
@@ -49,14 +49,14 @@ class CallContext {
   // server's reactor gets OnCancel.
   virtual bool IsCancelled() const = 0;
   virtual bool DeadlineHasPassed() const = 0;
-  // Ends the call, for a client that takes nothing any more.
+  // Ends the call: for a client that does not read any more.
   virtual void TryCancel() = 0;
 };
 
-// What a client says of a call.
+// The client's options of a call.
 struct DirectCallOptions {
-  uint64_t client = 0;  // DirectServer::NextClient
-  // Of the steady clock. The call then ends with DEADLINE_EXCEEDED.
+  uint64_t client = 0;  // the client's number, from DirectServer::NextClient
+  // A time of the steady clock. At this time the call ends with DEADLINE_EXCEEDED.
   absl::Time deadline = absl::InfiniteFuture();
   size_t max_message_bytes =
       SIZE_MAX;  // a larger message of the server ends the call with RESOURCE_EXHAUSTED
@@ -66,12 +66,13 @@ class DirectCall;
 
 // The calls of one method of one server, and the threads that run their reactions.
 //
-// Thread-safe. Create makes it, and Shutdown comes before the last reference goes.
+// Thread-safe. Create makes the object. Call Shutdown before the last reference is dropped.
 class DirectServer : public std::enable_shared_from_this<DirectServer> {
  public:
   using ClientReactor = grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
   using ServerReactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
-  // Begins the server's side of a call. `client` is the same for all calls of one client. Must not block.
+  // Makes the server's reactor of a new call. `client` is the same number for all calls of one client. Must
+  // not block.
   using StartFn = std::function<ServerReactor*(CallContext* context, uint64_t client)>;
 
   // `max_message_bytes`: a larger message of a client ends its call with RESOURCE_EXHAUSTED, as in gRPC.
@@ -85,17 +86,17 @@ class DirectServer : public std::enable_shared_from_this<DirectServer> {
   void Publish(const std::string& target) ABSL_LOCKS_EXCLUDED(mutex_);
   // The server that was published last under this name; null: there is none.
   static std::shared_ptr<DirectServer> Find(const std::string& target);
-  // A number that no other client of the process has.
+  // Returns a number that no other client of the process has.
   static uint64_t NextClient();
 
-  // A call whose reactions `reactor` gets, and which `reactor` begins with StartCall. Null after Shutdown.
-  // StartCall runs the first reactions of both sides on the thread that calls it, which holds no lock that a
-  // reaction takes.
+  // Opens a call for `reactor`, which gets the client's reactions and begins the call with StartCall. Null
+  // after Shutdown. StartCall runs the first reactions of both sides on the thread that calls it, so this
+  // thread must not hold a lock that a reaction takes.
   std::shared_ptr<DirectCall> Open(ClientReactor* reactor, const DirectCallOptions& options)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Takes no more calls, ends the open ones with UNAVAILABLE, and waits until both sides of each have had
-  // OnDone. May be repeated, by one thread at a time, which is none of those that run reactions.
+  // OnDone. May be repeated, by one thread at a time. Threads that run reactions must not call it.
   void Shutdown() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -110,14 +111,14 @@ class DirectServer : public std::enable_shared_from_this<DirectServer> {
   // server. Takes no lock of a call.
   void Post(Task task, bool is_short) ABSL_LOCKS_EXCLUDED(mutex_);
   void Run() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Cancels calls whose deadlines have passed.
+  // Ends calls whose deadlines have passed.
   void WatchDeadlines() ABSL_LOCKS_EXCLUDED(mutex_);
   void Remove(const DirectCall* call, absl::Time deadline) ABSL_LOCKS_EXCLUDED(mutex_);
   bool HasTask() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return stopped_ || !tasks_.empty(); }
 
   const size_t max_message_bytes_;
   const StartFn start_;
-  absl::Mutex mutex_;  // taken after that of a call
+  absl::Mutex mutex_;  // taken after the lock of a DirectCall
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
   std::map<const DirectCall*, std::shared_ptr<DirectCall>> calls_ ABSL_GUARDED_BY(mutex_);
   std::set<std::pair<absl::Time, const DirectCall*>> deadlines_ ABSL_GUARDED_BY(mutex_);
@@ -146,7 +147,7 @@ class DirectCall final : public CallContext, public std::enable_shared_from_this
  private:
   friend class DirectServer;
 
-  // The interfaces of gRPC that reactors start their operations with.
+  // The two objects of gRPC's interface through which the reactors start their operations.
   class ClientSide final : public grpc::ClientCallbackReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer> {
    public:
     ClientSide(DirectCall* call, DirectServer::ClientReactor* reactor) : call_(call), reactor_(reactor) {
@@ -192,28 +193,29 @@ class DirectCall final : public CallContext, public std::enable_shared_from_this
              const DirectCallOptions& options)
       : server_(std::move(server)), options_(options), client_side_(this, reactor) {}
 
-  // What the client's reactor starts.
+  // The operations that the client's reactor starts.
   void Start() ABSL_LOCKS_EXCLUDED(mutex_);
   void ClientWrites(const grpc::ByteBuffer* message, bool is_last) ABSL_LOCKS_EXCLUDED(mutex_);
   void ClientReads(grpc::ByteBuffer* message) ABSL_LOCKS_EXCLUDED(mutex_);
   void AddHolds(int holds) ABSL_LOCKS_EXCLUDED(mutex_);
-  // What the server's reactor starts. `status`: what the server finishes with after the message; null: it
-  // goes on.
+  // The operations that the server's reactor starts. `status`: the status with which the server finishes
+  // after the message; null: the call goes on.
   void ServerReads(grpc::ByteBuffer* message) ABSL_LOCKS_EXCLUDED(mutex_);
   void ServerWrites(const grpc::ByteBuffer* message, const grpc::Status* status) ABSL_LOCKS_EXCLUDED(mutex_);
   void ServerFinishes(grpc::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // The call ends with `status`, unless it has ended already; what was not read yet is dropped.
+  // Ends the call with `status`, unless it has ended already. Messages that were not read yet are dropped.
   void End(grpc::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
   void EndLocked(grpc::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
-  // Posts the reactions that are possible now: messages that meet a read, operations that have failed because
-  // the call has ended, and OnDone of a side that nothing is left of. Called after each change.
+  // Posts the reactions that are possible now. These are: reactions to a write that meets a read, reactions
+  // to operations that fail because the call has ended, and OnDone of a side for which nothing is left to do.
+  // Called after each change.
   void Advance() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void AdvanceMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FailOperations() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Posts a reaction of one side, which `reactions` counts until it is over. `bytes`: of the message that it
-  // copies.
+  // Posts a reaction of one side. `*reactions` counts it until it is over. `bytes` is the size of the message
+  // that the reaction copies.
   void React(int* reactions, size_t bytes, absl::AnyInvocable<void()> reaction)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Posts OnDone, the last reaction of a side.
@@ -225,26 +227,26 @@ class DirectCall final : public CallContext, public std::enable_shared_from_this
   ServerSide server_side_{this};
 
   mutable absl::Mutex mutex_;
-  int open_sides_ ABSL_GUARDED_BY(mutex_) = 2;  // that have not had OnDone
+  int open_sides_ ABSL_GUARDED_BY(mutex_) = 2;  // sides that have not had OnDone
   bool started_ ABSL_GUARDED_BY(mutex_) = false;
-  std::optional<grpc::Status> status_ ABSL_GUARDED_BY(mutex_);  // of the call, which has ended
-  bool is_cancelled_ ABSL_GUARDED_BY(mutex_) = false;           // it did not end by Finish
+  std::optional<grpc::Status> status_ ABSL_GUARDED_BY(mutex_);  // set when the call has ended
+  bool is_cancelled_ ABSL_GUARDED_BY(mutex_) = false;           // the call ended, but not by Finish
 
   // The client's operations under way; null: none.
   const grpc::ByteBuffer* client_write_ ABSL_GUARDED_BY(mutex_) = nullptr;
   grpc::ByteBuffer* client_read_ ABSL_GUARDED_BY(mutex_) = nullptr;
   bool is_last_write_ ABSL_GUARDED_BY(mutex_) = false;  // the client writes no more after client_write_
   int holds_ ABSL_GUARDED_BY(mutex_) = 0;
-  int client_reactions_ ABSL_GUARDED_BY(mutex_) = 0;  // posted and not over
+  int client_reactions_ ABSL_GUARDED_BY(mutex_) = 0;  // posted and not finished
   bool is_client_done_ ABSL_GUARDED_BY(mutex_) = false;
 
-  // The server's reactor, null until it is there, and its operations under way; null: none.
+  // The server's reactor (null until it is made) and its operations under way (null: none).
   DirectServer::ServerReactor* server_reactor_ ABSL_GUARDED_BY(mutex_) = nullptr;
   grpc::ByteBuffer* server_read_ ABSL_GUARDED_BY(mutex_) = nullptr;
   const grpc::ByteBuffer* server_write_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  std::optional<grpc::Status> finish_ ABSL_GUARDED_BY(mutex_);  // comes after server_write_
+  std::optional<grpc::Status> finish_ ABSL_GUARDED_BY(mutex_);  // takes effect after server_write_
   bool is_finished_ ABSL_GUARDED_BY(mutex_) = false;            // the server has called Finish
-  int server_reactions_ ABSL_GUARDED_BY(mutex_) = 1;            // its start is the first
+  int server_reactions_ ABSL_GUARDED_BY(mutex_) = 1;            // as client_reactions_; the start counts
   bool is_cancel_posted_ ABSL_GUARDED_BY(mutex_) = false;
   bool is_server_done_ ABSL_GUARDED_BY(mutex_) = false;
 };

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Who may call which method (access_control.h): the table of methods, the identity of a caller, and names of
+// peers.
 #include "server/rpc/access_control.h"
 
 #include <grpc/grpc_security_constants.h>
@@ -21,8 +23,9 @@ constexpr absl::string_view kHeads = "lossd.v1.HeadService";
 constexpr absl::string_view kLosses = "lossd.v1.LossService";
 constexpr absl::string_view kServer = "lossd.v1.ServerService";
 
-// Rare calls that create, replace, keep or throw away what training has made are audited. Those of every step
-// (ComputeLoss, AddGradient, ApplyStep, reads) are not: metrics count them.
+// Service, method, role, audited, leaves_nothing. Audited are rare calls that create, replace, save or
+// discard results of training. Calls of every step (ComputeLoss, AddGradient, ApplyStep, reads) are not
+// audited; metrics count them.
 constexpr MethodAccess kTable[] = {
     {kServer, "GetServer", Role::kReader, false},       //
     {kServer, "ListStreams", Role::kReader, false},     //
@@ -62,14 +65,14 @@ const MethodAccess* FindMethodAccess(absl::string_view method) {
 
 namespace {
 
-// The names that PeerOf gives to peers of this machine.
+// How the names begin that PeerOf gives to peers on this machine.
 constexpr absl::string_view kUnixPeer = "unix#";
 bool IsLoopbackPeer(absl::string_view peer) {
   return absl::StartsWith(peer, "127.") || absl::StartsWith(peer, "[::1]") ||
          absl::StartsWith(peer, "[::ffff:127.");
 }
 
-constexpr size_t kMaxNames = 100;  // of one certificate that are looked at
+constexpr size_t kMaxNames = 100;  // the most names of one certificate that are used
 
 void AddNames(const grpc::AuthContext& context, const char* property, absl::string_view kind,
               std::vector<std::string>* names) {
@@ -84,14 +87,14 @@ void AddNames(const grpc::AuthContext& context, const char* property, absl::stri
 access::Presented AccessControl::PresentedWith(const grpc::CallbackServerContext& context) const {
   access::Presented presented;
   const std::shared_ptr<const grpc::AuthContext> auth = context.auth_context();
-  // gRPC has a certificate only of a peer that it has verified.
+  // gRPC gives the certificate of a peer only if it has verified the certificate.
   const std::vector<grpc::string_ref> pem = auth == nullptr
                                                 ? std::vector<grpc::string_ref>()
                                                 : auth->FindPropertyValues(GRPC_X509_PEM_CERT_PROPERTY_NAME);
   if (!pem.empty()) {
     presented.certificate = true;
     presented.end = ends_.Find({pem.front().data(), pem.front().size()});
-    // What lies between it and the authority.
+    // The certificates between the client's own and the authority.
     for (const grpc::string_ref& chain : auth->FindPropertyValues(GRPC_X509_PEM_CERT_CHAIN_PROPERTY_NAME)) {
       if (chain.size() > 0) presented.end = std::min(presented.end, ends_.Find({chain.data(), chain.size()}));
     }
@@ -162,7 +165,7 @@ std::string AccessControl::HolderOf(absl::string_view peer) const {
 
 void AccessControl::Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
                            absl::string_view error) const {
-  // A call that was not refused is of somebody whom the server knows, if it asks.
+  // If the server asks for identities, the caller of a call that was not refused is known.
   audit_->Failed({.name = HolderOf(peer), .is_known = authority_->asks()}, peer, method, code, error);
 }
 
@@ -199,9 +202,9 @@ std::string PeerAddress(const grpc::CallbackServerContext& context) {
 
 namespace {
 
-// A number that no other open connection of the server has, for connections that gRPC knows only by their
-// addresses: the address in memory of the properties that gRPC keeps for each connection, with and without
-// TLS. 0 if there are no properties.
+// A number that no other open connection of the server has, because gRPC itself has no number for a
+// connection. It is the address in memory of the properties that gRPC keeps for each connection, with and
+// without TLS. 0 if there are no properties.
 uint64_t ConnectionNumber(const grpc::CallbackServerContext& context) {
   const std::shared_ptr<const grpc::AuthContext> connection = context.auth_context();
   if (connection == nullptr) return 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// AccessControl says who makes a call and whether the caller may make it, and writes the call's audit line.
-// Every method of the services asks AccessControl::Admit first (app_security_test calls each method
-// without an identity and with too low a role). MethodAccessTable says which role each method needs. PeerKey
-// names the peer that limits count a call for.
+// Access to the methods of the services. AccessControl finds out who makes a call and whether the caller may
+// make it, and writes the call's audit line. Every method of the services calls AccessControl::Admit first
+// (app_security_test calls each method without an identity and with too low a role). MethodAccessTable says
+// which role each method needs. PeerKey returns the name of the peer for which limits count a call.
 //
 // All functions and classes are thread-safe.
 #ifndef LOSSD_SERVER_RPC_ACCESS_CONTROL_H_
@@ -35,71 +35,76 @@ struct MethodAccess {
   absl::string_view service;  // "lossd.v1.HeadService"
   absl::string_view method;   // "CreateHead"; no two services have a method of one name
   access::Role role = access::Role::kAdmin;
-  bool audited = true;  // each call of it is an audit line
-  // Calls of it take next to no time and leave nothing behind that lasts, so a client could fill a disk with
-  // the lines of calls that ended well: those have a budget, too.
+  bool audited = true;  // each call of the method writes an audit line
+  // Calls of the method take almost no time and change nothing for good, so a client could fill a disk with
+  // their audit lines. So the lines of calls that ended well have a budget too, not only those of failed
+  // calls.
   bool leaves_nothing = false;
 };
 
 absl::Span<const MethodAccess> MethodAccessTable();
 
-// The line of a method; null if there is none.
+// The entry of a method in MethodAccessTable; null if there is none.
 const MethodAccess* FindMethodAccess(absl::string_view method);
 
-// A call that was admitted, as its audit line needs it when it ends.
+// A call that was admitted: who makes it, and what its audit line needs when it ends.
 struct AdmittedCall {
   const MethodAccess* method = nullptr;       // null: not admitted
-  std::string identity;                       // empty: the server does not ask
-  absl::Time until = absl::InfiniteFuture();  // when what identifies the caller ends, and the call with it
-  access::Role role = access::Role::kAdmin;   // of the caller; admin if the server does not ask
+  std::string identity;                       // who calls; empty: the server does not ask
+  absl::Time until = absl::InfiniteFuture();  // when the caller's certificate expires; the call ends then
+  access::Role role = access::Role::kAdmin;   // the caller's; admin if the server does not ask
   std::string address;                        // "10.0.0.5:40112"; empty unless the method is audited
-  log::LineHolder holder;                     // as AuditedCall::holder; likewise
+  log::LineHolder holder;                     // AuditedCall::holder; empty unless the method is audited
 };
 
 // Admits and refuses calls, by what the authority knows of callers and by MethodAccessTable.
 class AccessControl {
  public:
-  // Says whose connection comes from an address of the loopback ("127.0.0.1:41234"), as
-  // access::ConnectionAcceptor::NameAt: "uid 1000". "": not known. Thread-safe.
+  // Returns the user whose connection comes from an address of the loopback ("127.0.0.1:41234"), as
+  // access::ConnectionAcceptor::NameAt: "uid 1000". Empty if the user is not known. Thread-safe.
   using NameAt = std::function<std::string(absl::string_view address)>;
 
   // `authority` and `audit` outlive this object.
   AccessControl(const access::Authority* authority, access::AuditLog* audit, NameAt name_at = nullptr)
       : authority_(authority), audit_(audit), name_at_(std::move(name_at)) {}
 
-  // Who calls; empty: the server asks no caller. UNAUTHENTICATED, with an audit line, if the caller is not
-  // known. For calls whose request has not come yet, so that the request of a stranger is not received.
+  // The identity of the caller; empty if the server asks no caller. UNAUTHENTICATED, with an audit line, if
+  // the caller is not known. For calls whose request has not come yet, so that the server does not receive
+  // the request of an unknown caller.
   absl::StatusOr<std::string> Identify(const grpc::CallbackServerContext& context,
                                        absl::string_view method) const;
 
-  // UNAUTHENTICATED if it is not known who calls; PERMISSION_DENIED, naming method, role and identity, if the
-  // caller may not. A refusal is an audit line; `head` is the head that the call is about; empty: not known.
+  // Admits the call, or refuses it: UNAUTHENTICATED if the caller is not known; PERMISSION_DENIED, naming
+  // method, role and identity, if the caller's role is too low. A refusal writes an audit line. `head` is the
+  // head that the call is about; empty: not known.
   absl::StatusOr<AdmittedCall> Admit(const grpc::CallbackServerContext& context, absl::string_view method,
                                      absl::string_view head = "") const;
 
-  // Refuses a call that was admitted for what it asks for: `status`, which this returns, is an audit line.
+  // Refuses a call that was admitted, because of what its request asks for. Writes an audit line with
+  // `status`, and returns `status`.
   absl::Status Refuse(const grpc::CallbackServerContext& context, const AdmittedCall& call,
                       absl::string_view head, absl::Status status) const;
 
-  // Whose budget of log lines a line about a call of this peer is taken from. `peer`: PeerKey. An identity
-  // and an address have one each. A program of the server's own machine may open connections without end, so
-  // there a user has one ("uid 1000"), all users that the kernel does not name ("loopback"), and all that
-  // come over Unix sockets ("unix"), whose users gRPC does not tell.
+  // The name of the budget of log lines that pays for a line about a call of `peer` (PeerKey). Each identity
+  // has a budget, and so has each address. A program on the server's own machine may open any number of
+  // connections, so budgets there are not per connection: each user has one ("uid 1000"), all users that the
+  // kernel does not name share one ("loopback"), and so do all clients that come over Unix sockets ("unix"),
+  // whose users gRPC does not tell.
   std::string HolderOf(absl::string_view peer) const;
 
-  // Writes the log line of a call that has failed. A holder has a budget of them (AuditLog::Failed).
-  // `peer`: PeerKey.
+  // Writes the log line of a call that has failed. Each holder (HolderOf) has a budget of such lines
+  // (AuditLog::Failed). `peer` is PeerKey's.
   void Failed(absl::string_view peer, absl::string_view method, absl::string_view code,
               absl::string_view error) const;
 
-  // Writes the audit line of a call that has ended, if its method has one. Does nothing for a call not
-  // admitted. `removed`: what was removed besides what the call names.
+  // Writes the audit line of a call that has ended, if its method has one. Does nothing for a call that was
+  // not admitted. `removed`: what the call removed in addition to what it names.
   void Ended(const AdmittedCall& call, absl::string_view head, absl::string_view outcome,
              const std::vector<std::string>& removed = {}) const;
 
  private:
   access::Presented PresentedWith(const grpc::CallbackServerContext& context) const;
-  // What an audit line says of a call that is refused.
+  // The content of the audit line of a call that is refused.
   access::AuditedCall Audited(const grpc::CallbackServerContext& context, const std::string& identity,
                               absl::string_view method, absl::string_view head) const;
 
@@ -109,8 +114,8 @@ class AccessControl {
   const NameAt name_at_;
 };
 
-// Whether a call ended with this status because of who made it. Such calls are audit lines, of a bounded
-// number, and nothing else in the log.
+// Whether this status refuses a call because of who made it. Such calls write audit lines, whose number is
+// bounded, and no other log lines.
 bool IsRefusal(const grpc::Status& status);
 
 // The address of the peer, without gRPC's prefix and escapes: "10.0.0.5:40112", "[::1]:40112".
@@ -120,8 +125,8 @@ std::string PeerAddress(const grpc::CallbackServerContext& context);
 // "token:pipeline-1"), else what PeerOf says of the connection.
 std::string PeerKey(const grpc::CallbackServerContext& context, absl::string_view identity);
 
-// The name by which PeerKey counts a client that has not shown who it is. `uri` is the connection's name in
-// gRPC, e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234"; the peer is its address without the port,
+// The name that PeerKey returns for a client without an identity. `uri` is the connection's name in gRPC,
+// e.g. "ipv4:10.0.0.7:41234" or "ipv6:%5Bfe80::1%5D:41234"; the peer is its address without the port,
 // "10.0.0.7". The address of the server's own machine does not tell one process from another, so there each
 // connection is a peer of its own ("127.0.0.1:41234"). A connection over a Unix socket has no address at all;
 // `connection` tells it from the others that are open. "" for callers in this process, which have no limits

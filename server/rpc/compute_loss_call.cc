@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The ComputeLoss call (compute_loss_call.h): its inbox, regions, places of slices, the table of peers, and
+// the call itself with reading, writing and ending.
 #include "server/rpc/compute_loss_call.h"
 
 #include <algorithm>
@@ -152,11 +154,13 @@ absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& h
   slice.bytes = static_cast<int64_t>(bytes.size());
   slice.in_place = engine::StagingBuffer(bytes.data(), slice.bytes, [region = region_] {});
   slice.copy = [region = region_, from = bytes](uint8_t* to) {
-    // A device that fails has failed for good, and the chunk with it.
+    // If the copy fails, the device has failed for good, and the chunk fails too; so the error needs no
+    // handling here.
     if (to != from.data()) region->memory().CopyToHost(from, to).IgnoreError();
   };
   absl::MutexLock lock(&mutex_);
-  // A slice that repeats rows is refused later, maybe while the first one's gradients are on their way.
+  // Keeps the first entry: a slice that repeats rows is refused later, maybe while the gradients of the first
+  // slice are still being sent.
   in_region_.try_emplace(rows.begin, bytes);
   return slice;
 }
@@ -164,7 +168,7 @@ absl::StatusOr<engine::IncomingSlice> SlicePlaces::Take(const v1::SliceHeader& h
 uint8_t* SlicePlaces::Place(const engine::SliceOutput& output) {
   if (!gradients_.empty()) {
     const int64_t row_bytes = output.grad_bytes / output.rows.size();
-    const int64_t fitting = static_cast<int64_t>(gradients_.size()) / row_bytes;  // rows
+    const int64_t fitting = static_cast<int64_t>(gradients_.size()) / row_bytes;  // rows that fit
     if (output.rows.end - first_row_ > fitting) return nullptr;
     return gradients_.data() + (output.rows.begin - first_row_) * row_bytes;
   }
@@ -276,7 +280,7 @@ namespace {
 constexpr int64_t kQuickRows = 1024;
 constexpr int64_t kQuickBytes = int64_t{64} << 10;
 
-// Puts the gradients of these retained rows into a region if the message says so.
+// If the message names a region, makes the gradients of these retained rows go there.
 absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows, regions::Regions* regions,
                        const std::string& identity, SlicePlaces* places) {
   if (backward.region().empty() && !backward.has_in_region()) return absl::OkStatus();
@@ -461,7 +465,7 @@ bool ComputeLossCall::Accept(std::unique_ptr<engine::Stream> stream, absl::Time 
   }
   writes_.push_back({.message = wire::Encode(response), .ready = now});
   Pump();
-  stream_->Start();  // results come through the inbox, so none can overtake `accepted`
+  stream_->Start();  // `accepted` is first, because results come through the inbox
   return true;
 }
 
@@ -510,7 +514,7 @@ void ComputeLossCall::HandleEndOfReads() {
 
 void ComputeLossCall::ReceiveRetained(std::optional<engine::RowRange> rows) {
   const std::shared_ptr<engine::Stream> stream = this->stream();
-  while (rows.has_value() && stream != nullptr) {  // no stream: the call has ended
+  while (rows.has_value() && stream != nullptr) {  // null: the call has ended
     stream->Receive(
         {.rows = *rows, .on_queued = [self = shared_from_this(), size = rows->size()](int64_t used) {
            self->OnQueued(size, 0, used);
@@ -558,12 +562,12 @@ void ComputeLossCall::ReadNext() {
   if (finished_) return;
   read_withheld_ = EnoughInFlight();
   if (read_withheld_) return;
-  reading_ = true;  // which is what the call then waits for
+  reading_ = true;  // before Progress, so that the clock runs for a message
   StartRead(&received_);
   Progress();
 }
 
-// ---- What the engine tells ----
+// ---- Events of the engine ----
 
 bool ComputeLossCall::IsQuick(const CallInbox::Slice& slice) {
   const engine::SliceOutput& output = slice.output;
@@ -643,7 +647,7 @@ void ComputeLossCall::Pump() {
   write_active_ = true;
   Progress();
   if (writes_.empty() && !writing_.is_slice && ending_.has_value() && ending_->ok()) {
-    finished_ = true;  // the summary leaves with the end, in one piece
+    finished_ = true;  // sends the summary and the end together
     StartWriteAndFinish(&writing_.message, {}, grpc::Status::OK);
   } else {
     StartWrite(&writing_.message);
@@ -703,7 +707,7 @@ void ComputeLossCall::Fail(absl::Status why) {
 void ComputeLossCall::FailLocked(absl::Status why) {
   if (ending_.has_value()) return;
   if (stream_ != nullptr) {
-    stream_->Cancel(std::move(why));  // ends with the engine's OnFinished
+    stream_->Cancel(std::move(why));  // the engine then calls OnFinished, which ends the call
     return;
   }
   ending_ = std::move(why);
@@ -744,11 +748,11 @@ absl::string_view ComputeLossCall::EndIfLate(absl::Time now, const CallTimeouts&
   absl::Status late = clock_.Check(now, timeouts, &limit);
   if (late.ok() || broken_) return "";
   const bool sending = clock_.what() == CallClock::Waits::kSend;
-  clock_.Set(CallClock::Waits::kNothing);  // it is told once
+  clock_.Set(CallClock::Waits::kNothing);  // so that it is reported only once
   log::Log(log::LogLevel::kWarning, "ending a call that waited too long",
            {{"method", kComputeLoss}, {"reason", late.message()}, {"peer", context_->peer()}});
   if (sending) {
-    context_->TryCancel();  // nothing can be said to a client that reads nothing
+    context_->TryCancel();  // a client that does not read would not get a status
   } else {
     FailLocked(std::move(late));
   }
@@ -782,7 +786,7 @@ void ComputeLossCall::Describe(absl::Time now, v1::StreamDescription* descriptio
 void ComputeLossCall::OnDone() {
   if (totals_ != nullptr) totals_->Close();
   environment_->registry->Remove(this);
-  std::shared_ptr<engine::Stream> stream;  // holds the inbox, which holds this: the circle ends here
+  std::shared_ptr<engine::Stream> stream;  // breaks the cycle: it owns the inbox, which owns this call
   {
     absl::MutexLock lock(&mutex_);
     stream = std::move(stream_);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ComputeLoss call and its parts. ComputeLossCall is the reactor between gRPC and an engine stream.
-// CallInbox delivers to the call what the engine tells it. SlicePlaces knows where slices and their gradients
-// lie: in messages, or in a region of shared memory. PeerTable counts for ListStreams what each client has
-// sent and taken. Each class says which threads use it.
+// CallInbox delivers the engine's results to the call. SlicePlaces knows where slices and their gradients
+// lie: in messages, or in a region of shared memory. PeerTable counts, for ListStreams, what each client has
+// sent and received. Each class says which threads use it.
 #ifndef LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 #define LOSSD_SERVER_RPC_COMPUTE_LOSS_CALL_H_
 
@@ -44,18 +44,19 @@
 
 namespace lossd::rpc {
 
-// What the engine tells a ComputeLoss call, delivered in order, one piece after another. A piece whose
-// delivery takes microseconds is delivered by the engine's thread that brings it, because waking another
-// thread takes longer. All other pieces are delivered in turns on a pool of workers.
+// Delivers what the engine tells a ComputeLoss call (events: memory for a slice, results of a slice, the
+// end), in order and one after another. If a delivery takes only microseconds, the engine's thread that
+// brings the event delivers it, because waking another thread takes longer. All other events are delivered in
+// turns on a pool of workers.
 //
-// Thread-safe. The handler is never called by two threads at a time. A worker calls the handler, or the
-// thread that leaves a piece, if that piece is quick or the workers take no more tasks. Lifetime: the engine
-// (until OnFinished) and scheduled turns share the inbox; the inbox keeps the handler.
+// Thread-safe. The handler is never called by two threads at a time. A worker calls the handler; or the
+// thread that brings an event does, if the event is quick or the workers take no more tasks. Lifetime: the
+// engine (until OnFinished) and scheduled turns own the inbox together; the inbox owns the handler.
 class CallInbox final : public engine::StreamObserver, public std::enable_shared_from_this<CallInbox> {
  public:
   struct Slice {
     engine::SliceOutput output;
-    absl::Time ready;  // when the engine had it
+    absl::Time ready;  // when the engine delivered it
   };
   struct End {
     absl::Status status;
@@ -67,7 +68,7 @@ class CallInbox final : public engine::StreamObserver, public std::enable_shared
     // Whether Handle takes only microseconds. Called by one thread at a time, and with slices in their order.
     virtual bool IsQuick(const Slice& slice) = 0;
     virtual void Handle(Slice slice) = 0;
-    // The last call.
+    // The end of the engine stream: the last call of the handler.
     virtual void Handle(End end) = 0;
   };
 
@@ -75,7 +76,7 @@ class CallInbox final : public engine::StreamObserver, public std::enable_shared
   CallInbox(std::shared_ptr<Handler> handler, WorkerPool* workers)
       : handler_(std::move(handler)), workers_(workers) {}
 
-  // engine::StreamObserver. A slice that has got its memory is received in a turn, too.
+  // engine::StreamObserver. `receive` copies a slice that has got memory; it runs in a turn, too.
   void OnMemory(absl::AnyInvocable<void()> receive) override;
   void OnSlice(engine::SliceOutput output) override;
   void OnFinished(absl::Status status, const engine::StreamSummary& summary) override;
@@ -86,10 +87,10 @@ class CallInbox final : public engine::StreamObserver, public std::enable_shared
   void Post(Event event) ABSL_LOCKS_EXCLUDED(mutex_);
   // Whether the thread that brings an event may deliver it.
   bool IsQuick(const Event& event);
-  // Delivers what there is.
+  // Delivers all events that there are.
   void TakeTurn() ABSL_LOCKS_EXCLUDED(mutex_);
-  // The same on the thread that brings an event: leaves the rest to a worker from the first one on that takes
-  // its time.
+  // Delivers events on the thread that brings one. At the first event that is not quick, leaves it and all
+  // later ones to a worker.
   void TakeQuickTurn() ABSL_LOCKS_EXCLUDED(mutex_);
   void ScheduleTurn();
   void Deliver(Event event);
@@ -101,50 +102,53 @@ class CallInbox final : public engine::StreamObserver, public std::enable_shared
   bool turn_scheduled_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// ClaimRegion and BytesOf check what a call says of a region of shared memory, before any of the memory is
+// ClaimRegion and BytesOf check the region of shared memory that a call names, before any of the memory is
 // used. Both are thread-safe.
 
-inline constexpr uint64_t kRegionAlignment = 256;  // of ranges in a region, in bytes
+inline constexpr uint64_t kRegionAlignment = 256;  // bytes; of ranges in a region
 
-// The region that a caller of this identity names in `field`. UNAVAILABLE, which says nothing of regions of
-// others, if it has no such region. `regions` null: the server shares no memory.
+// The region `id`, which a caller with this identity names in `field`. UNAVAILABLE if the caller has no such
+// region; the error does not tell whether another client has it. `regions` is null if the server shares no
+// memory.
 absl::StatusOr<std::shared_ptr<regions::Region>> ClaimRegion(regions::Regions* regions,
                                                              absl::string_view field, const std::string& id,
                                                              const std::string& identity);
 
-// The memory of a part of the region that is named in `field`. INVALID_ARGUMENT, naming field and value, if
-// the region has no such part.
+// The memory of `range` in the region; the call names the range in `field`. INVALID_ARGUMENT, naming field
+// and value, if the region has no such range.
 absl::StatusOr<absl::Span<uint8_t>> BytesOf(const regions::Region& region, absl::string_view field,
                                             const v1::RegionRange& range);
 
-// Where the slices of one ComputeLoss call lie, and so their gradients: in messages, or in a region of shared
+// Where the slices of one ComputeLoss call and their gradients lie: in messages, or in a region of shared
 // memory.
 //
-// What the client says of a region is checked against the region's size before anything is read. Hidden
-// states in a region may change while they are read, so nothing but their values depends on them, and they
-// are read once.
+// The ranges that the client names are checked against the region's size before anything is read. The client
+// may change hidden states in a region while the server reads them, so the server reads them once, and
+// nothing but results depends on their values.
 //
 // Thread-safe after Use or UseForGradients.
 class SlicePlaces {
  public:
-  // Slices may lie in `region` from now on. Its memory stays as long as this object.
+  // From now on slices may lie in `region`, whose memory lives as long as this object.
   void Use(std::shared_ptr<regions::Region> region) { region_ = std::move(region); }
-  // For rows that the server has retained: the gradients of `first_row` and of the rows behind it go to
+  // For rows that the server has retained: the gradients of `first_row` and of the rows after it go to
   // `range` of the region until the range is full. INVALID_ARGUMENT, naming field and value, if there is no
   // such range.
   absl::Status UseForGradients(std::shared_ptr<regions::Region> region, const v1::RegionRange& range,
                                int64_t first_row);
 
-  // The slice as the engine takes it, but for on_queued. INVALID_ARGUMENT, naming field and value, if it
-  // cannot lie where the header says.
+  // Makes the engine's form of a slice, without on_queued. INVALID_ARGUMENT, naming field and value, if the
+  // slice cannot lie where the header says.
   absl::StatusOr<engine::IncomingSlice> Take(const v1::SliceHeader& header, const engine::RowRange& rows,
                                              wire::PayloadView payload) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Whether Answer copies the gradients to the region, which on a device waits for work under way there.
+  // Whether Answer copies the gradients to the region. If the region is on a device, the copy waits for work
+  // under way there.
   bool AnswerCopies(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // The message with the results of a slice. Its gradients are where its hidden states were, or where
-  // UseForGradients says: the message refers to their memory, or they are in the region.
+  // Makes the message with the results of a slice. If the gradients do not go to the region, the message
+  // references their memory. In the region, they go to the place of the hidden states, or where
+  // UseForGradients says.
   grpc::ByteBuffer Answer(engine::SliceOutput output) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -152,24 +156,24 @@ class SlicePlaces {
   uint8_t* Place(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::shared_ptr<regions::Region> region_;  // null: all slices are in messages
-  absl::Span<uint8_t> gradients_;            // of first_row_ and those behind it
+  absl::Span<uint8_t> gradients_;            // for the gradients of first_row_ and the rows after it
   int64_t first_row_ = 0;
   absl::Mutex mutex_;
-  std::map<int64_t, absl::Span<uint8_t>> in_region_ ABSL_GUARDED_BY(mutex_);  // by their first rows
+  std::map<int64_t, absl::Span<uint8_t>> in_region_ ABSL_GUARDED_BY(mutex_);  // slices by first row
 };
 
 // The sums over all ComputeLoss calls of one client.
 struct PeerTotals {
   int64_t open_streams = 0;
-  int64_t streams = 0;         // open and ended
-  int64_t rows = 0;            // whose results the client has taken
+  int64_t streams = 0;         // open ones and ended ones
+  int64_t rows = 0;            // rows whose results the client has received
   int64_t received_bytes = 0;  // hidden states that were queued
-  int64_t sent_bytes = 0;      // gradients that the client has taken
+  int64_t sent_bytes = 0;      // gradients that the client has received
   double device_wait_seconds = 0.0;
-  absl::Time last_active;  // it last opened a call, sent or took something
+  absl::Time last_active;  // when the client last opened a call, sent or received something
 };
 
-// What each client has sent and taken since the server knows it, for ListStreams.
+// Counts, for ListStreams, what each client has sent and received since the server knows the client.
 //
 // Memory: one entry for each client. There are at most `most` entries, or one for each client with an open
 // call if these are more. When another client comes, the table forgets the client that has been idle longest.
@@ -179,7 +183,7 @@ class PeerTable {
  public:
   explicit PeerTable(size_t most) : most_(most) {}
 
-  // The numbers of one client, as long as one of its calls is open.
+  // The sums of one client, which its open calls update.
   class Peer {
    public:
     void Queued(int64_t bytes, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -204,20 +208,20 @@ class PeerTable {
     std::string peer;
     PeerTotals totals;
   };
-  std::vector<Entry> List() const ABSL_LOCKS_EXCLUDED(mutex_);  // by name
+  std::vector<Entry> List() const ABSL_LOCKS_EXCLUDED(mutex_);  // sorted by name
 
  private:
-  // The client that was idle longest; false if all have open calls.
+  // Forgets the client that was idle longest. False if all clients have open calls.
   bool ForgetOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const size_t most_;
-  mutable absl::Mutex mutex_;  // taken before that of a Peer
+  mutable absl::Mutex mutex_;  // taken before the lock of a Peer
   std::map<std::string, std::shared_ptr<Peer>> peers_ ABSL_GUARDED_BY(mutex_);
 };
 
 inline constexpr absl::string_view kComputeLoss = "ComputeLoss";
 
-// What all calls share; outlives them.
+// What all ComputeLoss calls share. Must outlive them.
 struct ComputeLossEnvironment {
   engine::Engine* engine = nullptr;
   const AccessControl* access = nullptr;
@@ -235,36 +239,38 @@ struct ComputeLossEnvironment {
 //
 //   awaiting open --open--> streaming --engine finished--> writing the rest --> finished
 //
-// A call that opens with `backward` is the same without reading: its slices are rows that the engine holds.
+// A call that opens with `backward` goes through the same states, but reads no slices: its slices are rows
+// that the engine has retained.
 //
-// Reading. At most one message is in flight. The engine takes a slice when it has memory for it (on a
-// deterministic server, when it is the slice's turn), which is after it has arrived, not before: an idle call
-// holds no memory. No further message is read while a slice waits, or while slices of this call that are with
-// the engine or waiting to be sent take max_staging_bytes. So one stuck client can neither hold the pool nor
-// pile up messages. Slices in order are bounded by the rows of a few groups instead: a group is not computed
-// before all of it is here.
+// Reading. The call reads one message at a time. A slice gets memory only after it has arrived, so an idle
+// call holds no memory. The engine takes the slice when it has memory for it; on a deterministic server, when
+// it is the slice's turn. The call reads no further message while a slice waits, or while its slices that the
+// engine has or that wait to be sent take max_staging_bytes. So one stuck client can neither hold the memory
+// pool nor pile up messages. Slices of a deterministic server are bounded by the rows of a few groups
+// instead, because a group is not computed before all its rows have arrived.
 //
-// Writing. Exactly one write is in flight; the queue is bounded by the slices in flight plus two. Gradients
-// are sent from their staging buffer, which goes back to the pool when the transport drops its slice.
+// Writing. One write is in flight at a time. The queue has at most as many messages as slices are in flight,
+// plus two. Gradients are sent from their staging buffer, which goes back to the pool when the transport
+// drops its reference.
 //
-// Ending. With an engine stream open, the call always finishes through the engine's OnFinished; every other
+// Ending. While an engine stream is open, the call finishes only through the engine's OnFinished. Any other
 // reason to end cancels the engine stream first.
 //
 // Threads. gRPC's reactions and the turns of CallInbox share mutex_, under which all gRPC operations are
 // started (gRPC never runs a reaction from within them). A slice is copied on the thread of the reaction that
 // received it, or in a turn if it had to wait for memory; never with mutex_ held.
 //
-// Lifetime. gRPC (until OnDone), the inbox (until OnFinished) and a slice that is being received share the
-// call.
+// Lifetime. gRPC (until OnDone), the inbox (until OnFinished) and a slice that is being received own the call
+// together.
 class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
                               public CallInbox::Handler,
                               public WatchedCall,
                               public std::enable_shared_from_this<ComputeLossCall> {
  public:
-  // Starts a call that came over a connection; it deletes itself when it is over.
+  // Starts a call that came over a connection. The call deletes itself when it is over.
   static ComputeLossCall* Start(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
-  // Starts a call of a client of this process, on a server that asks nobody who calls. `client`: the number
-  // of the client (wire::DirectServer::NextClient).
+  // Starts a call of a client in this process, on a server that does not ask callers for an identity.
+  // `client` is the client's number (wire::DirectServer::NextClient).
   static ComputeLossCall* StartDirect(ComputeLossEnvironment* environment, wire::CallContext* context,
                                       uint64_t client);
 
@@ -285,7 +291,7 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   void Describe(absl::Time now, v1::StreamDescription* description) override ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // What has gone through the call.
+  // What the call has carried, for ListStreams.
   struct Traffic {
     std::string head;
     uint64_t microbatch_id = 0;
@@ -303,16 +309,16 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
     bool is_slice = false;
     int64_t staging_bytes = 0;  // SliceOutput::staging_bytes
     absl::Time ready;
-    engine::RowRange range;  // of a slice
+    engine::RowRange range;  // the rows of a slice
   };
 
   explicit ComputeLossCall(ComputeLossEnvironment* environment);
 
-  // Admits the call of `peer` (PeerKey), or has it end, and begins to read.
+  // Begins to read if the call of `peer` (PeerKey) was admitted; else ends the call.
   ComputeLossCall* Begin(const absl::StatusOr<AdmittedCall>& admitted, const std::string& peer)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // ---- Reading ----
-  // There is progress: the clock begins again with what the call waits for now.
+  // The call has made progress: restarts its clock for what it waits for now.
   void Progress() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HandleMessage() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status HandleOpen(const v1::OpenMicrobatch& open, size_t payload_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -323,15 +329,16 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   absl::Status HandleSlice(const v1::SliceHeader& header, wire::PayloadView payload, absl::Time arrived)
       ABSL_LOCKS_EXCLUDED(mutex_);
   void HandleEndOfReads() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Makes the engine take rows that it holds, and the slices behind them as long as there is memory at once;
-  // null: there is nothing to do. One call at a time.
+  // Makes the engine queue retained rows, and the retained slices after them as long as there is memory at
+  // once. Nullopt: there is nothing to do. Only one thread may run it at a time.
   void ReceiveRetained(std::optional<engine::RowRange> rows) ABSL_LOCKS_EXCLUDED(mutex_);
   // The engine has queued a slice, for which the client has sent `bytes`.
   void OnQueued(int64_t rows, int64_t bytes, int64_t staging_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool EnoughInFlight() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Goes on to the next slice, unless there are enough in flight. If that is one the engine holds, returns it
-  // for ReceiveRetained, which is called without the lock; a ReceiveRetained that runs finds it by itself.
+  // Goes on to the next slice, unless enough slices are in flight. If this is a slice of retained rows,
+  // returns it for ReceiveRetained, which the caller then calls without the lock. A ReceiveRetained that runs
+  // already gets the slice by itself.
   std::optional<engine::RowRange> NextSlice() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // ---- Writing and ending ----
@@ -345,13 +352,13 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   std::shared_ptr<engine::Stream> stream() ABSL_LOCKS_EXCLUDED(mutex_);
 
   ComputeLossEnvironment* const environment_;
-  std::unique_ptr<wire::CallContext> grpc_context_;  // null: the call came over no connection
+  std::unique_ptr<wire::CallContext> grpc_context_;  // null: a direct call, without a connection
   wire::CallContext* context_ = nullptr;             // set before anything else
   std::string peer_;                                 // PeerKey; set before anything else
   std::string identity_;                             // AdmittedCall's; set before anything else
-  std::shared_ptr<PeerTable::Peer> totals_;          // of the peer; set before anything else; null: refused
+  std::shared_ptr<PeerTable::Peer> totals_;  // sums of the peer; set before anything else; null: refused
   const absl::Time came_;
-  std::shared_ptr<ComputeLossCall> self_;  // gRPC's share
+  std::shared_ptr<ComputeLossCall> self_;  // gRPC's reference, until OnDone
 
   grpc::ByteBuffer received_;  // the message read last
   SlicePlaces places_;
@@ -363,12 +370,12 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
   CallClock clock_ ABSL_GUARDED_BY(mutex_);
-  int64_t staging_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of slices with the engine or not yet written
+  int64_t staging_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // for slices in the engine or not written yet
   bool read_withheld_ ABSL_GUARDED_BY(mutex_) = false;
   bool backward_ ABSL_GUARDED_BY(mutex_) = false;
   std::deque<engine::RowRange> retained_slices_ ABSL_GUARDED_BY(mutex_);   // backward: not received yet
-  bool receiving_retained_ ABSL_GUARDED_BY(mutex_) = false;                // in ReceiveRetained
-  std::optional<engine::RowRange> next_retained_ ABSL_GUARDED_BY(mutex_);  // which goes on with it
+  bool receiving_retained_ ABSL_GUARDED_BY(mutex_) = false;                // a thread is in ReceiveRetained
+  std::optional<engine::RowRange> next_retained_ ABSL_GUARDED_BY(mutex_);  // the next for ReceiveRetained
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // cancelled: nothing more can be sent
   std::optional<absl::Status> ending_ ABSL_GUARDED_BY(mutex_);
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;  // Finish was called: no gRPC operation may start

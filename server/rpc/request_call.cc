@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Calls with one request, the registry of open calls, and statuses of ended calls (request_call.h).
 #include "server/rpc/request_call.h"
 
 #include <algorithm>
@@ -122,7 +123,7 @@ void CallRegistry::Watch() {
   absl::MutexLock lock(&mutex_);
   while (!clocks::AwaitFor(mutex_, absl::Condition(&stopping_), pause)) {
     const absl::Time now = clocks::SteadyNow();
-    const absl::Time date = clocks::WallNow();  // which certificates end by
+    const absl::Time date = clocks::WallNow();  // certificates expire by the wall clock
     for (const auto& [call, entry] : calls_) {
       const absl::string_view limit = call->EndIfLate(now, timeouts);
       if (!limit.empty()) options_.on_limit(limit);
@@ -150,7 +151,7 @@ void RequestCall::Receive() {
     return Finish(Failed(*environment_, method_, std::move(admitted)));
   }
   absl::MutexLock lock(&mutex_);
-  if (ended_) return;  // its place went to another call already
+  if (ended_) return;  // another call got its place already
   StartRead(&request_);
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a call of gRPC begins and ends. CallRegistry counts the calls under way and bounds their time,
-// RequestCall is a call whose client sends one request, WithRequestMethods registers the methods of a service
-// whose calls are RequestCalls, and GrpcStatus makes the status that a call ends with.
+// How a call of gRPC begins and ends. CallRegistry bounds the number of open calls and the time that they
+// wait. RequestCall is a call whose client sends one request. WithRequestMethods registers the methods of a
+// service whose calls are RequestCalls. ToGrpc and CountedEnd make the status that a call ends with.
 //
-// Everything here is thread-safe.
+// All classes and functions are thread-safe, except CallClock and WithRequestMethods.
 #ifndef LOSSD_SERVER_RPC_REQUEST_CALL_H_
 #define LOSSD_SERVER_RPC_REQUEST_CALL_H_
 
@@ -45,9 +45,9 @@ namespace lossd::rpc {
 
 // How long a call may wait, by what it waits for. All times are positive.
 struct CallTimeouts {
-  absl::Duration open = absl::Seconds(20);  // for the first message of a call
+  absl::Duration open = absl::Seconds(20);  // for the first message of the client
   absl::Duration idle =
-      absl::Seconds(60);  // for the next one, while the server has nothing to do for the call
+      absl::Seconds(60);  // for a further message, while the server has nothing to do for the call
   absl::Duration turn = absl::Minutes(10);  // for memory, a turn or the device, without any progress
   absl::Duration send = absl::Seconds(60);  // for the client to take an answer
 };
@@ -57,7 +57,7 @@ class CallClock {
  public:
   enum class Waits { kNothing, kOpen, kMessage, kTurn, kSend };
 
-  // From now on the call waits for `what`; that is progress.
+  // The call has made progress, and waits for `what` from now on.
   void Set(Waits what, absl::Time now = clocks::SteadyNow()) {
     what_ = what;
     since_ = now;
@@ -65,7 +65,8 @@ class CallClock {
   Waits what() const { return what_; }
   absl::Time since() const { return since_; }
 
-  // DEADLINE_EXCEEDED naming the limit's flag (in `*limit` too) if the call has waited too long, else OK.
+  // DEADLINE_EXCEEDED if the call has waited too long, else OK. The error names the flag of the limit, which
+  // is also stored in `*limit`.
   absl::Status Check(absl::Time now, const CallTimeouts& timeouts, absl::string_view* limit) const {
     switch (what_) {
       case Waits::kNothing:
@@ -82,8 +83,8 @@ class CallClock {
     return absl::OkStatus();
   }
 
-  // For a call that is only cancelled when it is late: the limit's flag if the call has waited too long, and
-  // then it waits for nothing any more, so that this is told once; else "".
+  // For a call that is only cancelled when it is late. If the call has waited too long, returns the limit's
+  // flag, and the call then waits for nothing any more, so the flag is returned only once. Else returns "".
   absl::string_view StopIfLate(absl::Time now, const CallTimeouts& timeouts) {
     absl::string_view limit;
     if (!Check(now, timeouts, &limit).ok()) Set(Waits::kNothing);
@@ -115,19 +116,21 @@ namespace lossd::rpc {
 class WatchedCall {
  public:
   virtual ~WatchedCall() = default;
-  // Ends the call if it has waited too long, as CallClock says; the limit's name, or "". Called on the
-  // registry's thread; must not call into the registry.
+  // If the call has waited too long, as CallClock says, ends it and returns the limit's flag; else returns
+  // "". Called on the registry's thread; must not call into the registry.
   virtual absl::string_view EndIfLate(absl::Time now, const CallTimeouts& timeouts) = 0;
-  // Ends the call with `why`: its place goes to another one (CallRegistryOptions::end_oldest). Called on any
-  // thread; must not call into the registry, which knows the call no more.
+  // Ends the call with `why`, because another call gets its place (CallRegistryOptions::end_oldest). Called
+  // on any thread; must not call into the registry, which then forgets the call.
   virtual void GiveUpPlace(absl::Status why) {}
-  // Ends the call with `why`, unless it is ending. Called on any thread; must not call into the registry.
-  virtual void EndWith(absl::Status why) {}
-  // What the call is doing, but for its number and its peer. Called on any thread; must not call into the
+  // Ends the call with `why`, unless it is ending already. Called on any thread; must not call into the
   // registry.
+  virtual void EndWith(absl::Status why) {}
+  // Writes what the call is doing to `description`, except for its number and its peer. Called on any thread;
+  // must not call into the registry.
   virtual void Describe(absl::Time now, v1::StreamDescription* description) {}
 
-  // When the caller's certificate ends, and the call with it (EndWith). Set before the registry has the call.
+  // When the caller's certificate expires; the registry then ends the call (EndWith). Set it before the call
+  // is added to the registry.
   void set_until(absl::Time until) { until_ = until; }
   absl::Time until() const { return until_; }
 
@@ -137,49 +140,50 @@ class WatchedCall {
 
 struct CallRegistryOptions {
   int64_t max_calls = 256;
-  std::string flag = "max_streams";  // what sets max_calls
-  double peer_share = 0.5;           // of max_calls, as engine::FairShare
-  // When all places are taken, a peer that has none gets that of the call that has waited longest. For calls
-  // that have done nothing yet: they only wait for their client.
+  std::string flag = "max_streams";  // the flag that sets max_calls, for errors
+  double peer_share = 0.5;           // the part of max_calls for one peer, as engine::FairShare
+  // When all places are taken, a peer without a place gets the place of the call that has waited longest, and
+  // that call ends. Only for calls that have done nothing yet and wait for their client.
   bool end_oldest = false;
   CallTimeouts timeouts;
-  std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a limit was reached
+  std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // at each limit
 };
 
-// Thread-safe.
+// The open calls of one kind; see above. Thread-safe.
 class CallRegistry {
  public:
-  // Looks for late calls a few times per shortest timeout.
+  // Starts a thread that looks for late calls, several times within the shortest timeout.
   explicit CallRegistry(const CallRegistryOptions& options);
   // All calls must have been removed.
   ~CallRegistry();
 
-  // RESOURCE_EXHAUSTED naming the limit and its flag if there are too many calls, or too many of the peer;
-  // such a call may be removed but need not. After Remove returns, the call is not used any more.
+  // Adds an open call, or removes it. Add returns RESOURCE_EXHAUSTED, naming the limit and its flag, if there
+  // are too many calls, in all or of the peer; Remove is then optional. After Remove has returned, the
+  // registry does not use the call any more.
   absl::Status Add(WatchedCall* call, const std::string& peer) ABSL_LOCKS_EXCLUDED(mutex_);
   void Remove(WatchedCall* call) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Gives the place of the call to others before the call is removed. A call whose client sees that it has
-  // ended gives its place back first: gRPC tells the server later that the answer has gone, and until then
-  // the client's next call would be one too many. Changes nothing for a call that has no place. WatchedCall's
-  // members may call it.
+  // Frees the place of the call for other calls before the call is removed. A call uses this before its
+  // client can see that it has ended: gRPC tells the server only later that the answer has been sent, and
+  // until then the client's next call would be one too many. Has no effect for a call that has no place.
+  // WatchedCall's members may call it.
   void GiveBack(WatchedCall* call) ABSL_LOCKS_EXCLUDED(places_mutex_);
   // Ends all calls that are open.
   void EndAll(const absl::Status& why) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Calls `look` with each call that is open, from the oldest to the youngest. They stay open meanwhile;
+  // Calls `look` with each open call, from the oldest to the youngest. The calls are not removed meanwhile.
   // `look` must not call into the registry.
   void ForEach(absl::FunctionRef<void(WatchedCall& call, const std::string& peer, uint64_t number)> look)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // True if no call is open, at the latest by `deadline`.
+  // Waits until no call is open, or until `deadline`; true if no call is open.
   bool WaitUntilEmpty(absl::Time deadline) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   bool Empty() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return calls_.empty(); }
   struct Entry {
     std::string peer;
-    uint64_t number = 0;  // in the order of their coming
+    uint64_t number = 0;  // counts the calls in the order of Add
   };
 
-  // Ends the oldest call for the sake of `peer`, if it may be.
+  // Ends the oldest call so that `peer` gets its place; false if this is not allowed.
   bool MakeRoom(const std::string& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Refusal(engine::FairShare::Answer answer, const std::string& peer)
       ABSL_LOCKS_EXCLUDED(places_mutex_);
@@ -195,29 +199,30 @@ class CallRegistry {
 
   absl::Mutex places_mutex_ ABSL_ACQUIRED_AFTER(mutex_);  // a leaf
   engine::FairShare shares_ ABSL_GUARDED_BY(places_mutex_);
-  // Calls that have a place, and whose share it is of.
+  // Calls that have a place, and the peer whose share the place is counted in.
   absl::flat_hash_map<WatchedCall*, std::string> places_ ABSL_GUARDED_BY(places_mutex_);
-  std::thread watchdog_;  // last
+  std::thread watchdog_;  // last, because it uses the members above
 };
 
-// What all calls share; outlives them.
+// What all RequestCalls share. Must outlive them.
 struct RequestEnvironment {
   const AccessControl* access = nullptr;
   metrics::Metrics* metrics = nullptr;
   CallRegistry* requests = nullptr;  // the calls whose request is not complete
-  uint64_t incarnation = 0;          // of the engine
+  uint64_t incarnation = 0;          // the engine's incarnation
 };
 
-// What a call that failed ends with; counts it.
+// The status that a failed call ends with. Counts the error.
 grpc::Status Failed(const RequestEnvironment& environment, absl::string_view method, absl::Status status);
 
 // RequestCall is a call whose client sends one request. UnaryCall answers it once; other subclasses send
 // several messages. WithRequestMethods registers the methods of a service whose calls are RequestCalls.
 //
-// gRPC shows such a call to a server when the request is complete, so a client that never completes it could
-// hold its memory without any limit of lossd's. So the methods are registered as if clients streamed their
-// requests, which looks the same on the wire. The server then sees a call when it begins, asks who makes it,
-// bounds the number of such calls (in all and per peer) and ends a call whose request does not come.
+// gRPC shows an ordinary unary call to the server only when the request is complete. So a client that never
+// completes its request could hold memory that no limit of lossd bounds. Therefore the methods are registered
+// as if clients streamed their requests, which looks the same on the wire. The server then sees a call when
+// it begins. It asks who makes the call, bounds the number of such calls (in all and per peer), and ends a
+// call whose request does not come.
 //
 // Calls are thread-safe.
 class RequestCall : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
@@ -231,7 +236,7 @@ class RequestCall : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteB
               absl::string_view method)
       : environment_(environment), context_(context), method_(method) {}
 
-  // Begins to receive the request, or ends the call. Call once, last.
+  // Begins to receive the request, or ends the call. Call it once, as the last step of construction.
   void Receive() ABSL_LOCKS_EXCLUDED(mutex_);
   // The request is complete. Not called if the call ended before.
   virtual void OnRequest(const grpc::ByteBuffer& request) = 0;
@@ -241,7 +246,7 @@ class RequestCall : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteB
   absl::string_view method() const { return method_; }
 
  private:
-  // The call as its registry sees it until the request is complete.
+  // The entry of the call in its registry until the request is complete.
   class Waiting final : public WatchedCall {
    public:
     explicit Waiting(RequestCall* call) : call_(call) {}
@@ -268,13 +273,13 @@ class RequestCall : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteB
 
   absl::Mutex mutex_;
   CallClock clock_ ABSL_GUARDED_BY(mutex_);
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // with the read under way
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;  // ended while the read was under way
 };
 
 // A call that is answered once. Deletes itself when gRPC is done with it.
 class UnaryCall final : public RequestCall {
  public:
-  // Must lead to one call of Answer, End or Finish.
+  // Handles the request; must lead to exactly one call of Answer, End or Finish.
   using Handler = std::function<void(UnaryCall* call, const grpc::ByteBuffer& request)>;
 
   static UnaryCall* Start(const RequestEnvironment* environment, grpc::CallbackServerContext* context,
@@ -300,16 +305,17 @@ class UnaryCall final : public RequestCall {
   grpc::ByteBuffer answer_;
 };
 
-// Registers methods of a generated service whose calls are RequestCalls. `Service` is a generated class, or
-// derived from one.
+// Base class of a service whose methods' calls are RequestCalls. Serve registers a method. `Service` is the
+// generated class of the service, or a class that is derived from it.
 //
-// Thread-compatible: constructors of services use it.
+// Thread-compatible: only constructors of services use it.
 template <typename Service>
 class WithRequestMethods : public Service {
  protected:
   using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>;
 
-  // Has calls of the method begin with `start`. `service` describes the service in the protocol.
+  // Registers `start`, which begins a call of the method. `service` is the protocol's descriptor of the
+  // service.
   void Serve(const google::protobuf::ServiceDescriptor* service, absl::string_view method,
              std::function<Reactor*(grpc::CallbackServerContext*)> start) {
     const int index = service->FindMethodByName(std::string(method))->index();
@@ -323,15 +329,15 @@ class WithRequestMethods : public Service {
 // The functions below turn absl::Status, the one error type below this layer, into the status that a gRPC
 // call ends with.
 
-// What a call ends with: the code, the message, and a lossd.v1.ErrorDetail with the field and value at fault,
-// the step that is open, and the server's incarnation.
+// The status that a call ends with: the code, the message, and a lossd.v1.ErrorDetail with the wrong field
+// and its value, the open step, and the server's incarnation.
 grpc::Status ToGrpc(absl::Status status, uint64_t incarnation);
 
-// The same, and counts an error: by its method and code, and the engine's limit that caused it.
+// As ToGrpc, and counts an error by its method and code, and by the engine's limit that caused it.
 grpc::Status CountedEnd(absl::string_view method, absl::Status status, uint64_t incarnation,
                         metrics::Metrics* metrics);
 
-// "INVALID_ARGUMENT" and so on.
+// The name of the status's code, such as "INVALID_ARGUMENT".
 std::string CodeName(const grpc::Status& status);
 
 }  // namespace lossd::rpc

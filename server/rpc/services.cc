@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The services of lossd.v1 (services.h). HeadService::ServeMethods has a line for each unary method.
 #include "server/rpc/services.h"
 
 #include <algorithm>
@@ -33,7 +34,7 @@ std::string HeadOf(const v1::DeleteCheckpointRequest&) { return ""; }
 
 bool Changes(AdminKind kind) { return kind == AdminKind::kChange || kind == AdminKind::kLong; }
 
-// What a request is about, for audit lines: its head, or the checkpoint that says which.
+// The subject of a request for audit lines: its head, or the checkpoint, whose name contains the head.
 template <typename Request>
 const std::string& SubjectOf(const Request& request) {
   static const std::string* const none = new std::string();
@@ -139,7 +140,7 @@ void HeadService::Unary(absl::string_view method, AdminKind kind, Operation<Requ
 
 namespace {
 
-// What a caller who is no admin may not ask for: PERMISSION_DENIED.
+// PERMISSION_DENIED if a caller who is not an admin may not make this request.
 template <typename Request>
 absl::Status CheckAsked(const admin::Checkpoints&, const Request&) {
   return absl::OkStatus();
@@ -197,7 +198,8 @@ void HeadService::ServeMethods() {
   Unary("DescribeHead", AdminKind::kLook, &admin::HeadOperations::DescribeHead);
   Unary("ListHeads", AdminKind::kLook, &admin::HeadOperations::ListHeads);
   Unary("ListCheckpoints", AdminKind::kList, &admin::HeadOperations::ListCheckpoints);
-  // Of the disk alone: changes no head, so it goes on while the server drains, as saves do.
+  // DeleteCheckpoint uses only the disk and changes no head (kRead), so it still works while the server
+  // drains, as saves do.
   Unary("DeleteCheckpoint", AdminKind::kRead, &admin::HeadOperations::DeleteCheckpoint);
   Serve("SaveCheckpoint", [this](auto* context) { return SaveCall::Start(&save_environment_, context); });
   Serve("ReadTensor", [this](auto* context) { return ReadTensorCall::Start(&environment_, context); });
@@ -221,9 +223,9 @@ std::unique_ptr<HeadService> HeadService::Create(const HeadServiceOptions& optio
 namespace {
 
 constexpr absl::string_view kReleaseMicrobatch = "ReleaseMicrobatch";
-constexpr uint32_t kDefaultStreams = 1000;  // that ListStreams lists
-constexpr uint32_t kMostStreams = 10'000;
-constexpr size_t kPeers = 1024;  // that are remembered
+constexpr uint32_t kDefaultStreams = 1000;  // streams that ListStreams lists by default
+constexpr uint32_t kMostStreams = 10'000;   // the most that a request may ask for
+constexpr size_t kPeers = 1024;             // peers that PeerTable remembers
 
 void Describe(const PeerTable::Entry& entry, absl::Time now, v1::PeerDescription* description) {
   description->set_peer(entry.peer);

@@ -40,17 +40,19 @@
 
 namespace lossd::rpc {
 
+// The options of a HeadService.
 struct HeadServiceOptions {
   admin::HeadOperationsOptions operations;
   int worker_threads = 8;
-  int64_t max_waiting_calls = 256;  // that wait for a worker; as many more may wait for their request
-  int64_t max_tensor_calls = 64;    // ReadTensor, WriteTensor and AddGradient, open
-  int64_t max_saves = 16;           // SaveCheckpoint: waiting or running
-  double peer_share = 0.5;          // of the three bounds above, what one peer may have
+  int64_t max_waiting_calls = 256;  // that wait for a worker; as many may also wait for their request
+  int64_t max_tensor_calls = 64;    // open calls of ReadTensor, WriteTensor and AddGradient
+  int64_t max_saves = 16;           // calls of SaveCheckpoint that wait or run
+  double peer_share = 0.5;          // the part of each bound above that one peer may have
   CallTimeouts timeouts;
-  regions::Regions* regions = nullptr;  // where tensors that are read may lie; null: in messages only
+  regions::Regions* regions = nullptr;  // where ReadTensor may put tensors; null: in messages only
 };
 
+// lossd.v1.HeadService: heads, their tensors, steps and checkpoints.
 class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCallbackMethod_WriteTensor<
                               v1::HeadService::WithRawCallbackMethod_AddGradient<v1::HeadService::Service>>> {
  public:
@@ -58,27 +60,28 @@ class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCall
   static std::unique_ptr<HeadService> Create(const HeadServiceOptions& options, engine::Engine* engine,
                                              const AccessControl* access, metrics::Metrics* metrics);
 
-  // As admin::RestoreLatest; before the service has calls.
+  // As admin::RestoreLatest. Call it before the service gets calls.
   absl::Status RestoreLatest() { return admin::RestoreLatest(operations_); }
-  // The other services use this for their calls whose clients send one request, so that one bound holds for
-  // such calls of all services.
+  // What calls with one request share. The other services use it too, so that one bound holds for such calls
+  // of all services.
   const RequestEnvironment* requests() const { return &request_environment_; }
   // From now on calls that change heads end with UNAVAILABLE; reading and saving still work.
   void Drain() { environment_.draining = true; }
-  // Has the save that runs, and those that wait, end with CANCELLED soon; for when time is up.
+  // Makes the save that runs, and the saves that wait, end with CANCELLED soon: for a shutdown that must not
+  // wait longer.
   void CancelSaves() { operations_.checkpoints().CancelSaves(); }
-  // Waits until no streaming call is open, no other call is worked on and no save runs. False if that takes
-  // longer than until `deadline`.
+  // Waits until no streaming call is open, no other call is worked on and no save runs. False if this is not
+  // so at `deadline`.
   bool WaitUntilIdle(absl::Time deadline);
 
-  // Clients stream tensors to these; the other methods begin with one request.
+  // To these two methods clients stream tensors. All other methods begin with one request.
   grpc::ServerReadReactor<grpc::ByteBuffer>* WriteTensor(grpc::CallbackServerContext* context,
                                                          grpc::ByteBuffer* response) override;
   grpc::ServerReadReactor<grpc::ByteBuffer>* AddGradient(grpc::CallbackServerContext* context,
                                                          grpc::ByteBuffer* response) override;
 
  private:
-  // The member that carries out a request.
+  // A member function of HeadOperations that carries out a request.
   template <typename Request, typename Response>
   using Operation = absl::StatusOr<Response> (admin::HeadOperations::*)(const Request&);
 
@@ -109,22 +112,23 @@ class HeadService final : public WithRequestMethods<v1::HeadService::WithRawCall
   admin::HeadOperations operations_;
   TensorCallEnvironment environment_;
   SaveCallEnvironment save_environment_;
-  CallRegistry requests_;  // of calls whose request is not complete
+  CallRegistry requests_;  // calls whose request is not complete
   const RequestEnvironment request_environment_;
-  CallRegistry registry_;  // of calls that move tensors
-  CallRegistry saves_;     // saves have places of their own, which other calls cannot take
+  CallRegistry registry_;  // calls that move tensors
+  CallRegistry saves_;     // calls of SaveCheckpoint; other calls cannot take their places
   // savers_ and workers_ are destroyed first, because their last tasks use the members above.
-  WorkerPool savers_;  // one thread: saves take turns, and never keep workers from other calls
+  WorkerPool savers_;  // one thread: saves run one at a time, and use no thread of workers_
   AdminWorkers workers_;
 };
 
+// The options of a LossService.
 struct LossServiceOptions {
-  int64_t max_streams = 256;                      // open calls; the engine bounds opened streams alike
-  int64_t max_staging_bytes = int64_t{32} << 20;  // per call: of slices computed or waiting to be sent
-  double peer_share = 0.5;                        // of open calls
+  int64_t max_streams = 256;                      // opened streams; registry_ bounds open calls by it
+  int64_t max_staging_bytes = int64_t{32} << 20;  // per call: slices in the engine or not sent yet
+  double peer_share = 0.5;                        // the part that one peer may have
   CallTimeouts timeouts;
-  int sender_threads = 2;                               // write answers to the transport
-  absl::Duration retained_timeout = absl::Minutes(10);  // of retained microbatches that no call uses
+  int sender_threads = 2;                               // they write large answers
+  absl::Duration retained_timeout = absl::Minutes(10);  // for retained rows that no call uses
   regions::Regions* regions = nullptr;                  // where slices may lie; null: in messages only
 };
 
@@ -139,8 +143,8 @@ class LossService final : public WithRequestMethods<
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLoss(
       grpc::CallbackServerContext* context) override;
 
-  // A ComputeLoss call of a client of this process (wire::DirectServer::StartFn). The server asks nobody who
-  // calls.
+  // A ComputeLoss call of a client in this process (wire::DirectServer::StartFn). For servers that do not ask
+  // callers for an identity.
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLossDirect(wire::CallContext* context,
                                                                                  uint64_t client) {
     return ComputeLossCall::StartDirect(&environment_, context, client);
@@ -148,11 +152,12 @@ class LossService final : public WithRequestMethods<
 
   // From now on new calls end with UNAVAILABLE.
   void Drain() { environment_.draining = true; }
-  // Ends all open calls with `why`, because what they wait for does not come.
+  // Ends all open calls with `why`: for calls that wait in vain.
   void EndAll(const absl::Status& why) { registry_.EndAll(why); }
-  // As ServerService.ListStreams, but for incarnation and time. INVALID_ARGUMENT.
+  // The answer of ServerService.ListStreams, without incarnation and time. INVALID_ARGUMENT if the request is
+  // wrong.
   absl::StatusOr<v1::ListStreamsResponse> ListStreams(const v1::ListStreamsRequest& request);
-  // True if no call is open, at the latest by `deadline`.
+  // Waits until no call is open, or until `deadline`; true if no call is open.
   bool WaitUntilIdle(absl::Time deadline) { return registry_.WaitUntilEmpty(deadline); }
 
  private:
@@ -162,10 +167,11 @@ class LossService final : public WithRequestMethods<
   const RequestEnvironment* const requests_;
   PeerTable peers_;  // outlives the calls
   CallRegistry registry_;
-  WorkerPool senders_;  // destroyed before the members above, which its last turns use
-  Periodic expiry_;     // of retained microbatches
+  WorkerPool senders_;  // destroyed before the members above, which its last tasks use
+  Periodic expiry_;     // drops retained microbatches that no call uses
 };
 
+// Facts about the server that ServerService reports and cannot find out itself.
 struct ServerServiceOptions {
   std::string version;
   absl::Time started;
@@ -174,12 +180,12 @@ struct ServerServiceOptions {
   metrics::ReadRanks ranks;
   std::string collectives;                  // as ServerDescription.collectives
   std::string region_socket;                // empty: none
-  std::vector<std::string> region_devices;  // whose memory regions may be of; empty: none
-  // ServerDescription.http: "" until HTTP is there.
+  std::vector<std::string> region_devices;  // GPUs whose memory regions may have; empty: none
+  // ServerDescription.http; "" until the HTTP server runs.
   std::function<std::string()> http;
 };
 
-// lossd.v1.ServerService: what the server is, has and allows.
+// lossd.v1.ServerService: describes the server (version, devices, limits) and its open streams.
 class ServerService final : public WithRequestMethods<v1::ServerService::Service> {
  public:
   // All that is pointed to outlives the service.

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The streaming calls of HeadService (tensor_calls.h): the common part of WriteTensor and AddGradient, then
+// each of the four calls.
 #include "server/rpc/tensor_calls.h"
 
 #include <algorithm>
@@ -35,7 +37,8 @@ void ReceiveRowsCall::Begin() {
   absl::Status status = AdmitTensorCall(environment_, *context_, this, method_, &admitted_, &peer_);
   if (environment_->draining) status.Update(absl::UnavailableError("the server is draining"));
   if (!status.ok()) return End(std::move(status));
-  // The call's state was made on this thread; the first reaction, on another, takes the lock too.
+  // The members were set on this thread without the lock. Taking it once makes them visible to the first
+  // reaction, which takes it on another thread.
   { const absl::MutexLock lock(&mutex_); }
   Read(CallClock::Waits::kOpen);
 }
@@ -80,7 +83,7 @@ absl::string_view ReceiveRowsCall::EndIfLate(absl::Time now, const CallTimeouts&
   return limit;
 }
 
-// A call that has something to do waits for no client; it is ended the next time.
+// Does nothing while the call works and waits for nothing. The registry then tries again later.
 void ReceiveRowsCall::EndWith(absl::Status why) {
   bool waits_for_turn = false;
   {
@@ -242,7 +245,7 @@ absl::StatusOr<ReceiveRowsCall::Extent> AddGradientCall::Open() {
 // A contribution that waits for its turn holds no worker and reads no further message.
 absl::Status AddGradientCall::Await(std::function<void()> next) {
   const auto ready = [this, next] {
-    { const absl::MutexLock lock(&turn_mutex_); }  // Await has let go of the call
+    { const absl::MutexLock lock(&turn_mutex_); }  // waits until Await has set ticket_
     WaitFor(CallClock::Waits::kNothing);
     absl::Status scheduled = RunOnWorker(next);
     if (!scheduled.ok()) End(std::move(scheduled));
@@ -280,7 +283,8 @@ absl::Status AddGradientCall::Take(engine::RowRange rows, absl::Span<const uint8
   return absl::OkStatus();
 }
 
-// The state when the last rows were added: by now a step may have closed that expected just these rows.
+// The answer has the state from when the last rows were added. By now the step may have been closed, because
+// it expected just these rows.
 absl::StatusOr<grpc::ByteBuffer> AddGradientCall::Answer() {
   v1::AddGradientResponse response;
   *response.mutable_state() = messages::ToProto(added_.state);
@@ -357,7 +361,7 @@ void SaveCall::Post(v1::SaveCheckpointUpdate update) {
 
 void SaveCall::End(absl::Status status) {
   grpc::Status end = environment_->ended(peer_, std::move(status));
-  // A refusal has its line already.
+  // A refusal has its audit line already.
   if (!IsRefusal(end)) environment_->access->Ended(admitted_, request_.head(), CodeName(end), pruned_);
   absl::MutexLock lock(&mutex_);
   end_ = std::move(end);

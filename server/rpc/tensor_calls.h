@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The streaming calls of HeadService: ReadTensor, WriteTensor, AddGradient and SaveCheckpoint.
 //
-// A message of the first three holds at most 4 MiB of a tensor (at least one row). One message is in transit
-// at a time, so a slow peer costs one message of memory. Each step of such a call (device, then transport)
-// starts when the step before has ended; steps that wait for the device run on AdminWorkers.
+// In the first three calls, a message holds at most 4 MiB of a tensor (at least one row). One message is in
+// transit at a time, so a slow peer costs the memory of one message. Each step of such a call (device, then
+// transport) starts when the step before it has ended. Steps that wait for the device run on AdminWorkers.
 #ifndef LOSSD_SERVER_RPC_TENSOR_CALLS_H_
 #define LOSSD_SERVER_RPC_TENSOR_CALLS_H_
 
@@ -37,7 +37,7 @@
 
 namespace lossd::rpc {
 
-// What all calls of ReadTensor, WriteTensor and AddGradient share; outlives them.
+// What all calls of ReadTensor, WriteTensor and AddGradient share. Must outlive them.
 struct TensorCallEnvironment {
   const RequestEnvironment* requests = nullptr;
   admin::HeadOperations* operations = nullptr;
@@ -50,11 +50,12 @@ struct TensorCallEnvironment {
   std::atomic<bool> draining{false};
 };
 
-// Admits a call: OK, or what the call ends with. Sets `*peer` to the peer that limits count the call for.
+// Admits a call: returns OK, or the status that the call must end with. Sets `*peer` to the peer that limits
+// count the call for.
 absl::Status AdmitTensorCall(TensorCallEnvironment* environment, const grpc::CallbackServerContext& context,
                              WatchedCall* call, absl::string_view method, AdmittedCall* admitted,
                              std::string* peer);
-// The status that a call ends with, which is counted if it is an error.
+// The status that a call ends with. Counts it if it is an error.
 grpc::Status EndedTensorCall(TensorCallEnvironment* environment, absl::string_view method,
                              absl::Status status);
 
@@ -87,7 +88,7 @@ class ReadTensorCall final : public RequestCall, public WatchedCall {
   v1::ReadTensorRequest request_;
   admin::TensorRead read_;
   std::shared_ptr<regions::Region> region_;
-  absl::Span<uint8_t> in_region_;  // the rows' place in it; empty: they go in messages
+  absl::Span<uint8_t> in_region_;  // where the rows go in region_; empty: they go in messages
   int64_t next_row_ = 0;
   grpc::ByteBuffer message_;
   std::atomic<bool> cancelled_{false};
@@ -96,8 +97,8 @@ class ReadTensorCall final : public RequestCall, public WatchedCall {
   CallClock clock_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A call that receives rows in slices, `open` first: what WriteTensor and AddGradient have in common.
-// Deletes itself in OnDone.
+// The common base of WriteTensor and AddGradient: a call that receives rows in slices. The first message has
+// `open`. Deletes itself in OnDone.
 class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public WatchedCall {
  public:
   void OnReadDone(bool ok) override ABSL_LOCKS_EXCLUDED(clock_mutex_);
@@ -107,7 +108,7 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   void EndWith(absl::Status why) override ABSL_LOCKS_EXCLUDED(clock_mutex_);
 
  protected:
-  // The rows a call carries, and the bytes of one.
+  // The rows that a call carries, and the bytes of one row.
   struct Extent {
     engine::RowRange rows;
     int64_t row_bytes = 1;
@@ -120,27 +121,29 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   // Starts reading, or ends the call if it is not admitted. Call once.
   void Begin();
 
-  // The first steps of a call, then its slices in order, then its answer; one at a time, on workers or gRPC's
-  // threads.
-  // Takes the message without its payload; the first one has its `open`, the others have not.
+  // The steps of a call: first Decode, Open and Await, then Decode and Take for each slice in order, then
+  // Answer. They run one at a time, on workers or on gRPC's threads.
+  // Decodes a message, stores it without its payload, and returns the payload. `*has_open`: whether the
+  // message has an `open`, as only the first one may.
   virtual absl::StatusOr<wire::PayloadView> Decode(const grpc::ByteBuffer& received, bool* has_open) = 0;
   virtual absl::StatusOr<Extent> Open() = 0;
-  // After Open: has `next` run on a worker as soon as rows may be taken. OK: `next` will run, or has.
+  // Comes after Open: runs `next` on a worker as soon as the call may take rows. OK: `next` will run or has
+  // run.
   virtual absl::Status Await(std::function<void()> next) { return RunOnWorker(std::move(next)); }
   // Ends the wait that Await began; true if `next` will not run because of this.
   virtual bool GiveUpWaiting() { return false; }
   virtual absl::Status Take(engine::RowRange rows, absl::Span<const uint8_t> values) = 0;
   virtual absl::StatusOr<grpc::ByteBuffer> Answer() = 0;
-  // The call is over; before its client is told.
+  // The call is over. Runs before the client gets the status.
   virtual void Release() {}
 
   absl::Status RunOnWorker(std::function<void()> step);
   void End(absl::Status status);
-  // What the call waits for from now on.
+  // Sets what the call waits for from now on.
   void WaitFor(CallClock::Waits what) ABSL_LOCKS_EXCLUDED(clock_mutex_);
 
   TensorCallEnvironment* const environment_;
-  std::string head_;  // once it is known: workers take turns by it, and the audit line names it
+  std::string head_;  // empty until known; AdminWorkers shares by it, and the audit line names it
 
  private:
   void Read(CallClock::Waits what) ABSL_LOCKS_EXCLUDED(clock_mutex_);
@@ -158,17 +161,18 @@ class ReceiveRowsCall : public grpc::ServerReadReactor<grpc::ByteBuffer>, public
   AdmittedCall admitted_;
   grpc::ByteBuffer received_;
 
-  absl::Mutex mutex_;  // never waited for: steps follow each other, on different threads
+  absl::Mutex mutex_;  // never contended: steps follow each other, on different threads
   bool opened_ ABSL_GUARDED_BY(mutex_) = false;
   Extent extent_ ABSL_GUARDED_BY(mutex_);
   int64_t next_row_ ABSL_GUARDED_BY(mutex_) = 0;
-  wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // of the message at hand
+  wire::PayloadView payload_ ABSL_GUARDED_BY(mutex_);  // the payload of the present message
 
   absl::Mutex clock_mutex_;  // a leaf
   CallClock clock_ ABSL_GUARDED_BY(clock_mutex_);
-  bool given_up_ ABSL_GUARDED_BY(clock_mutex_) = false;  // ended because it was late, with a read under way
+  bool given_up_ ABSL_GUARDED_BY(clock_mutex_) = false;  // ended while a read was under way
 };
 
+// A call of WriteTensor.
 class WriteTensorCall final : public ReceiveRowsCall {
  public:
   static WriteTensorCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
@@ -185,9 +189,10 @@ class WriteTensorCall final : public ReceiveRowsCall {
 
   v1::WriteTensorRequest request_;
   admin::TensorWrite write_;
-  v1::HeadState state_;  // when the last rows were written
+  v1::HeadState state_;  // the head's state when the last rows were written
 };
 
+// A call of AddGradient.
 class AddGradientCall final : public ReceiveRowsCall {
  public:
   static AddGradientCall* Start(TensorCallEnvironment* environment, grpc::CallbackServerContext* context,
@@ -208,27 +213,27 @@ class AddGradientCall final : public ReceiveRowsCall {
 
   v1::AddGradientRequest request_;
   engine::Contribution contribution_;
-  engine::AddedRows added_;  // so far, and when the last ones were
+  engine::AddedRows added_;  // the rows so far, and the head's state after the last ones
 
   absl::Mutex turn_mutex_;
   bool cancelled_ ABSL_GUARDED_BY(turn_mutex_) = false;
-  uint64_t ticket_ ABSL_GUARDED_BY(turn_mutex_) = 0;  // of the wait for the contribution's turn; 0: none
+  uint64_t ticket_ ABSL_GUARDED_BY(turn_mutex_) = 0;  // names the wait for a turn; 0: no wait
 };
 
-// What all calls of SaveCheckpoint share; outlives them and the saves they start.
+// What all calls of SaveCheckpoint share. Must outlive the calls and the saves that they start.
 struct SaveCallEnvironment {
   admin::Checkpoints* checkpoints = nullptr;
   const RequestEnvironment* requests = nullptr;
   const AccessControl* access = nullptr;
   CallRegistry* registry = nullptr;
   WorkerPool* workers = nullptr;
-  // What a call ends with; counts and logs errors.
+  // Makes the status that a call ends with. Counts and logs errors.
   std::function<grpc::Status(absl::string_view peer, absl::Status)> ended;
-  std::function<void(int change)> count;  // of saves waiting or running
+  std::function<void(int change)> count;  // changes the number of saves that wait or run
 };
 
 // A call of SaveCheckpoint. The save runs on a worker that runs nothing but saves; the call sends progress
-// while the save runs, and the result last. The save outlives a client that goes away, unless the client
+// while the save runs, and the result last. If the client goes away, the save goes on, unless the client
 // asked otherwise. Thread-safe. Lives until both gRPC and the save are done with it.
 class SaveCall final : public RequestCall, public WatchedCall {
  public:
@@ -247,24 +252,25 @@ class SaveCall final : public RequestCall, public WatchedCall {
   void OnRequest(const grpc::ByteBuffer& request) override ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Schedule(const grpc::ByteBuffer& request);
   void Run();
-  // Sends the update. Of the updates that come while one is being sent, only the latest is sent.
+  // Sends the update. If several updates come while one is being sent, only the last of them is sent.
   void Post(v1::SaveCheckpointUpdate update) ABSL_LOCKS_EXCLUDED(mutex_);
-  // After what was posted the call ends.
+  // Ends the call after the posted updates are sent.
   void End(absl::Status status) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Starts what is next, unless a write is under way.
+  // Starts the next write, or the end, unless a write is under way.
   void Continue() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   SaveCallEnvironment* const environment_;
   v1::SaveCheckpointRequest request_;
-  std::string peer_;                 // PeerKey; set before it is admitted
-  AdmittedCall admitted_;            // set before it runs
-  std::vector<std::string> pruned_;  // by the save, before it ends
-  std::shared_ptr<SaveCall> self_;   // gRPC's share of it, until OnDone
-  std::atomic<bool> gone_{false};    // the client is
+  std::string peer_;                 // PeerKey; set before the call is admitted
+  AdmittedCall admitted_;            // set before the save runs
+  std::vector<std::string> pruned_;  // checkpoints that the save has removed
+  std::shared_ptr<SaveCall> self_;   // gRPC's reference, until OnDone
+  std::atomic<bool> gone_{false};    // the client has gone away
 
   absl::Mutex mutex_;
-  bool received_ ABSL_GUARDED_BY(mutex_) = false;     // the request was; before, RequestCall ends the call
-  grpc::ByteBuffer message_ ABSL_GUARDED_BY(mutex_);  // being sent
+  // The request has come. Before that, RequestCall ends the call.
+  bool received_ ABSL_GUARDED_BY(mutex_) = false;
+  grpc::ByteBuffer message_ ABSL_GUARDED_BY(mutex_);  // the message that is being sent
   std::optional<v1::SaveCheckpointUpdate> next_ ABSL_GUARDED_BY(mutex_);
   std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mutex_);
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// gRPC's limits, TLS credentials and messages (transport.h).
 #include "server/rpc/transport.h"
 
 #include <grpc/grpc.h>
@@ -18,8 +19,9 @@ namespace {
 
 int Milliseconds(absl::Duration duration) { return static_cast<int>(absl::ToInt64Milliseconds(duration)); }
 
-// What a call may send ahead of the message that the server has asked for: 256 KiB of 256 MiB, so that the
-// windows of as many calls as there may be take a fraction of the memory, and messages the rest.
+// The flow-control window of a call: the bytes that its client may send before the server asks for a message.
+// 1/1024 of the memory (256 KiB of 256 MiB), so that even with the most calls the windows take only a part of
+// the memory, and leave the rest for messages.
 int WindowBytes(int64_t transport_bytes) {
   return static_cast<int>(std::clamp<int64_t>(transport_bytes / 1024, 64 << 10, 16 << 20));
 }
@@ -27,7 +29,7 @@ int WindowBytes(int64_t transport_bytes) {
 }  // namespace
 
 void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
-  // Threads are those of gRPC's synchronous services, which are reflection alone.
+  // The limit on threads is for gRPC's synchronous services; reflection is the only one.
   constexpr int kThreads = 32;
   grpc::ResourceQuota quota("lossd");
   quota.Resize(static_cast<size_t>(options.bytes)).SetMaxThreads(kThreads);
@@ -41,17 +43,19 @@ void Configure(const TransportOptions& options, grpc::ServerBuilder* builder) {
   set(GRPC_ARG_MAX_CONNECTION_IDLE_MS, Milliseconds(options.idle_connection_timeout));
   if (options.connection_age < absl::InfiniteDuration())
     set(GRPC_ARG_MAX_CONNECTION_AGE_MS, Milliseconds(options.connection_age));
-  // Windows that gRPC adapts by itself grow to many MiB a call when a client sends faster than rows are
-  // computed, until the memory is used up and calls are cancelled.
+  // Turns off windows that gRPC adapts by itself. They grow to many MiB per call when a client sends faster
+  // than rows are computed, until the memory is used up and calls are cancelled.
   set(GRPC_ARG_HTTP2_BDP_PROBE, 0);
-  // With the windows gRPC would also have grown the frames that clients send, from 16 KiB.
+  // Together with the windows, gRPC would also have enlarged the frames that clients send, from 16 KiB. So
+  // the size is set here.
   set(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, 1 << 20);
   set(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, WindowBytes(options.bytes));
-  // Peers that vanished without a word are noticed within a minute.
+  // Finds within a minute that a peer has vanished without closing its connection.
   set(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   set(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
-  // A client that pings more often than this while nothing is sent to it, twice beyond it, loses its
-  // connection. Keepalives of a few seconds are usual; so many pings cost nothing.
+  // The shortest interval between pings of a client to which nothing is sent. A client that exceeds this more
+  // than twice loses its connection. Clients often send keepalives every few seconds, which costs almost
+  // nothing.
   set(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
   set(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 2);
 }
@@ -70,8 +74,9 @@ grpc_ssl_client_certificate_request_type RequestType(ClientCertificates clients)
   return GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY;
 }
 
-// gRPC's C++ interface takes certificates once, or watches files without a look at what is in them. Its C
-// interface asks for them before each handshake, which is what is wanted here.
+// Server credentials that ask `material` for certificates before each handshake. gRPC's C++ interface takes
+// certificates only once, or watches files without checking their content; so this class uses gRPC's C
+// interface.
 class FetchingCredentials final : public grpc::ServerCredentials {
  public:
   FetchingCredentials(access::ReloadedTls* material, ClientCertificates clients) : material_(material) {
@@ -81,7 +86,7 @@ class FetchingCredentials final : public grpc::ServerCredentials {
   }
   ~FetchingCredentials() override { grpc_server_credentials_release(credentials_); }
 
-  // Calls are admitted by AccessControl, which knows the peer's address too.
+  // Not used: AccessControl admits calls, and knows the peer's address too.
   void SetAuthMetadataProcessor(const std::shared_ptr<grpc::AuthMetadataProcessor>&) override {}
 
  private:
@@ -100,7 +105,7 @@ class FetchingCredentials final : public grpc::ServerCredentials {
     if (current == handed_out_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
     const grpc_ssl_pem_key_cert_pair pair = {.private_key = current->key.c_str(),
                                              .cert_chain = current->certificate_chain.c_str()};
-    // gRPC insists on authorities, even where clients are not asked for certificates.
+    // gRPC requires authorities, even if clients are not asked for certificates.
     const std::string& authorities =
         current->client_authorities.empty() ? current->certificate_chain : current->client_authorities;
     *config = grpc_ssl_server_certificate_config_create(authorities.c_str(), &pair, 1);
@@ -135,7 +140,7 @@ log::LogLevel LevelOf(gpr_log_severity severity) {
     case GPR_LOG_SEVERITY_ERROR:
       break;
   }
-  return log::LogLevel::kWarning;  // of a connection: the server goes on
+  return log::LogLevel::kWarning;  // an error of gRPC concerns one connection; the server goes on
 }
 
 void LogMessage(gpr_log_func_args* message) {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Threads of the service (workers.h): WorkerPool, AdminWorkers with its rules of fairness, and Pulse.
 #include "server/rpc/workers.h"
 
 #include <sys/socket.h>
@@ -57,7 +58,7 @@ bool IsLook(AdminKind kind) { return kind == AdminKind::kLook || kind == AdminKi
 
 std::string KeyOfPeer(const AdminTask& task) { return absl::StrCat("peer ", task.peer); }
 
-// Tasks that take turns on a head.
+// The key of the tasks that share one limit on a head.
 std::string KeyOfHead(const AdminTask& task) {
   switch (task.kind) {
     case AdminKind::kRead:
@@ -219,8 +220,8 @@ namespace {
 
 constexpr absl::Duration kAsk = absl::Seconds(1);
 
-// HTTP/2: a frame begins with its length (3 bytes), type, flags and stream. SETTINGS without any is a
-// question that the other side has to acknowledge, and unlike PING it may be asked as often as one likes.
+// HTTP/2: a frame begins with its length (3 bytes), type, flags and stream. An empty SETTINGS frame is a
+// question that the other side has to acknowledge. Unlike PING, it may be sent any number of times.
 constexpr absl::string_view kPreface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 constexpr absl::string_view kSettings("\0\0\0\4\0\0\0\0\0", 9);
 constexpr absl::string_view kAcknowledge("\0\0\0\4\1\0\0\0\0", 9);
@@ -245,7 +246,7 @@ Pulse::Pulse(grpc::ServerBuilder* builder)
 void Pulse::Start() {
   beat_.Beat();
   watched_ = true;
-  Ask();  // the connection is there from the start
+  Ask();  // opens the connection at once
   thread_.emplace(kAsk, [this] { Ask(); });
 }
 
@@ -268,8 +269,8 @@ bool Pulse::Connect() {
   return Send(socket_.get(), kPreface) && Send(socket_.get(), kSettings);
 }
 
-// gRPC closes the connection when it is short of memory, or when the connection has been idle for long: then
-// Pulse makes another one. If no descriptor is left to connect with, gRPC does not count as silent.
+// gRPC closes the connection when it is short of memory, or when the connection has been idle for long. Then
+// Pulse opens another one. If this fails because no file descriptor is left, gRPC does not count as silent.
 void Pulse::Ask() {
   if (socket_) ReadAnswers();
   if (!socket_) {
@@ -286,7 +287,7 @@ void Pulse::ReadAnswers() {
     const ssize_t received = recv(socket_.get(), bytes, sizeof(bytes), MSG_DONTWAIT);
     if (received < 0) break;
     if (received == 0) {
-      beat_.Beat();  // it has closed the connection: it is alive
+      beat_.Beat();  // gRPC has closed the connection, so its threads work
       socket_ = wire::OwnedDescriptor();
       return;
     }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads of the service beside gRPC's callback threads and the engine's threads. WorkerPool runs tasks in
-// order; AdminWorkers runs the calls of HeadService and shares its threads fairly among heads and peers;
-// Pulse finds out whether gRPC's own threads answer. Calls that block and writes to the transport run here.
+// The service's own threads, in addition to gRPC's callback threads and the engine's threads. Calls that
+// block and large writes to the transport run here. WorkerPool runs tasks in order. AdminWorkers runs the
+// calls of HeadService, and shares its threads fairly among heads and peers. Pulse finds out whether gRPC's
+// threads answer.
 //
 // All classes are thread-safe.
 #ifndef LOSSD_SERVER_RPC_WORKERS_H_
@@ -55,7 +56,7 @@ class WorkerPool {
   // Runs `task` on one of the threads, in order of submission. False, without running it, if the queue
   // is full or the pool has stopped.
   bool Schedule(Task task) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Takes no more tasks, runs what is queued and joins.
+  // Takes no more tasks, runs the queued ones and joins the threads.
   void Stop() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -69,16 +70,17 @@ class WorkerPool {
   std::vector<std::thread> threads_;
 };
 
+// What a task of AdminWorkers does, which decides how it shares the threads.
 enum class AdminKind : uint8_t {
-  kLook,    // looks at what is known without the device: DescribeHead, PlanHead, ListHeads
-  kList,    // looks at what is on the disk: ListCheckpoints
-  kRead,    // reads a head on the device, or takes the disk's time: GradNorm, DeleteCheckpoint
+  kLook,    // reads what is known without the device: DescribeHead, PlanHead, ListHeads
+  kList,    // reads the disk: ListCheckpoints
+  kRead,    // reads a head on the device, or uses the disk: GradNorm, DeleteCheckpoint
   kChange,  // changes a head: ApplyStep, ZeroGradients, DeleteHead
-  kLong,    // the same, for long: CreateHead, ResetHead, SetShares, LoadCheckpoint
+  kLong,    // changes a head and takes long: CreateHead, ResetHead, SetShares, LoadCheckpoint
   kRows,    // moves some rows of a tensor
 };
 
-// What a task is about. Empty: no peer, no head in particular.
+// The peer, head and kind of a task. An empty string: the task belongs to no peer, or to no single head.
 struct AdminTask {
   std::string peer;
   std::string head;
@@ -88,23 +90,23 @@ struct AdminTask {
 struct AdminWorkersOptions {
   int threads = 8;  // at least 2
   int64_t max_waiting = 256;
-  double peer_share = 0.5;                                                           // of max_waiting
+  double peer_share = 0.5;  // the part of max_waiting that one peer may have
   std::function<void(absl::string_view limit)> on_limit = [](absl::string_view) {};  // a task was refused
 };
 
-// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. Tasks
-// of one kind on one head take turns, and no peer, no head and no kind of long task can hold all threads:
+// The threads that run HeadService's calls, which block: on the device, on a head's lock, on the disk. No
+// peer, no head and no kind of long task can use all threads. The rules:
 //
-//   - tasks that only look (kLook, kList) have two threads of their own, which nothing long runs on; at most
-//     one of them lists what is on the disk (kList), and peers take turns, whatever each has waiting;
-//   - of one head, one task at a time runs that changes it (they would wait for each other anyway), two that
-//     read it, and at most kRowsOfHead that move rows of tensors;
-//   - heads being created or loaded (kLong) together have at most half of the threads;
-//   - tasks of one peer have at most half of the threads, and of the places in the queue the share that
-//     engine::FairShare gives.
+//   - tasks that only look (kLook, kList) have two threads of their own, which run no long tasks; at most one
+//     kList task runs at a time, and peers take turns, however many tasks each has waiting;
+//   - for one head, at most one task that changes it runs at a time (such tasks would wait for each other
+//     anyway), at most two tasks that read it, and at most kRowsOfHead tasks that move rows of tensors;
+//   - long tasks (kLong) together have at most half of the threads;
+//   - tasks of one peer have at most half of the threads, and at most the share of the places in the queue
+//     that engine::FairShare gives.
 //
-// Otherwise the task whose peer has the fewest tasks running goes first, and of several such tasks the one
-// that came first.
+// Among the tasks that these rules allow, the task whose peer has the fewest running tasks goes first, and
+// among several such tasks the oldest one.
 class AdminWorkers {
  public:
   using Work = absl::AnyInvocable<void()>;
@@ -116,8 +118,8 @@ class AdminWorkers {
   AdminWorkers(const AdminWorkers&) = delete;
   AdminWorkers& operator=(const AdminWorkers&) = delete;
 
-  // Has a thread run `work`. RESOURCE_EXHAUSTED, without running it, if too many tasks wait, or too many of
-  // its peer's; names the limit and its flag.
+  // Queues `work` for a thread. RESOURCE_EXHAUSTED if too many tasks wait, in all or of this peer: then
+  // `work` does not run, and the error names the limit and its flag.
   absl::Status Schedule(const AdminTask& task, Work work) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -128,10 +130,10 @@ class AdminWorkers {
   using Queue = std::list<Queued>;
 
   void Run(bool looks) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The task that a thread for looking, or another one, takes next; end() if there is none.
+  // The task that a thread runs next; end() if there is none. `looks`: the thread runs only tasks that look.
   Queue::iterator Next(bool looks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Queue::iterator NextLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A look of the peer begins: others go before its next one.
+  // A task of the peer that looks begins: such tasks of other peers go before its next one.
   void TookTurn(const std::string& peer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool MayRun(const AdminTask& task) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasLook() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return HasWork(true); }
@@ -144,8 +146,8 @@ class AdminWorkers {
   absl::Mutex mutex_;
   Queue queue_ ABSL_GUARDED_BY(mutex_);
   engine::FairShare waiting_ ABSL_GUARDED_BY(mutex_);
-  std::map<std::string, int64_t> running_ ABSL_GUARDED_BY(mutex_);  // not 0; by what a limit is for
-  // When a peer's last look began, counted in looks; of peers with looks waiting.
+  std::map<std::string, int64_t> running_ ABSL_GUARDED_BY(mutex_);  // above 0, by the key of a limit
+  // For each peer with waiting tasks that look: when its last such task began, as a number of last_turn_.
   std::map<std::string, uint64_t> turns_ ABSL_GUARDED_BY(mutex_);
   uint64_t last_turn_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
@@ -153,12 +155,12 @@ class AdminWorkers {
 };
 
 // Pulse finds out whether gRPC's threads answer. The server keeps a connection to itself, and Pulse asks gRPC
-// for a sign of life over it every second. The question goes the way that clients' calls go, through the
-// threads that read and write connections.
+// for a sign of life over this connection every second. The question passes through the same threads as the
+// calls of clients, which read and write connections.
 //
 // Pulse is thread-safe.
 
-// Runs a function on a thread of its own, again and again, until destroyed.
+// Runs a function again and again, on a thread of its own, until the object is destroyed.
 class Periodic {
  public:
   // The first run is after one `pause`. `run` must be quick: the destructor waits for it.
@@ -178,15 +180,15 @@ class Periodic {
 
 class Pulse {
  public:
-  // Gives the builder a way to take the connection. Before the server is built.
+  // Prepares `builder` to take the connection of the Pulse. Call it before the server is built.
   explicit Pulse(grpc::ServerBuilder* builder);
 
-  // Once the server is there.
+  // Begins to ask. Call it when the server is built.
   void Start();
-  // Before it shuts down; later calls do nothing. Silence is zero from then on.
+  // Ends the questions; Silence is zero from then on. Call it before the server shuts down. May be repeated.
   void Stop();
 
-  // How long gRPC has not answered.
+  // The time since gRPC last answered; zero before Start and after Stop.
   absl::Duration Silence() const { return watched_ ? beat_.Silence() : absl::ZeroDuration(); }
 
  private:
@@ -196,8 +198,8 @@ class Pulse {
 
   const std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> taker_;
   wire::OwnedDescriptor socket_;
-  std::string unread_;  // of a frame that has not come as a whole
-  int unanswered_ = 0;  // questions
+  std::string unread_;  // bytes of a frame that has not arrived completely
+  int unanswered_ = 0;  // questions without an answer
   std::atomic<bool> watched_{false};
   clocks::Heartbeat beat_;
   std::optional<Periodic> thread_;
