@@ -332,7 +332,11 @@ bool Connections::OpenMemory(std::optional<int> gpu) const {
   return region != nullptr && region->gpu().has_value();
 }
 
-std::optional<bool> Connections::KnowsMemory(int gpu) const { return device_regions_->IsOpen(gpu); }
+std::optional<bool> Connections::KnowsMemory(int gpu) const {
+  if (device_regions_->IsOpen(gpu)) return true;
+  if (device_regions_->empty() && regions_->IsOpen()) return false;
+  return std::nullopt;
+}
 
 void Connections::DropUnusableRegions() const {
   regions_->DropUnusable();

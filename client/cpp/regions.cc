@@ -455,13 +455,10 @@ std::shared_ptr<SharedRegion> DeviceRegions::Get(int gpu, uint64_t call_bytes) {
   return regions == nullptr ? nullptr : regions->Get(call_bytes);
 }
 
-std::optional<bool> DeviceRegions::IsOpen(int gpu) const {
-  if (gpus_.empty()) return false;
+bool DeviceRegions::IsOpen(int gpu) const {
   absl::MutexLock lock(&mu_);
   const auto route = routes_.find(gpu);
-  const bool is_open =
-      route != routes_.end() && route->second.regions != nullptr && route->second.regions->IsOpen();
-  return is_open ? std::make_optional(true) : std::nullopt;
+  return route != routes_.end() && route->second.regions != nullptr && route->second.regions->IsOpen();
 }
 
 std::shared_ptr<SharedRegion> DeviceRegions::GetAny() {

@@ -227,9 +227,10 @@ class DeviceRegions {
   std::shared_ptr<SharedRegion> Get(int gpu, uint64_t call_bytes) ABSL_LOCKS_EXCLUDED(mu_);
   // The region for a call whose rows are on the first GPU of the server that this process sees.
   std::shared_ptr<SharedRegion> GetAny();
-  // Whether Get returns a region for rows on `gpu`: true if a region is open, false if there can be none,
-  // nullopt if only Get can find out. Does not block.
-  std::optional<bool> IsOpen(int gpu) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Whether Get has opened a region for rows on `gpu` that can be used now. Does not block.
+  bool IsOpen(int gpu) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Whether the server shares memory of no GPU.
+  bool empty() const { return gpus_.empty(); }
   // Calls RegionSource::DropUnusable of all GPUs.
   void DropUnusable();
   // How rows on GPUs travel, over all GPUs that rows came from. `of_host` is the transport of rows in host
