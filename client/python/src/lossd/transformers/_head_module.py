@@ -22,7 +22,7 @@ from lossd.transformers._logits import HeadPath
 
 
 class ServedHead(torch.nn.Module):
-    """A linear layer whose weight is on a lossd server. patch() puts it in the place of a model's head. Not thread-safe.
+    """A linear layer whose weight is on a lossd server. patch() puts it in the place of a model's head.
 
     For each parameter of the server's head, the module has a stand-in: a parameter of one element, with the name that the
     layer's parameter had. The values and gradients of stand-ins are 0. They have three purposes:

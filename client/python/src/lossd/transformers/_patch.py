@@ -145,8 +145,8 @@ def _no_resize(name: str, *_: Any, **__: Any) -> Any:
 
 @dataclasses.dataclass
 class TokenOutput(ModelOutput):
-    """The output that trl's trainers need from a model with fused_lm_head=True. All tensors but the losses have a value for each
-    predicted token, 0 for an ignored one.
+    """The output that trl's trainers need from a model with fused_lm_head=True. Except for loss and aux_loss, each tensor has a
+    value for each predicted token, and 0 for an ignored one.
 
     mean_logits is NaN, because the server does not compute the mean of the logits. Trainers only log it.
     """
