@@ -284,7 +284,7 @@ def _index(parameters: Sequence[Sequence[Any]], wanted: Sequence[Any]) -> int | 
     return None
 
 
-# Steps under DeepSpeed. Its engine clips and steps inside backward(), so the trainer's hooks for this are not called.
+# Steps under DeepSpeed. Its engine clips and steps inside backward(), in the trainer's place.
 #
 # DeepSpeed's optimizer ZeRO steps the trainer's optimizer once for each parameter group, and clips by a norm that it computes
 # from its partitions. So ZeRO's own step is changed to step the head, too, and ZeRO's norm to include the head's gradient.
