@@ -259,8 +259,8 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
 def compare(entries: list[dict[str, Any]], tolerance: float, steps: int | None = None) -> dict[str, Any]:
     """How far each configuration is from a reference: the first exact configuration that is tied, for tied ones, or untied, for
     untied ones. For losses it is the largest difference in nats over the first `steps` steps (None: over all); for the gradient
-    norms of the first step, the relative difference. Losses alone would not show a wrong factor of gradients, because AdamW does
-    not depend on it."""
+    norms of the first step, the relative difference. Losses alone would not show a wrong factor of gradients, because AdamW
+    hides it."""
     ran = [entry for entry in entries if "losses" in entry]
     references = {tied: next((entry for entry in ran if entry["exact"] and is_tied(entry) == tied), None) for tied in (False, True)}
     apart = {}
