@@ -22,6 +22,8 @@ import torch
 
 
 class _Unsaid:
+    """The type of UNSAID, the value of an argument process_group that the caller has not given."""
+
     def __repr__(self) -> str:
         return "<not given>"
 

@@ -33,7 +33,7 @@ class GradientScale:
         self._copies = ranks  # how often a finished gradient is added: once by each rank
         self.schedule = 1.0  # the factor of a pipeline schedule, which divides the trunk's gradients after the step
         self._step = -1  # the step that _loss belongs to
-        self._loss: float | None = None  # by which losses of the step are multiplied after forward; None: not known yet
+        self._loss: float | None = None  # the factor of the losses after forward; None: no loss had its backward
 
     def meet_loss(self, step: int, factor: float) -> bool:
         """Records that a loss of `step` was multiplied by `factor` after forward. False if an earlier loss of the step had
@@ -50,9 +50,11 @@ class GradientScale:
         self._loss = None
 
     def of_losses(self, step: int) -> float:
+        """The factor by which losses of `step` were multiplied after forward; 1 if it is not known."""
         return self._loss if self._loss is not None and self._step == step else 1.0
 
     def applied(self, step: int) -> float:
+        """The product of all factors, by which HeadOptimizer multiplies the server's gradient of `step`."""
         return self.replicas * self.schedule * self.of_losses(step)
 
     def of_rows(self, step: int) -> float:
@@ -107,8 +109,8 @@ class LossExtras:
     clipped: torch.Tensor | None = None
     old_kl: torch.Tensor | None = None
     ref_kl: torch.Tensor | None = None
-    lse: torch.Tensor | None = None  # log sum exp of the logits
-    entropy: torch.Tensor | None = None  # of the softmax, in nats
+    lse: torch.Tensor | None = None  # the log-sum-exp of the logits
+    entropy: torch.Tensor | None = None  # the entropy of the softmax, in nats
     logprob: torch.Tensor | None = None  # the log-probability of the target
     argmax: torch.Tensor | None = None  # int32: the class with the largest logit; -1 for ignored rows
 
@@ -213,6 +215,7 @@ class Job:
         return FirstPasses.key(self.labels, self.hidden, text)
 
     def start(self) -> None:
+        """Sends the microbatch. In a repeated pass whose result is known, sends nothing."""
         if self.plan.repeats:
             self._known, normalizer = self.module.first_passes.find(self._pass_key())
             self.normalizer = self.normalizer if normalizer is None else normalizer
@@ -291,7 +294,7 @@ class Job:
         try:
             yield
         except BaseException as error:
-            if self.step == steps.step:  # otherwise the step is over
+            if self.step == steps.step:  # else the step is over, and the tracker has forgotten its microbatches
                 steps.failed(self.number)
                 if isinstance(error, (lossd.Restarted, lossd.StepDiscarded)):
                     steps.lost(str(error))
@@ -303,6 +306,7 @@ class Job:
             self.pending.cancel()
 
     def lazy_output(self) -> torch.Tensor:
+        """The loss without a value; see PendingHeadLoss.lazy()."""
         if self.module.extras or self.row_losses:
             raise RuntimeError("extras and deferred losses are needed before backward: use wait() instead of lazy()")
         if not self.plan.has_graph or self.plan.repeats or self.plan.evaluates:
@@ -320,6 +324,7 @@ class Job:
             self._lazy_loss = None
 
     def output(self) -> LossOutput:
+        """Waits for the result and returns the loss, with extras if the module has them."""
         result = self._wait()
         rows = {name: self._tensor(values) for name, values in result.rows.items()}
         with torch.set_grad_enabled(self.plan.has_graph):

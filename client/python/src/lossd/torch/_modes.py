@@ -126,6 +126,8 @@ def wanted_of_parameters() -> bool | None:
 
 
 class _Freezable(Protocol):
+    """The members of LossHead that heed_requires_grad() uses."""
+
     train_head: bool
     frozen_on_server: bool
 

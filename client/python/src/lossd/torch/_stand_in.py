@@ -48,6 +48,7 @@ class Notes:
         self.touched = False  # whether the gradient's value may differ from `loaded`
 
     def norm_taken(self, order: float) -> None:
+        """A norm of this order was taken of the gradient."""
         self._norm = None if order == 2 else f"a norm with norm_type={order:g}"
         self._understates = order < 2
 
@@ -56,11 +57,13 @@ class Notes:
         self._norm, self._understates = f"{function}()", True
 
     def scaled(self) -> None:
+        """The gradient was multiplied."""
         self.touched = True
         if self._norm is not None and self._scaled_by is None:
             self._scaled_by = self._norm
 
     def changed(self, function: str) -> None:
+        """`function` has changed the gradient in another way than by a multiplication."""
         self.touched = True
         self._changed_by = self._changed_by or function
 
@@ -202,7 +205,7 @@ class StandIn(torch.nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if isinstance(value, Gradient) and value is not self.held and hasattr(value, "notes"):
-            value.notes.scaled()  # most likely a product
+            value.notes.scaled()  # a new tensor with notes is most likely a multiple of a gradient
         self.held = value
 
     @grad.deleter

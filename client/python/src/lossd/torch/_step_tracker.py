@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this trainer knows of a head's training, for LossHead and HeadOptimizer. StepTracker records which microbatches of
+"""The records that LossHead and HeadOptimizer keep about a head's training in this trainer. StepTracker records which microbatches of
 the open step the trainer has sent, and what became of each. Feeder identifies the trainer of a head; a new LossHead takes over
 from an earlier one with the same Feeder. Continuation warns if training continues a head that another program left. Watch
 warns of loops that never apply a step. HeadStates saves and restores a head for a state_dict. StepTracker, and what this
@@ -37,9 +37,9 @@ _APART = 1 << 40  # microbatches that are accumulated have smaller numbers than 
 class StepTracker:
     """The microbatches of the open step that this trainer has sent, and what became of each. Thread-safe.
 
-    A microbatch gets a number from number(), is sent within sending(), and ends with arrived() or failed(). A failed one may
-    be sent again under its number. contribution() and contributed() do the same for a gradient that is added at once
-    (TiedEmbedding). advance() begins the next step.
+    A microbatch gets a number from number(), is sent within sending(), and ends with arrived() or failed(). A failed
+    microbatch may be sent again under its number. contribution() and contributed() do the same for a gradient that is added
+    at once (TiedEmbedding). advance() begins the next step.
 
     Five sets hold numbers of microbatches, and they overlap:
 
@@ -101,6 +101,7 @@ class StepTracker:
             return _APART + self._next_apart
 
     def wire_id(self, number: int) -> int:
+        """The id that messages have for microbatch `number` of this trainer."""
         return number * self.world_size + self.rank
 
     @contextmanager
@@ -180,6 +181,7 @@ class StepTracker:
         return self.rows if self._passed_over else None
 
     def had_backward(self, number: int) -> None:
+        """The loss of microbatch `number` had its backward()."""
         with self._lock:
             self._waiting.discard(number)
             self._changes += 1
@@ -194,6 +196,7 @@ class StepTracker:
             return self._contribution
 
     def contributed(self) -> None:
+        """The contribution with the number from contribution() was added."""
         with self._lock:
             if self._contribution is not None:
                 self._contributions.add(self._contribution)
@@ -439,13 +442,13 @@ def _at(unix_seconds: int) -> str:
     return f" at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(unix_seconds))}" if unix_seconds else ""
 
 
-# Watch warns of a training loop that never applies the head's steps, once for each LossHead. It warns after one of these:
+# Watch warns of a training loop that never applies the head's steps, once for each LossHead. These are the limits:
 
-_BACKWARDS = 4  # so many backward passes, and no HeadOptimizer was made for the head
-_STEPS_OF_OTHERS = 2  # so many steps of another optimizer, and none of the HeadOptimizer
-_DISCARDS = 4  # so many discarded steps that had a backward, and none of the HeadOptimizer
-# So many backward passes before the first step of the HeadOptimizer. This limit counts only if no other optimizer can show
-# that a step is over: only the head is trained, or torch (1.13) does not report the steps of optimizers.
+_BACKWARDS = 4  # the number of backward passes, if no HeadOptimizer was made for the head
+_STEPS_OF_OTHERS = 2  # the number of steps of another optimizer, if the HeadOptimizer has made none
+_DISCARDS = 4  # the number of discarded steps that had a backward, if the HeadOptimizer has made no step
+# The number of backward passes before the first step of the HeadOptimizer. This limit counts only if no other optimizer can
+# show that a step is over: only the head is trained, or torch (1.13) does not report the steps of optimizers.
 _BACKWARDS_OF_A_STEP = 64
 
 # Registers a function that is called after each step of any optimizer; torch 2.0 or later.
@@ -463,12 +466,12 @@ class Watch:
 
     def __init__(self, target: str, head: str) -> None:
         self._key = target, head
-        self._backwards = 0  # since the last step of the head
+        self._backwards = 0  # the number of backward passes since the last step of the head
         # For each other optimizer: the number of its steps, and the value of _backwards at its last step.
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._discards = 0  # since the last step of the head
-        self._has_stepped = False
-        self._said = False
+        self._discards = 0  # the number of discarded steps since the last step of the head
+        self._has_stepped = False  # whether the head had a step
+        self._said = False  # whether the warning was issued
         with _forgetting_lock:
             _watches.add(self)
 
@@ -510,6 +513,7 @@ class Watch:
                       "has made none, so the head does not learn: add head_optimizer.step() before head_optimizer.zero_grad()")
 
     def another_stepped(self, optimizer: Any) -> None:
+        """An optimizer that does not step a head has made a step."""
         steps, backwards = self._others.get(optimizer, (0, 0))
         if self._said or self._backwards <= backwards:
             return
@@ -567,7 +571,7 @@ class _Moment:
 
     incarnation: int
     step: int
-    weights_version: int  # 0 if an older server does not number versions
+    weights_version: int  # 0: an older server, which does not number the versions of weights
 
     def is_that_of(self, other: _Moment) -> bool:
         """Whether the head has certainly the same values at both times."""
@@ -581,7 +585,7 @@ class HeadStates:
     def __init__(self, client: lossd.Client, head: str, parallel: DataParallel, kept: bool) -> None:
         """`kept`: whether states name a checkpoint. False: the program saves the head in another way, and states are empty."""
         self._client, self._head, self._parallel, self._kept = client, head, parallel, kept
-        self._last: tuple[str, _Moment] | None = None  # the last checkpoint, and the values that it holds
+        self._last: tuple[str, _Moment] | None = None  # the last checkpoint that was saved or restored, and its values
 
     def save(self) -> State:
         """Saves the head, unless it still has the values that were saved or restored last. Returns the state."""

@@ -539,11 +539,12 @@ class LossHead(torch.nn.Module):
         return valid & listed(labels, self._classes)
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
+        """The values of left_over and earlier for a new module."""
         earlier = _step_tracker.succeed(_step_tracker.Feeder(
             head.state.incarnation, self.head_name, self.steps.rank, self.steps.world_size), self.steps)
         sent = 0 if earlier is None else earlier.sent
         if not self.steps.alone:
-            has_some = head.step_microbatches + head.step_contributions + head.retained_microbatches > 0  # not after a reset
+            has_some = head.step_microbatches + head.step_contributions + head.retained_microbatches > 0  # false after a reset of the head
             return (sent, earlier) if has_some else (0, None)
         return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
 

@@ -135,12 +135,12 @@ class HeadOptimizer(torch.optim.Optimizer):
         with head.parallel.before_total(values=3 * head.parallel.size):
             self._check_settled("load_grad_norm()")
             has_gradients = head.steps.has_gradients or self._others_have_rows()
-        _, scale, _ = self._together(has_gradients, head.gradient_scale)  # rows of other ranks count, too
+        _, scale, _ = self._together(has_gradients, head.gradient_scale)  # if only other ranks have rows, there is a gradient, too
         if scale is None:
             return None
         norm = head.client.grad_norm(head.head_name, head.step) * scale
         if not math.isfinite(norm):
-            head.watch.excused()  # GradScaler will not call step()
+            head.watch.excused()  # GradScaler skips this step, so step() will not be called
         self._notes = Notes(norm, head.steps.moment)
         return Gradient.of(torch.full((), norm, device=self.stand_in.device), self._notes)
 

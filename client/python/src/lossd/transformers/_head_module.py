@@ -255,7 +255,7 @@ class ServedHead(torch.nn.Module):
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
         for name in self._names:
             if self.tied is not None and name == "weight":
-                continue  # loaded() writes it
+                continue  # loaded() writes the embeddings' weight later
             if prefix + name not in state_dict:
                 if not (self.serves_rows and name == "weight"):  # the state of the input embeddings has it
                     missing_keys.append(prefix + name)
@@ -287,7 +287,7 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         context.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
-        return loss.clone()  # the caller may change it
+        return loss.clone()  # a copy, because the caller may change the result in place
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]

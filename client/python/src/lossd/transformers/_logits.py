@@ -88,7 +88,7 @@ class _Probe(torch.nn.Module):
         place = torch.arange(self.classes)
         rows[place % len(rows), place] = 0.0  # every class has a 0 in some row, which shows whether the model adds something
         self.given = given.to(hidden.device)
-        return self.given.clone()  # the model may change it
+        return self.given.clone()  # a copy, because the model may change it in place
 
 
 @dataclass(frozen=True)
