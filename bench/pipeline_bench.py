@@ -272,7 +272,7 @@ def compare(entries: list[dict[str, Any]], tolerance: float, steps: int | None =
                                 **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}}
     agree = all(value <= tolerance for entry in ran if entry["exact"] for value in apart[entry["name"]].values())
     first = references[False] or references[True]
-    return {"tolerance": tolerance, "reference": first and first["name"], "apart": apart, "agree": agree}  # NaN: disagree
+    return {"tolerance": tolerance, "reference": first and first["name"], "apart": apart, "agree": agree}  # False if a value is NaN
 
 
 def is_tied(entry: dict[str, Any]) -> bool:

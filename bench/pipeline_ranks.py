@@ -50,7 +50,7 @@ sys.path.insert(0, str(ROOT / "examples" / "gpt_torch"))
 
 from model import Block, Embedding, Shape  # noqa: E402
 
-USED_TOKENS, SUCCESSORS = 16384, 8  # the number of tokens that occur, and of tokens that may follow each one
+USED_TOKENS, SUCCESSORS = 16384, 8  # how many tokens occur, and how many may follow each of them
 
 
 class FusedBlock(Block):
@@ -77,7 +77,7 @@ class Stage(nn.Module):
         self.device = device
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        on_gpu = self.device.type == "cuda"  # tokens of a served embedding are on the host
+        on_gpu = self.device.type == "cuda"  # not the device of x: tokens for a served embedding are on the host
         with torch.autocast("cuda" if on_gpu else "cpu", torch.bfloat16, enabled=on_gpu):
             for part in self.parts:  # bf16 between all parts, so results do not depend on where stages begin
                 x = part(x).bfloat16() if on_gpu else part(x)

@@ -85,7 +85,7 @@ class Rotation:
         self._trainer, self._served = trainer, served
         # Checkpoints of the server that a folder outside of the trainer's output_dir names. They are never removed.
         self._elsewhere: set[str] = set()
-        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # old versions do not have it
+        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # None in old versions
         save_optimizer, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
         def save_checkpoint(model: Any, trial: Any) -> Any:
@@ -101,7 +101,7 @@ class Rotation:
             self.saved = None
             result = save_optimizer(output_dir)
             if trainer.is_world_process_zero():
-                state = self.saved or served.loss_head.save_state()  # DeepSpeed saves optimizers without calling their hooks
+                state = self.saved or served.loss_head.save_state()  # DeepSpeed does not call hooks of optimizers
                 Path(output_dir, FILE).write_text(json.dumps(state))
             return result
 
@@ -143,7 +143,7 @@ class Rotation:
             try:
                 self._served.loss_head.client.delete_checkpoint(name)
             except lossd.NotFound:
-                pass  # another client has already removed it
+                pass  # another client has already removed the checkpoint
             except lossd.LossdError as error:
                 warnings.warn(f"checkpoint {name!r} stays on the server, although the trainer has removed its own: {error}",
                               RuntimeWarning, stacklevel=2)
@@ -248,7 +248,7 @@ class _Attached(TrainerCallback):
         """Changes the trainer so that its optimizer steps the head, and its clipping includes the head's norm."""
         trainer = self.trainer
         if trainer.is_deepspeed_enabled:
-            return  # DeepSpeed's engine is created in train()
+            return  # train() creates DeepSpeed's engine, and on_train_begin() then calls bind_engine()
         if trainer.optimizer is not None:
             self.bind(trainer.optimizer)
         create, clip = trainer.create_optimizer, trainer.accelerator.clip_grad_norm_
