@@ -101,7 +101,7 @@ class Rotation:
             self.saved = None
             result = save_optimizer(output_dir)
             if trainer.is_world_process_zero():
-                state = self.saved or served.loss_head.save_state()  # DeepSpeed does not call hooks of optimizers
+                state = self.saved or served.loss_head.save_state()  # DeepSpeed saves an optimizer without calling its hooks
                 Path(output_dir, FILE).write_text(json.dumps(state))
             return result
 
