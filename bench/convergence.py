@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does it matter for training how gradients are computed? Trains the GPT of examples/gpt_torch from scratch with each
-kind of gradients and several seeds, and compares the losses, those on rare tokens apart.
+"""Tests whether the way in which gradients are computed matters for training. Trains the GPT of examples/gpt_torch from scratch
+with each kind of gradients and several seeds, and compares the losses, also separately for rare tokens.
 
     lossd &
     python3 bench/convergence.py --servers 127.0.0.1:7070 --steps=3000 --seeds=3 --jobs=8 --out=convergence.json
 
-Runs of one seed begin with the same weights and see the same batches, so their losses are compared pair by pair. After
-training, the loss on held-out text is computed in fp32 by PyTorch from the trunk and the head's weight. Tokens that the
-training text has are sorted by how often it has them and cut into ten groups of equally many tokens (deciles): a bias
-of gradients in the tail of the softmax would show in the rarest ones.
+Runs with the same seed begin with the same weights and see the same batches, so their losses are compared pair by pair. After
+training, PyTorch computes the loss on held-out text in fp32 from the trunk and the head's weight. The tokens of the training
+text are sorted by frequency and divided into ten groups of equally many tokens (deciles). A bias of gradients in the tail of
+the softmax would show in the decile of the rarest tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import train  # noqa: E402
 from model import Shape  # noqa: E402
 from text import load_tokens  # noqa: E402
 
-# What a run is called, and the loss options of its head; None: a head of PyTorch's beside the trunk.
+# The kinds of runs, by name: the loss options of the head. None: no server; the head is a part of the PyTorch model.
 KINDS = {
     "torch": None,
     "exact": {"gradients": "exact"},
@@ -44,33 +44,34 @@ KINDS = {
     "auto": {"gradients": "auto"},
 }
 DECILES = 10
-BLOCK, HELD_OUT_EVERY = 2048, 10  # tokens; every tenth block of the text is held out
-CURVE_STEPS = 50  # a curve has the mean loss of so many steps
-EVALUATED_ROWS = 64  # sequences at once
+BLOCK, HELD_OUT_EVERY = 2048, 10  # the text is divided into blocks of 2048 tokens, and every tenth block is held out
+CURVE_STEPS = 50  # each point of a curve is the mean loss of so many steps
+EVALUATED_ROWS = 64  # the number of sequences that are evaluated at once
 
 
 @dataclass
 class Run:
-    """One training run: what was asked for, and what came of it. Losses are in nats a token."""
+    """The settings and the results of one training run. Losses are in nats per token."""
 
     kind: str
     seed: int
-    curve: list[float]  # mean loss of CURVE_STEPS training steps each
-    held_out: float
-    deciles: list[float]  # held-out loss of tokens by decile, the rarest first
+    curve: list[float]  # the training loss; each point is the mean of CURVE_STEPS steps
+    held_out: float  # the mean loss on the held-out text
+    deciles: list[float]  # the mean held-out loss of the tokens of each decile, the rarest first
     dropped_mass: float
     predicted_error: float
     seconds: float
 
 
 def split(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The text to train on, and what is held out of it."""
+    """Divides a text into the tokens to train on and the held-out tokens."""
     held = np.arange(len(tokens)) // BLOCK % HELD_OUT_EVERY == 0
     return tokens[~held], tokens[held]
 
 
 def decile_of_token(training: np.ndarray, vocab_size: int) -> np.ndarray:
-    """[vocab_size]: 0 for the rarest tenth of the tokens that occur, 9 for the most frequent; -1: it does not occur."""
+    """The decile of each token, [vocab_size]: 0 for the rarest tenth of the tokens in `training`, 9 for the most frequent. -1 for
+    tokens that do not occur there."""
     counts = np.bincount(training, minlength=vocab_size)
     order = np.argsort(counts, kind="stable")
     order = order[counts[order] > 0]
@@ -82,7 +83,7 @@ def decile_of_token(training: np.ndarray, vocab_size: int) -> np.ndarray:
 @torch.no_grad()
 def held_out_losses(trained: train.Trained, tokens: np.ndarray, shape: Shape,
                     device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    """Targets of the held-out text and the loss of each."""
+    """The targets of the held-out text `tokens`, and the loss of each."""
     rows = (len(tokens) - 1) // shape.context
     inputs = torch.from_numpy(tokens[:rows * shape.context].reshape(rows, shape.context))
     targets = torch.from_numpy(tokens[1:rows * shape.context + 1].reshape(rows, shape.context))
@@ -129,7 +130,8 @@ def describe_text(options: argparse.Namespace) -> dict:
 
 
 def report(runs: list[Run]) -> None:
-    """Held-out losses, and how far they are from those of exact gradients with the same seeds (± standard error)."""
+    """Prints the held-out losses, and their differences from the losses of exact gradients with the same seeds (± standard
+    error)."""
     runs = sorted(runs, key=lambda each: list(KINDS).index(each.kind))
     exact = {each.seed: each for each in runs if each.kind == "exact"}
     rows = [("held-out", lambda r: r.held_out), ("rarest tenth", lambda r: r.deciles[0]),
@@ -175,7 +177,7 @@ def save(runs: list[Run], text: dict, options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = parse_arguments()
-    text = describe_text(options)  # and learns the tokens, before several processes want them
+    text = describe_text(options)  # this also makes the file of tokens, before several processes need it
     work = [(kind, seed) for seed in range(1, options.seeds + 1) for kind in options.kinds]
     runs: list[Run] = []
     with concurrent.futures.ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
@@ -183,7 +185,7 @@ def main() -> None:
                    for i, (kind, seed) in enumerate(work)]
         for each in concurrent.futures.as_completed(pending):
             runs.append(each.result())
-            if options.out:  # what there is, should a later run not end
+            if options.out:  # after each run, because a later one may fail
                 save(sorted(runs, key=lambda r: (list(KINDS).index(r.kind), r.seed)), text, options)
     report(runs)
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times a head that is embedded in the process (lossd.embedded()) beside local heads, on one GPU, through autograd.
+"""Times loss and gradients of a head on an embedded server (lossd.embedded()) and of local heads, on one GPU, through autograd.
 
     python3 bench/embedded_bench.py --library build/release/bin/liblossd.so --real_data build/release/bin/real_data \\
         --loss_bench build/release/bin/cuda_bench --json embedded.json
 
-For each shape, kind of data and number of rows: milliseconds of loss and gradients (median, by CUDA events, until both gradients
-are there), those of the three bare products, and those of the same kernels called in process (cuda_bench loss). Local heads are
-those of peers.py that can be imported. Of the largest number of rows also the memory of the GPU that a head takes at most: a
-local head's loss and gradients without its weight; of the embedded one all that its server has, weight and gradient included, and
-what of that is workspace.
+For each shape, kind of data and number of rows, the results have these median milliseconds, by CUDA events: loss and both
+gradients of each head; the three bare matrix products; and the same kernels called in process (cuda_bench loss). Local heads are
+those of peers.py that can be imported. For the largest number of rows, the results also have the peak GPU memory of each head.
+For a local head this is the memory of loss and gradients, without its weight. For the embedded head it is all memory that its
+server has for it, with weight and gradient, and the part of it that is workspace.
 
-With --depths 2 also as many losses of these rows each, as of a model that predicts several tokens: in one call
-(LossHead.depth_losses), and in calls of their own, one after another or begun together. --target=HOST:PORT measures a server
-that runs instead of an embedded one, through whatever transport its client chooses:
+With --depths 2 it also times two losses of the same rows, as of a model that predicts several tokens: in one call
+(LossHead.depth_losses), and in separate calls, which run one after another or are begun together. --target=HOST:PORT measures a
+running server instead of an embedded one, through the transport that the client chooses:
 
     python3 bench/embedded_bench.py --depths 2 --target 127.0.0.1:7070 --methods "" --json depths.json
 """
@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def of_kernels(program: str, rows: int, hidden: int, vocab: int, kind: str, gradients: str) -> dict[str, float]:
-    """Milliseconds of the kernels called in process, by kind of gradients."""
+    """Milliseconds of loss and gradients of the kernels, called in process by cuda_bench, for each kind of gradients."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "loss.json")
         subprocess.run([program, "loss", f"--out={out}", f"--shapes={rows}x{hidden}x{vocab}", f"--data={kind}", f"--gradients={gradients}",
@@ -67,10 +67,11 @@ def of_kernels(program: str, rows: int, hidden: int, vocab: int, kind: str, grad
 
 
 class Embedded:
-    """A head of a server in this process with the weight [V, D] of the data."""
+    """A head with a given weight [V, D] on an embedded server, or on a running one."""
 
     def __init__(self, weight: torch.Tensor, gradients: str, target: str | None = None) -> None:
-        """`target`: of a server that runs, which has the head then until close()."""
+        """`gradients`: the kinds to measure, with commas between them. `target`: the address of a running server; it has the head
+        until close(). None: starts an embedded server."""
         self.client = lossd.Client(target) if target else lossd.embedded(backend="cuda")
         self.served = target is not None
         vocab, hidden = weight.shape
@@ -93,7 +94,8 @@ class Embedded:
 
     def time_depths(self, hidden: torch.Tensor, targets: torch.Tensor, gradients: str, depths: int,
                     iterations: int) -> dict[str, float]:
-        """Median milliseconds of `depths` losses of the rows with both gradients, in one call and in calls of their own."""
+        """Median milliseconds of `depths` losses of the same rows with both gradients: in one call, in separate calls one after
+        another, and in separate calls that are begun together. "of_..." is the first time divided by one of the others."""
         head = LossHead(self.client, HEAD, gradients=gradients)
         rows = [hidden.detach().clone().requires_grad_(True) for _ in range(depths)]
         on_host = targets.cpu()
@@ -133,7 +135,7 @@ class Embedded:
         self.client.close()
 
     def memory(self) -> dict[str, int]:
-        """MiB: what the head has on the GPU, and what of that is neither weight, gradient nor optimizer state."""
+        """MiB of the GPU: all memory of the head, and its workspace: what is neither weight, gradient nor optimizer state."""
         of_head = self.client.describe_head(HEAD).memory
         return {"mib": of_head.total >> 20, "workspace_mib": (of_head.total - of_head.weights - of_head.gradients - of_head.optimizer) >> 20}
 
@@ -159,7 +161,7 @@ def run_case(name: str, kind: str, counts: list[int], arguments: argparse.Namesp
         for method, function in methods.items():
             try:
                 measured = peers.run_method(function, (x, weight, y), arguments.iterations)
-            except Exception as error:  # of whatever kind a peer raises
+            except Exception as error:  # other libraries raise errors of many kinds
                 print(f"{method}: {str(error)[:200]}", flush=True)
                 continue
             case["local"][method] = {**measured["loss_and_gradients"], "peak_mib": measured["peak_mib"]}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws every figure of docs/figures from the recorded runs in bench/results.
+"""Draws all figures of docs/figures from the recorded results in bench/results.
 
     make figures                     # in a virtual environment with the versions of figures-requirements.txt
     python3 bench/figures.py         # with the matplotlib that this Python has
 
-The same files give the same bytes with the same versions, so `git diff` shows what changed. Each figure carries a
-digest of the files that it was drawn from; tests/bench/results_test.py compares it, without matplotlib.
+With the same versions, the same results give figures with the same bytes, so `git diff` shows what changed. Each figure
+contains a digest of the files that it was drawn from; tests/bench/results_test.py compares the digest, without matplotlib.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def read_json(path):
 
 
 def curves(path):
-    """{name: losses by step} of a CSV file with a column `step` and one for each run."""
+    """Reads {name of a run: losses by step} from a CSV file with a column `step` and a column for each run."""
     rows = read_csv(path)
     return {name: [float(row[name]) for row in rows] for name in rows[0] if name != "step"}
 
@@ -53,7 +53,7 @@ def draw_pipeline(path):
 
 
 def draw_sweeps(path):
-    """Time and memory of loss and gradients over V, N and D, one line a method."""
+    """Time and memory of loss and gradients over V, N and D, with a line for each method."""
     rows = read_csv(path)
     methods = sorted({row["method"] for row in rows}, key=lambda name: (name != "lossd", name))
     figure, panels = plots.pyplot().subplots(4, 3, figsize=(15, 16))
@@ -61,7 +61,7 @@ def draw_sweeps(path):
              for field, label in (("full_ms", "loss and gradients, ms"), ("peak_mib", "memory, MiB"))]
     for (dtype, field, label), line_of_panels in zip(lines, panels):
         for axis, panel in zip(SWEEP_AXES, line_of_panels):
-            for color, method in enumerate(methods):  # the same one in every panel
+            for color, method in enumerate(methods):  # a method has the same color in every panel
                 points = sorted((int(row[axis]), float(row[field])) for row in rows
                                 if (row["axis"], row["dtype"], row["method"]) == (axis, dtype, method))
                 if points:
@@ -78,7 +78,8 @@ def draw_sweeps(path):
 
 
 def name_of(result):
-    """What a result of `cuda_bench loss` is called in a figure: how gradients were computed, and from which threshold."""
+    """The name in a figure for a result of `cuda_bench loss`: the kind of gradients, the sampling threshold, and whether logits
+    were recomputed."""
     name = result["gradients"]
     if result["sample_threshold"] > 0:
         name += f" 2^{math.log2(result['sample_threshold']):.0f}"
@@ -86,7 +87,7 @@ def name_of(result):
 
 
 def draw_error_time(loss_path, peers_path, shape="llama3-8b"):
-    """Error of dx against time for one shape, a panel for each kind of data; lossd's circles, others' crosses."""
+    """Error of dx over time for one shape, with a panel for each kind of data. Circles are lossd's, crosses those of peers."""
     ours, peers = read_json(loss_path)["loss"], read_json(peers_path)["loss"]
     kinds = ("real", "peaked", "flat")
     figure, panels = plots.pyplot().subplots(1, len(kinds), figsize=(15, 5), sharey=True, constrained_layout=True)
@@ -111,12 +112,12 @@ def draw_error_time(loss_path, peers_path, shape="llama3-8b"):
 
 
 def mean_and_range(values):
-    """Means, least and greatest of several sequences of numbers, element by element."""
+    """The means, the minima and the maxima of several sequences of numbers, element by element."""
     return [[f(each) for each in zip(*values)] for f in (lambda x: sum(x) / len(x), min, max)]
 
 
 def draw_convergence(path):
-    """Training and held-out losses of bench/convergence.py less those of exact gradients, seed by seed."""
+    """Training and held-out losses of bench/convergence.py, minus the losses of exact gradients with the same seed."""
     recorded = read_json(path)
     exact = {run["seed"]: run for run in recorded["runs"] if run["kind"] == "exact"}
     figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
@@ -141,7 +142,7 @@ def draw_convergence(path):
 
 
 def draw_trainer_memory(published_path, planned_path):
-    """By model, what a batch takes on a trainer's GPUs with and without logits, and the largest batches."""
+    """For each model: the memory of a batch on a trainer's GPUs with and without logits, and the largest batch in both cases."""
     published, planned = read_json(published_path), read_json(planned_path)["models"]
     rows, gib = published["setting"]["rows"], 2 ** 30
     figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(12, 7.5), sharey=True, width_ratios=(3, 2),
@@ -178,8 +179,8 @@ def draw_trainer_memory(published_path, planned_path):
 
 
 def fastest_runs(result):
-    """The fastest configuration of local heads and of each kind of gradients with lossd in a file of pipeline_bench.py, by the name
-    it has in a figure; local heads first."""
+    """From a file of pipeline_bench.py, by the name in a figure: the fastest configuration with a local head, and then the fastest
+    with lossd for each kind of gradients."""
     runs = {}
     for entry in result["configurations"]:
         if "step_seconds" in entry:
@@ -190,15 +191,16 @@ def fastest_runs(result):
 
 
 def memory_of(trainer):
-    """GiB of a trainer's GPU: its tensors at most, what torch keeps beyond these, and all else that is on the GPU: a server's head
-    and the contexts of CUDA. On the CPU, what the process took."""
+    """GiB of a trainer's GPU in three parts: the most that tensors took; what torch reserved in addition; and everything else on
+    the GPU, which is a server's head and the contexts of CUDA. On the CPU, the first part is the memory of the process."""
     tensors = trainer["peak_bytes"]
     kept = trainer.get("reserved_bytes", tensors)
     return [size / 2**30 for size in (tensors, kept - tensors, trainer.get("device_used_bytes", kept) - kept)]
 
 
 def draw_real_model(path):
-    """Of a file of pipeline_bench.py whose heads are on the GPUs of the stages: losses by step, tokens a second, memory by GPU."""
+    """Losses by step, tokens per second, and memory of each GPU, from a file of pipeline_bench.py whose heads are on the GPUs of the
+    stages."""
     result = read_json(path)
     runs = fastest_runs(result)
     figure, ((loss, speed), (apart, memory)) = plots.pyplot().subplots(2, 2, figsize=(12, 6.5), height_ratios=(3, 2),
@@ -238,7 +240,7 @@ def draw_real_model(path):
     return figure
 
 
-# Name in docs/figures: files in bench/results, and what draws them.
+# For each file in docs/figures: the files in bench/results that it is drawn from, and the function that draws it.
 FIGURES = {
     "convergence-h200.svg": (("h200/convergence.json",), draw_convergence),
     "error-time-h200.svg": (("h200/loss_by_data.json", "h200/peers_real.json"), draw_error_time),
@@ -251,7 +253,7 @@ FIGURES = {
 
 
 def digest(files):
-    """Of the content of these files in bench/results: what a figure's identifier has to be."""
+    """The digest of the content of these files in bench/results. A figure has it as its identifier."""
     content = hashlib.sha256()
     for file in files:
         content.update((RESULTS / file).read_bytes())
@@ -259,7 +261,7 @@ def digest(files):
 
 
 def draw(name, folder):
-    """The figure of this name as an SVG file without anything that differs from run to run (dates, random ids)."""
+    """Writes the figure of this name to an SVG file, without dates and random ids, which would differ from run to run."""
     files, draw_files = FIGURES[name]
     figure = draw_files(*(RESULTS / file for file in files))
     sources = ", ".join(f"bench/results/{file}" for file in files)

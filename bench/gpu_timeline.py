@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What one GPU does for several programs at the same time, drawn from what gpu_trace.cc has recorded of each.
+"""Draws what one GPU does for several programs at the same time, from the traces that gpu_trace.cc has recorded of each program.
 
     mkdir traces
     export LOSSD_GPU_TRACE=$PWD/traces CUDA_INJECTION64_PATH=$PWD/liblossd_gpu_trace.so    # of server and trainers
     ...
     bench/gpu_timeline.py --lane "stage 3=traces/python3.812.csv:0" --lane "head=traces/lossd.790.csv:3" out.svg
 
-A lane is a program on one GPU: NAME=FILE:DEVICE, where DEVICE is the GPU's number in that program. Without --begin it takes
-the window from the middle of what all lanes have recorded. Prints, and writes to --json, what each lane took.
+A lane is a program on one GPU: NAME=FILE:DEVICE, where DEVICE is the GPU's number in that program. Without --begin, the figure
+shows the middle of the time that all lanes have recorded. Also prints, and writes to --json, how long each lane used the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" 
 
 import plots  # noqa: E402
 
-# What a kernel is for, by its name: the first that fits. Colours of matplotlib.
+# The purposes of kernels: name, a pattern for the kernel's name, and a color of matplotlib. The first pattern that fits counts.
 CLASSES = (
     ("exchange", r"nccl", "tab:red"),
     ("dW", r"(?i)filtered_?weight|AddKept|ColumnSum", "tab:brown"),
@@ -40,12 +40,12 @@ CLASSES = (
     ("copy", r"^copy$", "tab:green"),
     ("other", r"", "lightgray"))
 
-GAP_SECONDS = 1e-3  # a lane that does nothing for so long is between two microbatches
+GAP_SECONDS = 1e-3  # a lane that does nothing for longer than this is taken to be between two microbatches
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that a stream did; seconds since 1970."""
+    """A kernel or a copy that ran on a stream. `begin` and `end` are seconds since 1970."""
 
     begin: float
     end: float
@@ -58,7 +58,8 @@ def class_of(name: str) -> str:
 
 
 def parse_trace(lines: Iterable[str], device: int) -> list[Span]:
-    """Of one GPU, by begin. ValueError: nothing says which time of CUPTI's is which time of day."""
+    """The spans of one GPU in a trace, ordered by begin. ValueError if the trace has no line that relates CUPTI's clock to the time
+    of day."""
     clocks: list[tuple[int, int]] = []
     raw: list[tuple[int, int, int, str]] = []
     for line in lines:
@@ -82,7 +83,7 @@ def parse_trace(lines: Iterable[str], device: int) -> list[Span]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times at which at least one runs, in order and apart from each other."""
+    """The union of the spans (begin, end): disjoint spans in order, in which at least one of the given spans runs."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -97,7 +98,7 @@ def length(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which both run; each as covered() gives it."""
+    """Seconds in which spans of both `a` and `b` run. Both must be as covered() returns them."""
     seconds, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         seconds += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
@@ -109,7 +110,8 @@ def common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -
 
 
 def bursts(spans: Sequence[Span], gap: float = GAP_SECONDS) -> list[tuple[float, float, float]]:
-    """(begin, end, seconds in which something ran) of what is done without a gap: a microbatch where they come apart."""
+    """Groups spans with no gap longer than `gap` between them: (begin, end, seconds in which something ran) for each group. A group
+    is a microbatch if there are gaps between microbatches."""
     found: list[tuple[float, float, float]] = []
     for begin, end in covered((span.begin, span.end) for span in spans):
         if found and begin - found[-1][1] <= gap:
@@ -120,7 +122,8 @@ def bursts(spans: Sequence[Span], gap: float = GAP_SECONDS) -> list[tuple[float,
 
 
 def summarize(lanes: dict[str, list[Span]], begin: float, end: float) -> dict[str, Any]:
-    """What each lane took of [begin, end), and beside which other."""
+    """For each lane: how much of [begin, end) it used the GPU, how much of that at the same time as each other lane, the seconds by
+    purpose of kernels, and its bursts()."""
     cut = {name: [dataclasses.replace(span, begin=max(span.begin, begin), end=min(span.end, end)) for span in spans
                   if span.begin < end and span.end > begin] for name, spans in lanes.items()}
     busy = {name: covered((span.begin, span.end) for span in spans) for name, spans in cut.items()}
@@ -145,7 +148,7 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def draw(lanes: dict[str, list[Span]], begin: float, end: float) -> Any:
-    """A row for each stream of each lane."""
+    """Draws a figure with a row for each stream of each lane."""
     rows = [(name, stream) for name, spans in lanes.items()
             for stream in sorted({span.stream for span in spans if span.begin < end and span.end > begin})]
     figure, axes = plots.pyplot().subplots(figsize=(14, 1.2 + 0.45 * len(rows)), constrained_layout=True)
@@ -166,7 +169,8 @@ def draw(lanes: dict[str, list[Span]], begin: float, end: float) -> Any:
 
 
 def window(lanes: dict[str, list[Span]], begin: float | None, seconds: float) -> tuple[float, float]:
-    """`begin`: after the first moment that all lanes have recorded. ValueError: they have none in common."""
+    """Begin and end of the time to draw. `begin`: seconds after the first moment that all lanes have recorded; None: the middle.
+    ValueError if the lanes have no time in common."""
     first = max(spans[0].begin for spans in lanes.values())
     last = min(max(span.end for span in spans) for spans in lanes.values())
     if last <= first:
@@ -176,7 +180,7 @@ def window(lanes: dict[str, list[Span]], begin: float | None, seconds: float) ->
 
 
 def read_lane(text: str) -> tuple[str, list[Span]]:
-    """NAME=FILE:DEVICE. ValueError also if the GPU did nothing."""
+    """Reads the lane NAME=FILE:DEVICE: its name and its spans. ValueError if `text` has another form, or the GPU did nothing."""
     match = re.fullmatch(r"([^=]+)=(.+):(\d+)", text)
     if match is None:
         raise ValueError(f"a lane is NAME=FILE:DEVICE, got {text!r}")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times linear cross-entropy of PyTorch, Cut Cross-Entropy, Liger and QuACK and the norms of PyTorch and QuACK on
-one GPU, for comparison with cuda_bench loss on the same shapes and the same kind of data.
+"""Times linear cross-entropy of PyTorch, Cut Cross-Entropy, Liger and QuACK, and the norms of PyTorch and QuACK, on one GPU. The
+results are compared with those of `cuda_bench loss`, which has the same shapes and the same kinds of data.
 
     python3 peers.py --out peers.json                 # the shapes of cuda_bench loss, with errors
     python3 peers.py --sweep --csv sweeps.csv         # time and memory over V, N and D, fp32 and bf16
     python3 peers.py --norm --shapes=                 # LayerNorm and RMSNorm bandwidth
     python3 peers.py --distill                        # KL(teacher || student) with gradients of the student
 
-Peers are used when they can be imported. Times are medians in ms by CUDA events; memory is the peak above
-the inputs, gradients included; errors are ||a - ref|| / ||ref|| against fp64 over sampled rows and classes.
+A peer is measured if it can be imported. Times are medians in ms by CUDA events. Memory is the peak beyond the inputs, with
+gradients. Errors are ||a - ref|| / ||ref||, where ref is computed in fp64 for sampled rows and classes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def eager(hidden, weight, targets):
 
 
 def compiled_for_each_shape():
-    """Peers whose kernels are compiled anew for each shape."""
+    """The peers whose kernels are compiled again for each shape."""
     found = {}
     try:
         from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
@@ -44,10 +44,10 @@ def compiled_for_each_shape():
     try:
         from quack.linear_cross_entropy import chunked_linear_cross_entropy as quack
 
-        found["quack"] = quack  # times its kernels first, for a minute a shape
-        for size in (2048, 4096, 8192):  # rows of a chunk; it fails where they are as many as the hidden size
+        found["quack"] = quack  # it tunes its kernels first, for a minute per shape
+        for size in (2048, 4096, 8192):  # rows of a chunk; QuACK fails if this equals the hidden size
             found[f"quack_untuned_{size}"] = lambda e, w, t, size=size: quack(e, w, t, chunk_size=size, tuned=False)
-    except (ImportError, TypeError) as error:  # TypeError: a version of its compiler that it does not know
+    except (ImportError, TypeError) as error:  # TypeError: QuACK does not know the version of its compiler
         print("without quack:", error)
     return found
 
@@ -57,7 +57,7 @@ def first(result):
 
 
 def of_torch():
-    """That of torch itself, from 2.13 on, which computes some rows at a time."""
+    """torch's own linear_cross_entropy, which computes some rows at a time. torch has it from 2.13 on."""
     try:
         from torch.nn import LinearCrossEntropyOptions
         from torch.nn.functional import linear_cross_entropy
@@ -88,7 +88,7 @@ def methods(dynamic):
     return found
 
 
-# Forward KL of PyTorch and Liger: functions of (hidden, weight, hidden and weight of the teacher).
+# Forward KL of PyTorch and Liger: functions of (hidden, weight, teacher's hidden, teacher's weight).
 
 
 def eager_kl(hidden, weight, teacher_hidden, teacher_weight):
@@ -120,7 +120,7 @@ def distillers():
 # The measurements.
 
 DEVICE = "cuda"
-REAL_DATA = ""  # the program, from --real-data
+REAL_DATA = ""  # the path of the program real_data, from --real-data
 SHAPES = {
     "gemma2-2b": (8192, 2304, 256000),
     "llama3-8b": (8192, 4096, 128256),
@@ -134,7 +134,8 @@ NORM_ROWS, NORM_COLUMNS = 4096, (1024, 2048, 4096, 5120, 8192, 12288, 15872)
 
 
 def peaked(n, d, v):
-    """As MakeData(kPeaked) of gpu_data.cu: a power-law softmax over candidates of Zipf-like popularity."""
+    """Peaked data, made like MakeData(kPeaked) in gpu_data.cu: the softmax is a power law over candidates, whose popularity is
+    Zipf-like. Returns hidden states [n, d], weight [v, d], targets [n]."""
     weight = F.normalize(torch.randn(v, d, device=DEVICE))
     popularity = torch.randperm(v, device=DEVICE)
     step = (torch.arange(CANDIDATES, device=DEVICE) + torch.rand(n, CANDIDATES, device=DEVICE)) / CANDIDATES
@@ -151,7 +152,8 @@ def peaked(n, d, v):
 
 
 def real(n, d, v):
-    """As MakeData(kReal) of gpu_data.cu, of what the program real_data says (kernels/data/real_rows.h)."""
+    """Real data, made like MakeData(kReal) in gpu_data.cu, from the output of the program real_data (kernels/data/real_rows.h).
+    Returns hidden states [n, d], weight [v, d], targets [n]."""
     shared = 8.0
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([REAL_DATA, f"--rows={n}", f"--hidden={d}", f"--vocab={v}",
@@ -181,7 +183,8 @@ def flat(n, d, v, dtype=torch.bfloat16):
 
 
 def milliseconds(work, iterations, warm_up_seconds=0.4):
-    """After at least three runs and as long a warm-up as cuda_bench loss's: a card that works lowers its clock."""
+    """Milliseconds of work() in `iterations` runs. At least three runs warm up, for as long as in `cuda_bench loss`, because a GPU
+    lowers its clock after it has worked for a while."""
     started, warm_ups, times = time.time(), 0, []
     while warm_ups < 3 or time.time() - started < warm_up_seconds:
         work()
@@ -209,7 +212,7 @@ def peak_mib(work):
 
 
 class Reference:
-    """fp64 gradients of the mean loss for some rows and classes."""
+    """The mean loss in fp64, and its gradients for some rows and classes."""
 
     def __init__(self, hidden, weight, targets):
         n, v = hidden.shape[0], weight.shape[0]
@@ -237,7 +240,7 @@ class Reference:
 
 
 def floor(hidden, weight, iterations):
-    """The three bare products, 16-bit output."""
+    """Milliseconds of the three bare matrix products, with 16-bit output."""
     n, v = hidden.shape[0], weight.shape[0]
     with torch.no_grad():
         logits = torch.empty(n, v, device=DEVICE, dtype=hidden.dtype)
@@ -282,11 +285,12 @@ DATA = {"real": real, "peaked": peaked, "flat": flat}
 
 
 def compare(found, arguments, entry, iterations, reference=None):
-    """Adds to the entry of a shape what each method takes; `found`: {name: function of `arguments`}."""
+    """Measures methods and adds the results to the entry of a shape. `found`: {name: function}; `arguments`: those of each
+    function."""
     for method, function in found.items():
         try:
             result = run_method(function, arguments, iterations, reference)
-        except Exception as error:  # of whatever kind a peer raises
+        except Exception as error:  # peers raise errors of many kinds
             print(f"  {method} failed: {str(error)[:200]}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
@@ -299,8 +303,15 @@ def compare(found, arguments, entry, iterations, reference=None):
 
 
 def compare_shapes(cases, iterations, wanted, distill, done):
-    """cases: (name of a shape, kind of data); wanted: names of methods, empty: all; distill: forward KL, whose teacher has the
-    student's weight and 0.8 times its hidden states, as in cuda_bench loss. Calls done(results so far) after each case."""
+    """Measures all methods for each case.
+
+    Args:
+      cases: (name of a shape, kind of data) of each case.
+      wanted: the names of the methods to measure; empty: all.
+      distill: measure forward KL. Its teacher has the student's weight and 0.8 times the student's hidden states, as in
+        `cuda_bench loss`.
+      done: called with all results so far after each case.
+    """
     results = []
     for name, kind in cases:
         data = DATA[kind](*SHAPES[name])
@@ -341,7 +352,7 @@ def sweep(path, iterations, budget_seconds):
             data = flat(n, d, v, torch.float32 if dtype == "fp32" else torch.bfloat16)
             for method, function in found.items():
                 if method == "cce" and dtype == "fp32":
-                    continue  # computes in 16 bits only
+                    continue  # it computes only in 16 bits
                 try:
                     result = run_method(function, data, iterations)
                 except (RuntimeError, ValueError, TypeError) as error:
@@ -354,8 +365,8 @@ def sweep(path, iterations, budget_seconds):
 
 
 def norms(gain, shift):
-    """The norms that can be had: {name: {method: (forward, backward)}}. forward(x) returns y and what
-    backward(dy, x, *those) needs; backward returns all gradients. Kernels alone, without autograd."""
+    """The norms of PyTorch and QuACK, as far as they can be imported: {name: {method: (forward, backward)}}. forward(x) returns
+    (y, *saved), and backward(dy, x, *saved) returns all gradients. The functions call kernels directly, without autograd."""
     aten, shape = torch.ops.aten, gain.shape
     found = {
         "layernorm": {"torch": (
@@ -367,7 +378,7 @@ def norms(gain, shift):
     try:
         from quack.rmsnorm import layernorm_bwd, layernorm_fwd, rmsnorm_bwd, rmsnorm_fwd
 
-        wide_gain, wide_shift = gain.float(), shift.float()  # the only dtype of its LayerNorm
+        wide_gain, wide_shift = gain.float(), shift.float()  # QuACK's LayerNorm takes only this dtype
         found["layernorm"]["quack"] = (
             lambda x: layernorm_fwd(x, wide_gain, wide_shift, 1e-5, True, True),
             lambda dy, x, r, mean: layernorm_bwd(x, wide_gain, dy, r, mean))
@@ -380,7 +391,7 @@ def norms(gain, shift):
 
 
 def captured_milliseconds(calls, launches=16):
-    """Device time of one of `calls`, called in turn within a CUDA graph, so that the host does not slow them down."""
+    """Milliseconds of device time for one of `calls`. A CUDA graph runs them in turn, so that the host does not slow them down."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -388,7 +399,7 @@ def captured_milliseconds(calls, launches=16):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        kept = [calls[i % len(calls)]() for i in range(launches)]  # outputs of their own, beyond L2
+        kept = [calls[i % len(calls)]() for i in range(launches)]  # each call keeps its output, so that outputs exceed the L2 cache
     time = milliseconds(graph.replay, 10)["median_ms"] / launches
     del kept
     return time
@@ -397,7 +408,7 @@ def captured_milliseconds(calls, launches=16):
 def compare_norms():
     results = []
     for columns in NORM_COLUMNS:
-        count = max(2, min(16, 2**29 // (NORM_ROWS * columns * 6)))  # beyond L2
+        count = max(2, min(16, 2**29 // (NORM_ROWS * columns * 6)))  # so many inputs that they exceed the L2 cache
         gain, shift = (torch.rand(columns, device=DEVICE, dtype=torch.float16) for _ in range(2))
         sets = [[torch.randn(NORM_ROWS, columns, device=DEVICE, dtype=torch.float16) for _ in range(2)]
                 for _ in range(count)]

@@ -1,39 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps of a pipeline on so many GPUs with the head on the last stage, and with one of these GPUs as a lossd server.
+"""Compares training steps of a pipeline whose head is on the last stage with those of a pipeline whose head is on a lossd server.
 
     python3 bench/pipeline_bench.py --lossd build/release/bin/lossd --shape gemma2-2b --layers 12 --json pipeline.json
 
-Kinds of configurations, which all take every GPU and train on the same tokens:
+There are several kinds of configurations. All of them use every GPU and train on the same tokens:
 
-    local            a stage on each GPU, the head on the last one: each local head with the split of the layers that its
-                     measured time predicts, and the fastest head with neighbouring splits, too
-    colocated        a stage on each GPU and one server on the same GPUs, which divides the head's classes over them: shares and
-                     split of lossd.torch.balance() for the measured times of a layer and of the head (--shares has others);
-                     with or without MPS (--mps), which this starts and ends
-    embedded         the same without a program of the server: the processes of the stages are its ranks (lossd.torch.colocate())
-    server           a stage on each GPU but the last, which is the server's: exact and sampled gradients, both schedules
-    server replicas  several pipelines, or several trainers of one stage, that share the server
-    local replicas   several pipelines with a local head each; their gradients are averaged
+    local            A stage on each GPU, and the head on the last one. Each local head runs with the split of the layers that
+                     its measured time predicts, the fastest head also with neighbouring splits.
+    colocated        A stage on each GPU, and one server on the same GPUs, which divides the head's classes over them. Shares and
+                     split are those of lossd.torch.balance() for the measured times of a layer and of the head (--shares gives
+                     others). It runs with or without MPS (--mps), which this program starts and ends.
+    embedded         Like colocated, but the server is not a program: the processes of the stages are its ranks
+                     (lossd.torch.colocate()).
+    server           A stage on each GPU but the last one, which the server has, with exact and sampled gradients and both
+                     schedules.
+    server replicas  Several pipelines, or several trainers of one stage, that share the server.
+    local replicas   Several pipelines with a local head each; their gradients are averaged.
 
-With --embeddings the first stage's embedding is a matrix of its own (own), as always above, or the head's (a tied model) in one
-pipeline of several stages: its rows come from the server (rows), or the first stage has a copy of the matrix, whose gradient and
-new values travel once a step (exchange). With a local head these travel between first and last stage, for rows, too. Tied and
-untied models learn differently, so only like is compared with like.
+--embeddings selects the embedding of the first stage. "own" is a matrix of its own, the default. The others are for a tied
+model, whose embedding is the head's matrix, in one pipeline of several stages. With "rows" the server serves the rows. With
+"exchange" the first stage has a copy of the matrix, whose gradient and new values are sent once a step. With a local head they
+are sent between first and last stage, for "rows", too. Tied and untied models learn differently, so tied configurations are
+compared only with tied ones.
 
-The layers are blocks of examples/gpt_torch and the tokens random walks. With --model the layers are those of a known model in Hugging
-Face transformers with random weights, and its embedding is tied if the model's is. With --text the tokens are those of files:
+The layers are blocks of examples/gpt_torch, and the tokens are random. With --model the layers are those of a known model in
+Hugging Face transformers with random weights, and the embedding is tied if the model's is. With --text the tokens come from files:
 
     python3 bench/pipeline_bench.py --model llama-3.2-1b --text '/usr/lib/python3*/**/*.py' --kinds local,colocated --mps on
 
-For each: seconds of a step (median), tokens a second of all GPUs and of one, peak memory of every GPU and the losses. Losses
-of exact configurations, and gradient norms of the first step, have to agree within --tolerance. Beside them stands what
-`lossctl plan` predicts from the measured time of a layer, and what a step takes if all work is divided evenly. Rows go to the
-server as lossd.Client chooses, or as --transport says; the file has how they went, how long the last stage waits for a
-microbatch of the head (median, from when its rows are there until the gradient is), and the server's cores. The file is
-written after each configuration. Exit status 1 if exact configurations disagree or one fails for another reason than memory.
-Needs torch 2.11 or later; local heads are those of peers.py.
+For each configuration the results have:
 
-Of several runs on one machine, those after the first take its measured times by --parts.
+  - the median seconds of a step, tokens per second of all GPUs and of one, the peak memory of every GPU, and the losses;
+  - what `lossctl plan` predicts from the measured time of a layer, and the time of a step if all work were divided evenly;
+  - with a server: the transport of the rows (chosen by lossd.Client or given by --transport), the cores of the server, and the
+    median time of a microbatch of the head from when its rows are complete until its gradient has arrived.
+
+The losses of exact configurations, and the gradient norms of their first step, must agree within --tolerance. The file is
+written after each configuration. The exit status is 1 if exact configurations disagree, or if a configuration fails for a reason
+other than memory. Needs torch 2.11 or later; the local heads are those of peers.py.
+
+A later run on the same machine can use the measured times of an earlier run: give its file to --parts.
 """
 
 from __future__ import annotations
@@ -64,7 +70,7 @@ from pipeline_text import draw, tokenize
 
 # The command line.
 
-SHAPES = {  # of examples/gpt_torch/model.py; layers as --layers says
+SHAPES = {  # sizes for the model of examples/gpt_torch/model.py; --layers gives the number of layers
     "gemma2-2b": {"vocab_size": 256000, "hidden_size": 2304, "heads": 18, "context": 2048},
     "llama3-8b": {"vocab_size": 128256, "hidden_size": 4096, "heads": 32, "context": 2048},
 }
@@ -182,24 +188,24 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
 
 
 def on_stages(arguments: argparse.Namespace) -> bool:
-    """Whether a configuration has its head on the GPUs of the stages."""
+    """Whether the wanted kinds include one whose head is on the GPUs of the stages."""
     return not set(ON_STAGES).isdisjoint(arguments.kinds)
 
 
 def read_flag(text: str) -> tuple[str, str]:
-    """Of "--name=value"."""
+    """Name and value of a flag like "--name=value"."""
     name, _, value = text.removeprefix("--").partition("=")
     return name, value
 
 
 def find_library(program: Path) -> Path | None:
-    """The server as a library, of the same build as the program."""
+    """The library of the server (liblossd.so) from the same build as the server's program; None if there is none."""
     near = (program.with_name("liblossd.so"), program.parent.parent / "lib" / "liblossd.so")
     return next((each.resolve() for each in near if each.exists()), None)
 
 
 def read_slacks(text: str) -> list[int]:
-    """Of "1,2". ValueError if one is no positive number."""
+    """Parses numbers like "1,2". ValueError if one of them is not a positive integer."""
     try:
         slacks = [int(part) for part in text.split(",")]
     except ValueError:
@@ -209,13 +215,14 @@ def read_slacks(text: str) -> list[int]:
     return slacks
 
 
-# What the configurations that pipeline_bench.py ran say together. Pure functions of their entries in its file; an entry
-# with an error has neither times nor losses.
+# Results. These are pure functions of the entries in the results file, one for each configuration that ran. An entry with an
+# error has neither times nor losses.
 
 
 def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
             resident_bytes: int | None) -> dict[str, Any]:
-    """`resident_bytes`: of the server's process on the host, at most; None: it has none of its own."""
+    """What an entry has of the results of a configuration's ranks. `resident_bytes`: the most host memory of the server's
+    process; None if the server has no process of its own."""
     timed = np.max([rank["seconds"] for rank in ranks], axis=0)[settings.warm_up:]
     seconds = float(np.median(timed))
     tokens = settings.microbatches * settings.rows / seconds
@@ -244,15 +251,16 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
                                              for name, slices in rose.items() if name.startswith("count of ") and slices},
                            "busy_share": rose["lossd_device_busy_seconds_total"] / float(timed.sum()),
                            "microbatch_seconds": rose["lossd_head_device_seconds_total"] / microbatches,
-                           # of an embedded server, that of its process is the trainer's too
+                           # The process of an embedded server is also the trainer's, so its CPU time does not tell the server's.
                            "cores": None if configuration.embedded else rose["process_cpu_seconds_total"] / float(timed.sum())}
     return found
 
 
 def compare(entries: list[dict[str, Any]], tolerance: float, steps: int | None = None) -> dict[str, Any]:
-    """How far configurations are from the first exact one that is tied, or not, as they are: in losses, in nats, at most over the
-    first `steps` steps, or all; and in gradient norms of the first step, relatively. AdamW would hide a factor of gradients from
-    losses."""
+    """How far each configuration is from a reference: the first exact configuration that is tied, for tied ones, or untied, for
+    untied ones. For losses it is the largest difference in nats over the first `steps` steps (None: over all); for the gradient
+    norms of the first step, the relative difference. Losses alone would not show a wrong factor of gradients, because AdamW
+    hides it."""
     ran = [entry for entry in entries if "losses" in entry]
     references = {tied: next((entry for entry in ran if entry["exact"] and is_tied(entry) == tied), None) for tied in (False, True)}
     apart = {}
@@ -264,7 +272,7 @@ def compare(entries: list[dict[str, Any]], tolerance: float, steps: int | None =
                                 **{key: abs(entry["gradient_norms"][key] / norms[key] - 1.0) for key in norms}}
     agree = all(value <= tolerance for entry in ran if entry["exact"] for value in apart[entry["name"]].values())
     first = references[False] or references[True]
-    return {"tolerance": tolerance, "reference": first and first["name"], "apart": apart, "agree": agree}  # NaN: disagree
+    return {"tolerance": tolerance, "reference": first and first["name"], "apart": apart, "agree": agree}  # False if a value is NaN
 
 
 def is_tied(entry: dict[str, Any]) -> bool:
@@ -273,8 +281,8 @@ def is_tied(entry: dict[str, Any]) -> bool:
 
 
 def fastest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest configuration of each kind, embedding and way to compute gradients, with and without MPS, and its tokens a second
-    and GPU over those of the fastest with local heads, whatever its kind; None if none ran."""
+    """The fastest configuration of each kind, embedding and way to compute gradients, with and without MPS. "over_local" is its
+    tokens per second and GPU, divided by those of the fastest configuration of any kind with a local head; None if none ran."""
     ran = [entry for entry in entries if "step_seconds" in entry]
     speed = "tokens_per_second_and_gpu"
     local = max((entry[speed] for entry in ran if entry["head"] != "lossd"), default=None)
@@ -288,8 +296,8 @@ def fastest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def last_over_middle(entry: dict[str, Any]) -> float | None:
-    """Peak memory of the last stage over the mean of the stages between it and the first, in the replica with most; None
-    if there are fewer than three stages."""
+    """The peak memory of the last stage, divided by the mean over the stages between the first and the last. The largest of all
+    replicas; None if there are fewer than three stages."""
     stages = len(entry["layers"])
     if stages < 3:
         return None
@@ -301,7 +309,7 @@ def last_over_middle(entry: dict[str, Any]) -> float | None:
 
 
 def server_line(entry: dict[str, Any]) -> str:
-    """What a configuration's server did."""
+    """A line of text about what a configuration's server did."""
     server, transport = entry["server"], entry["server"]["transport"]
     latency = "not measured" if server["latency_seconds"] is None else f"{server['latency_seconds'] * 1e3:.1f} ms"
     cores = "" if server["cores"] is None else f"{server['cores']:.2f} cores; "
@@ -316,8 +324,9 @@ def server_line(entry: dict[str, Any]) -> str:
 
 
 def table(entries: list[dict[str, Any]]) -> list[str]:
-    """Of all configurations that ran: milliseconds of a step; tokens a second over those of the fastest with a local head; the
-    step over one of evenly divided work, and over what `lossctl plan` predicts."""
+    """A table of all configurations that ran, as lines of text. Its columns are milliseconds of a step, and three ratios: tokens
+    per second over those of the fastest local head; the step's time over that of evenly divided work; and the step's time over
+    what `lossctl plan` predicts."""
     ran = [entry for entry in entries if "step_seconds" in entry]
     local = max((entry["tokens_per_second"] for entry in ran if entry["head"] != "lossd"), default=None)
 
@@ -335,11 +344,12 @@ def table(entries: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-# What is run.
+# Running configurations.
 
 
 def run_processes(context: Any, count: int, limit: float, work: Any, *arguments: Any) -> list[dict[str, Any]]:
-    """What work(rank, *arguments) returned in each of `count` processes, or one {"error": ...}. None outlives the call."""
+    """Runs work(rank, rendezvous, *arguments) in `count` processes. Returns their results by rank, or one {"error": ...} if a
+    process fails or `limit` seconds pass. No process outlives the call."""
     deadline = time.monotonic() + limit
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{rank}.json") for rank in range(count)]
@@ -356,7 +366,7 @@ def run_processes(context: Any, count: int, limit: float, work: Any, *arguments:
             if failed or not running:
                 break
             multiprocessing.connection.wait(running, left)
-        if failed:  # the others would wait for it; a moment for those that failed for the same reason
+        if failed:  # kills the other processes, which would wait; first leaves them 2 s to fail for the same reason
             for process in processes:
                 process.join(2.0)
                 process.kill()
@@ -379,7 +389,8 @@ def measure(_rank: int, _rendezvous: str, settings: Settings, heads: list[str], 
 
 
 def measured(context: Any, settings: Settings, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the parts of which times are predicted; of those that an earlier run has measured, its."""
+    """The measured seconds of a layer and of the heads, from which times of steps are predicted. Takes them from the file of an
+    earlier run if --parts names one."""
     if arguments.parts:
         earlier = json.loads(arguments.parts.read_text())
         for name in ("shape", "model", "device", "sequences", "vocab_size", "hidden_size", "heads", "context"):
@@ -426,7 +437,7 @@ def server_flags(configuration: Configuration, arguments: argparse.Namespace) ->
 
 def run_configuration(context: Any, configuration: Configuration, settings: Settings,
                       arguments: argparse.Namespace) -> dict[str, Any]:
-    """What one configuration measured, or {"error": ...}."""
+    """Runs one configuration. Returns its entry, which has the results or "error"."""
     entry: dict[str, Any] = {
         "name": configuration.name, "kind": configuration.kind, "head": configuration.head,
         "gradients": configuration.gradients, "schedule": configuration.schedule, "replicas": configuration.replicas,
@@ -456,7 +467,7 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
 
 
 def predict(entry: dict[str, Any], configuration: Configuration, settings: Settings, parts: dict[str, Any]) -> None:
-    """Adds to an entry what its step takes at least, by the measured times of its parts."""
+    """Adds to an entry the least time of its step, computed from the measured times of layer and head."""
     server = entry.get("server", {}).get("microbatch_seconds", 0.0)
     layer, microbatches = parts["layer"], settings.microbatches
     if configuration.colocated:
@@ -470,8 +481,8 @@ def predict(entry: dict[str, Any], configuration: Configuration, settings: Setti
 
 
 def plan(configuration: Configuration, settings: Settings, parts: dict[str, Any], lossctl: str) -> dict[str, Any]:
-    """What `lossctl plan` predicts of such a pipeline from the measured `parts`, with the layers and shares that it chooses:
-    {"step_seconds", "least_step_seconds", ...} or {"reason"}."""
+    """What `lossctl plan` predicts for a pipeline of this kind from the measured `parts`: {"step_seconds", "least_step_seconds",
+    ...}, or {"reason": why there is no prediction}. The plan chooses layers and shares itself."""
     rows = settings.microbatches // configuration.replicas * settings.rows
     command = [lossctl, "--json", "plan", f"--hidden={settings.shape.hidden_size}", f"--vocab={settings.shape.vocab_size}",
                f"--rows={rows}", f"--microbatch={settings.rows}", f"--layers={settings.shape.layers}",
@@ -499,13 +510,13 @@ def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
     commit = arguments.commit or subprocess.run(
         ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
         check=False).stdout.strip()
-    settings = {key: value.name if isinstance(value, Path) else value  # names of files, without the folders of this machine
+    settings = {key: value.name if isinstance(value, Path) else value  # paths without the folders of this machine
                 for key, value in vars(arguments).items() if key not in ("lossd", "lossctl", "text", "text_folder")}
     return {"date": time.strftime("%Y-%m-%d"), "commit": commit, "versions": peers.versions(), "settings": settings}
 
 
 def read_text(arguments: argparse.Namespace, shape: Shape) -> tuple[str, dict[str, Any] | None]:
-    """The path of the tokens of --text and what they are; "" and None without it."""
+    """The path of the tokens of --text, and their numbers (tokenize()). "" and None without --text."""
     if not arguments.text:
         return "", None
     begin = time.monotonic()
@@ -535,7 +546,7 @@ def show(entry: dict[str, Any]) -> None:
 def main() -> None:
     arguments = parse_arguments(description=__doc__)
     begin = time.monotonic()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which not every host has
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast, because not every host has it
     shape = shape_of(arguments)
     tokens, text = read_text(arguments, shape)
     settings = Settings(shape, arguments.device, arguments.sequences, arguments.microbatches, arguments.warm_up,
@@ -546,7 +557,7 @@ def main() -> None:
     lossctl = arguments.lossctl or str(Path(arguments.lossd).with_name("lossctl"))
     if library := find_library(Path(arguments.lossd)):
         os.environ.setdefault("LOSSD_LIBRARY", str(library))
-    # No process may be forked from one that has used CUDA, which the modules below may.
+    # A process that has used CUDA must not fork, and the imported modules may use CUDA. So processes are not forked from this one.
     context = multiprocessing.get_context("spawn" if arguments.device == "cuda" else "forkserver")
     if arguments.device == "cpu":
         context.set_forkserver_preload(["torch._dynamo", "lossd.torch", "torch.distributed.pipelining",

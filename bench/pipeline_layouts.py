@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pipeline_bench.py compares: configurations of stages, replicas and heads that take the same number of GPUs.
+"""The configurations that pipeline_bench.py compares: stages, replicas and heads that use the same number of GPUs.
+configurations() makes them.
 
-Pure functions. Times are seconds of one microbatch, forward and backward.
+Pure functions. If nothing else is said, times are seconds of forward and backward of one microbatch.
 """
 
 from __future__ import annotations
@@ -15,31 +16,34 @@ from lossd.torch import balance
 
 ONE_F_ONE_B, OVERLAPPED = "1F1B", "overlapped 1F1B"
 KINDS = ("local", "embedded", "colocated", "server", "server replicas", "local replicas")
-ON_STAGES = ("embedded", "colocated")  # kinds whose head is on the GPUs of the stages
+ON_STAGES = ("embedded", "colocated")  # the kinds whose head is on the GPUs of the stages
 MEASURED = Path(__file__).parents[1] / "client" / "plan" / "measured.json"
-OWN, ROWS, EXCHANGE = "own", "rows", "exchange"
+OWN, ROWS, EXCHANGE = "own", "rows", "exchange"  # Configuration.embedding
 EMBEDDINGS = (OWN, ROWS, EXCHANGE)
-BALANCED, EVEN = "balanced", "even"  # shares of a head on the stages' own GPUs, besides given ones
+BALANCED, EVEN = "balanced", "even"  # how to choose the shares of a head on the stages' GPUs; numbers are possible, too
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """`replicas` pipelines of len(layers) stages each. The head is in each replica's last stage, on one server with a GPU of
-    its own, or (colocated) on one server whose devices are the GPUs of the stages, which is a program beside the stages'
-    or (embedded) lies inside their processes."""
+    """A way to divide a model over GPUs: `replicas` pipelines of len(layers) stages each, and a head.
 
-    kind: str  # of KINDS
-    head: str  # a function of peers.methods, or "lossd": on a server
-    layers: tuple[int, ...]  # of each stage
+    The head is in one of these places: in each replica's last stage; on one server with a GPU of its own; on one server whose
+    devices are the GPUs of the stages. The server of the last case is a program of its own (kind "colocated"), or it runs
+    inside the processes of the stages (kind "embedded")."""
+
+    kind: str  # one of KINDS
+    head: str  # the name of a local head in peers.methods, or "lossd" for a head on a server
+    layers: tuple[int, ...]  # for each stage: the number of its layers
     replicas: int = 1
     schedule: str = ONE_F_ONE_B
-    gradients: str = ""  # of a server: "exact" or "sampled"
-    shares: tuple[int, ...] = ()  # of the stages' GPUs in the head's classes, if it is colocated; empty: all have the same
-    mps: bool = False  # whether the programs of a GPU share it by MPS; else they take turns
-    slack: int = 1  # microbatches of the head that OVERLAPPED hides
-    # The first stage's embedding: OWN, a matrix of its own, which its optimizer trains; or that of the head, a tied model:
-    # ROWS, which the server serves; EXCHANGE, of which the first stage has a copy, whose gradient and values travel once a step,
-    # between the first stage and the server, or the last stage with a local head.
+    gradients: str = ""  # how a server computes gradients: "exact" or "sampled"; empty without a server
+    # For a head on the stages' GPUs: the share of each GPU in the head's classes. Empty: all shares are equal.
+    shares: tuple[int, ...] = ()
+    mps: bool = False  # whether the programs on a GPU run at the same time, by MPS; else they take turns
+    slack: int = 1  # with OVERLAPPED: the number of additional forwards that give the server time
+    # The embedding in the first stage. OWN: a matrix that the first stage's optimizer trains. The other two are for tied models,
+    # whose embedding is the head's matrix. ROWS: the server serves the rows. EXCHANGE: the first stage has a copy of the matrix;
+    # gradient and values are sent once a step, to and from the server or, with a local head, the last stage.
     embedding: str = OWN
 
     @property
@@ -64,7 +68,7 @@ class Configuration:
 
     @property
     def trainers(self) -> int:
-        """Ranks of torch.distributed: rank replica * stages + stage."""
+        """The number of ranks of torch.distributed. Stage s of replica r is rank r * stages + s."""
         return self.replicas * self.stages
 
     @property
@@ -73,9 +77,8 @@ class Configuration:
 
     @property
     def exact(self) -> bool:
-        """Whether its losses are those of the other exact configurations up to rounding.
-
-        Cut Cross-Entropy's default leaves out small gradients.
+        """Whether the losses must be equal to those of the other exact configurations, up to rounding. They need not be with
+        sampled gradients, or with Cut Cross-Entropy ("cce"), which leaves out small gradients.
         """
         return self.gradients in ("", "exact") and self.head != "cce"
 
@@ -100,13 +103,14 @@ def dashed(numbers: Sequence[int]) -> str:
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Stages that differ by one layer at most. The first stage, which has the embedding, is among those with fewer."""
+    """The layers of stages that differ by at most one layer. If they differ, the first stage, which also has the embedding, has
+    the smaller number."""
     base, more = divmod(layers, stages)
     return tuple(base + (1 <= stage <= more) for stage in range(stages))
 
 
 def with_last(layers: int, stages: int, last: int) -> tuple[int, ...]:
-    """`last` layers in the last stage and the others divided evenly."""
+    """The layers of stages: `last` layers in the last stage, and the others divided evenly over the other stages."""
     return (*even_split(layers - last, stages - 1), last) if stages > 1 else (layers,)
 
 
@@ -116,9 +120,10 @@ def stage_seconds(split: tuple[int, ...], layer_seconds: float, head_seconds: fl
 
 def local_splits(layers: int, stages: int, layer_seconds: float, head_seconds: float,
                  neighbours: int) -> list[tuple[int, ...]]:
-    """First the split whose slowest stage is the fastest with the head on the last stage, and of several the one whose
-    next slowest is. Then those whose last stage has up to `neighbours` layers fewer or more, in the same order."""
-    most = layers - (stages - 1) if stages > 1 else layers  # of the last stage
+    """Splits of the layers for a head on the last stage, the best split first: its slowest stage is the fastest (among equal
+    ones, its next slowest stage is). The other splits have up to `neighbours` layers fewer or more in the last stage than the
+    best; they are ordered in the same way."""
+    most = layers - (stages - 1) if stages > 1 else layers  # the most layers of the last stage
     times = {last: sorted(stage_seconds(with_last(layers, stages, last), layer_seconds, head_seconds), reverse=True)
              for last in range(layers if stages == 1 else 0, most + 1)}
     best = min(times, key=lambda last: times[last])
@@ -128,12 +133,14 @@ def local_splits(layers: int, stages: int, layer_seconds: float, head_seconds: f
 
 def seconds_without_gaps(configuration: Configuration, microbatches: int, layer_seconds: float, head_seconds: float,
                          server_seconds: float) -> float:
-    """The least that a step takes, as client/plan/plan.h has it: a microbatch passes through all stages, and the
-    slowest stage, or the server that all replicas share, works on one after the other. Without the optimizer and
-    transfers.
+    """The least time of a step, as in client/plan/plan.h: one microbatch passes through all stages, and the slowest stage, or
+    the server that all replicas share, computes the other microbatches one after the other. Optimizer and transfers are left
+    out.
 
-    `microbatches`: of a step, of all replicas. `head_seconds`: of a local head; `server_seconds`: of a server's; of a
-    colocated one, all of it on one GPU.
+    Args:
+      microbatches: the microbatches of a step, over all replicas.
+      head_seconds: the time of a local head.
+      server_seconds: the time of a head on a server; for a colocated head, the time of the whole head on one GPU.
     """
     head = 0.0 if configuration.on_server else head_seconds
     stages = stage_seconds(configuration.layers, layer_seconds, head)
@@ -147,24 +154,24 @@ def seconds_without_gaps(configuration: Configuration, microbatches: int, layer_
 
 
 def evenly_divided_seconds(gpus: int, microbatches: int, layers_seconds: float, head_seconds: float) -> float:
-    """What a step takes if all work is divided evenly over the GPUs, which no pipeline with the head on its own GPUs goes
-    below: a part of layers and head for each microbatch, and a part of the layers for each other stage to fill and empty
-    the pipeline. Without the optimizer and transfers.
+    """The time of a step if all work were divided evenly over the GPUs. No pipeline with the head on the stages' GPUs is faster.
 
-    `layers_seconds`, `head_seconds`: of all layers and of the whole head, on one GPU.
+    Each microbatch takes a GPU's part of layers and head. To fill and empty the pipeline takes a GPU's part of the layers for
+    each stage but one. Optimizer and transfers are left out. `layers_seconds`, `head_seconds`: the time of all layers, and of
+    the whole head, on one GPU.
     """
     return microbatches * (layers_seconds + head_seconds) / gpus + (gpus - 1) * layers_seconds / gpus
 
 
 def divided(split: tuple[int, ...], shares: str, layer_seconds: float, head_seconds: float) -> tuple[int, ...]:
-    """The shares that `shares` (BALANCED, EVEN, or numbers like 3-1-1-3) says for stages of so many layers."""
+    """The shares of the stages' GPUs. `shares`: BALANCED, EVEN, or numbers like 3-1-1-3. `split`: the layers of each stage."""
     if shares == BALANCED:
         return balance([count * layer_seconds for count in split], head_seconds, len(split)).shares
     return () if shares == EVEN else read_shares(shares, len(split))
 
 
 def read_shares(text: str, stages: int) -> tuple[int, ...]:
-    """Of "3-1-1-3". ValueError unless there is one for each stage and not all are 0."""
+    """Parses shares like "3-1-1-3". ValueError unless there is one for each stage and not all are 0."""
     try:
         shares = tuple(int(share) for share in text.split("-"))
     except ValueError:
@@ -177,7 +184,7 @@ def read_shares(text: str, stages: int) -> tuple[int, ...]:
 
 
 def read_splits(text: str, layers: int) -> list[tuple[int, ...]]:
-    """Of "6-6-6-2,7-6-6-1". ValueError if one has another number of layers."""
+    """Parses splits like "6-6-6-2,7-6-6-1". ValueError if a split does not have `layers` layers."""
     splits = []
     for part in filter(None, text.split(",")):
         try:
@@ -191,24 +198,24 @@ def read_splits(text: str, layers: int) -> list[tuple[int, ...]]:
 
 
 def replica_counts(ranks: int) -> list[int]:
-    """In how many replicas so many ranks can be divided: at least two, and all alike."""
+    """The numbers of replicas, at least two, into which `ranks` ranks can be divided evenly."""
     return [count for count in range(2, ranks + 1) if ranks % count == 0]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What configurations() makes; the arguments of pipeline_bench.py."""
+    """The configurations that configurations() is to make, as the arguments of pipeline_bench.py select them."""
 
     gpus: int
     layers: int
     kinds: Sequence[str] = KINDS
     gradients: Sequence[str] = ("exact", "sampled")
     schedules: Sequence[str] = (ONE_F_ONE_B, OVERLAPPED)
-    splits: Sequence[tuple[int, ...]] = ()  # for local heads, instead of those that the times predict
-    neighbours: int = 1  # splits on each side of the predicted one
-    most_splits: int = 1000  # of a local head, those with the fastest slowest stage first
-    fastest_local: bool = False  # only the fastest local head
-    colocated_splits: Sequence[tuple[int, ...]] = ()  # instead of those of balance()
+    splits: Sequence[tuple[int, ...]] = ()  # for local heads; empty: the splits that measured times predict
+    neighbours: int = 1  # for the fastest local head: the number of splits on each side of the predicted one
+    most_splits: int = 1000  # the most splits of a local head; the best predicted ones are taken
+    fastest_local: bool = False  # leave out all local heads but the fastest
+    colocated_splits: Sequence[tuple[int, ...]] = ()  # for colocated and embedded heads; empty: the splits of balance()
     shares: Sequence[str] = (BALANCED,)
     mps: Sequence[bool] = (False,)
     slacks: Sequence[int] = (1,)
@@ -216,8 +223,8 @@ class Wanted:
 
 
 def with_embeddings(configuration: Configuration, embeddings: Sequence[str]) -> list[Configuration]:
-    """The configuration with each of the embeddings that it can have: tied ones if it is one pipeline of several stages. A tied
-    local head has no server for ROWS, so it has EXCHANGE whenever a tied embedding is wanted."""
+    """The configuration with each of `embeddings` that it can have. Only one pipeline of several stages can have a tied embedding.
+    A tied local head has no server for ROWS, so it gets EXCHANGE if any tied embedding is wanted."""
     can_tie = configuration.replicas == 1 and configuration.stages > 1
     own = (each if each == OWN or configuration.on_server else EXCHANGE for each in embeddings)
     return [replace(configuration, embedding=each) for each in dict.fromkeys(own) if each == OWN or can_tie]
@@ -225,13 +232,15 @@ def with_embeddings(configuration: Configuration, embeddings: Sequence[str]) -> 
 
 def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str, float],
                    server_seconds: dict[str, float]) -> list[Configuration]:
-    """What fits so many GPUs. Every configuration takes all of them. The fastest ones are expected first, as a budget of
-    time may end the list.
+    """Makes the wanted configurations, each of which uses all GPUs. Configurations that are expected to be fast come first,
+    because a budget of time may end the run before the last one.
 
-    Local splits are predicted with what layers and head take in a pipeline more than alone, by earlier runs (MEASURED).
+    The splits for local heads are predicted from the measured times, multiplied by factors from earlier runs (MEASURED):
+    layers and head take longer in a pipeline than alone. The fastest local head is also tried with neighbouring splits and in
+    replicas; the others only with their best split.
 
-    `head_seconds` are those of the local heads. The fastest is tried with neighbouring splits and in replicas; the
-    others with their best split. `server_seconds`: of a server's whole head on one GPU, of each of `gradients`.
+    `head_seconds`: the time of each local head. `server_seconds`: the time of a server's whole head on one GPU, for each of
+    `gradients`.
     """
     fastest = min(head_seconds, key=lambda head: head_seconds[head]) if head_seconds else None
     heads = [head for head in head_seconds if head == fastest or not wanted.fastest_local]
@@ -272,7 +281,7 @@ def configurations(wanted: Wanted, layer_seconds: float, head_seconds: dict[str,
 
 def colocated(wanted: Wanted, kind: str, gradients: str, schedule: str, slack: int, mps: bool, layer_seconds: float,
               head_seconds: float) -> Iterable[Configuration]:
-    """A stage and a part of the head on each GPU, for each of wanted.shares."""
+    """Configurations of `kind` with a stage and a part of the head on each GPU, for each of wanted.shares."""
     balanced = balance([layer_seconds] * wanted.layers, head_seconds, wanted.gpus).layers
     for shares in wanted.shares:
         splits = wanted.colocated_splits or [even_split(wanted.layers, wanted.gpus) if shares == EVEN else balanced]

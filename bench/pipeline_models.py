@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that pipeline_bench.py knows by name: known sizes, and layers that are those of Hugging Face transformers (4.5x or 5.x).
+"""Models that pipeline_bench.py knows by name (MODELS): published sizes, and layers from the code of Hugging Face transformers
+(4.5x or 5.x).
 
-The code of transformers is used, with random weights. Nothing is downloaded.
+Weights are random, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-STD = 0.02  # of the weights of embedding and layers
+STD = 0.02  # the standard deviation of the initial weights of embedding and layers
 
 
 @dataclass(frozen=True)
 class Parts:
-    """How the parts of a model are made, each with weights that depend on torch's seed alone."""
+    """Functions that make the parts of a model. The weights of a part depend only on torch's seed."""
 
-    embedding: Callable[[], nn.Module]  # ids in, hidden states out; its `token` is a torch.nn.Embedding
-    layer: Callable[[], nn.Module]  # hidden states in and out
-    norm: Callable[[], nn.Module]  # the last one, before the head
+    embedding: Callable[[], nn.Module]  # takes ids, returns hidden states; its attribute `token` is a torch.nn.Embedding
+    layer: Callable[[], nn.Module]  # takes and returns hidden states
+    norm: Callable[[], nn.Module]  # the final norm, before the head
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,15 @@ class Llama:
     layers: int
     vocab_size: int
     hidden_size: int
-    heads: int  # of queries
-    kv_heads: int
-    intermediate_size: int
-    rope_factor: float  # by which low frequencies of positions are divided
+    heads: int  # the number of heads of queries
+    kv_heads: int  # the number of heads of keys and values
+    intermediate_size: int  # the width of the MLP
+    rope_factor: float  # the low frequencies of the rotary embedding are divided by this
     tied: bool  # whether the embedding is the head's matrix
 
     def config(self, vocab_size: int, hidden_size: int, heads: int) -> Any:
-        """A LlamaConfig. With other sizes than the model's, keys and values have as many heads in proportion, and the MLP is
-        as wide in proportion. ValueError if heads or hidden size do not divide."""
+        """A LlamaConfig with these sizes, which may differ from the model's. The number of heads of keys and values, and the width
+        of the MLP, are changed in proportion. ValueError if `heads` or `hidden_size` cannot be divided accordingly."""
         queries = self.heads // self.kv_heads
         if heads % queries:
             raise ValueError(f"heads is {heads}; the model has {queries} heads of queries for each of keys, so it must be a multiple")
@@ -60,7 +61,7 @@ class Llama:
         return config
 
     def parts(self, vocab_size: int, hidden_size: int, heads: int) -> Parts:
-        """For one stage: its layers share the rotary embeddings."""
+        """Functions that make the parts of one stage. Its layers share their rotary embeddings."""
         config = self.config(vocab_size, hidden_size, heads)
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
         rotary = Rotary(config)
@@ -76,7 +77,7 @@ MODELS = {
 
 
 class TokenEmbedding(nn.Module):
-    """An embedding without positions."""
+    """A token embedding without positions."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class LlamaLayer(nn.Module):
     def __init__(self, config: Any, rotary: Rotary) -> None:
         super().__init__()
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-        self.layer = LlamaDecoderLayer(config, 0)  # its number is for caches alone
+        self.layer = LlamaDecoderLayer(config, 0)  # 0: the layer's number, which only caches of keys and values use
         self.rotary = rotary
         for each in self.layer.modules():
             if isinstance(each, nn.Linear):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of pipeline_bench.py: their model, the head on a server as they see it, one that measures parts, and the ranks that train."""
+"""The processes that pipeline_bench.py starts. train() is one rank of a pipeline that trains. measure_parts() and
+measure_server() measure the time of a layer and of the heads. This file also has the model that they train (Stage), a local
+head (LocalHead), and the clients that time a head on a server (TimedClient, TimedHead).
+"""
 
 from __future__ import annotations
 
@@ -38,25 +41,24 @@ import lossd.torch
 from lossd.torch import HeadOptimizer, LossHead, PendingHeadLoss, PipelineLoss, ServedEmbedding
 
 
-# The model of pipeline_bench.py: stages made of the blocks of examples/gpt_torch or of a known model's layers, local heads, and what
-# is learnt.
+# The model: stages of the blocks of examples/gpt_torch, or of the layers of a known model, a local head, and tokens to learn.
 #
-# Weights and tokens depend on the seed alone, not on how layers are divided, so that all configurations learn alike.
+# Weights and tokens depend only on the seed, not on how layers are divided into stages. So all configurations learn the same.
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "gpt_torch"))
 
 from model import Block, Embedding, Shape  # noqa: E402
 
-USED_TOKENS, SUCCESSORS = 16384, 8  # tokens of the vocabulary that occur; tokens that may follow one
+USED_TOKENS, SUCCESSORS = 16384, 8  # how many tokens occur, and how many may follow each of them
 
 
 class FusedBlock(Block):
-    """The block of the example, without a matrix of attention scores."""
+    """The block of examples/gpt_torch, with fused attention: it stores no matrix of attention scores."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        del self.future  # the mask
+        del self.future  # the causal mask, which fused attention does not need
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, d = x.shape
@@ -66,7 +68,8 @@ class FusedBlock(Block):
 
 
 class Stage(nn.Module):
-    """Some of the layers: tokens or hidden states in, hidden states out, bf16 on GPUs, whose parameters are float32."""
+    """One stage of the pipeline: some of the model's layers. Takes tokens (first stage) or hidden states, and returns hidden
+    states. Parameters are float32; on a GPU the stage computes under bf16 autocast and returns bf16."""
 
     def __init__(self, parts: list[nn.Module], device: torch.device) -> None:
         super().__init__()
@@ -74,14 +77,15 @@ class Stage(nn.Module):
         self.device = device
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        on_gpu = self.device.type == "cuda"  # tokens of a served embedding are on the host
+        on_gpu = self.device.type == "cuda"  # not the device of x: tokens for a served embedding are on the host
         with torch.autocast("cuda" if on_gpu else "cpu", torch.bfloat16, enabled=on_gpu):
-            for part in self.parts:  # a layer gets and gives the same wherever stages begin
+            for part in self.parts:  # bf16 between all parts, so results do not depend on where stages begin
                 x = part(x).bfloat16() if on_gpu else part(x)
         return x
 
 
 def parts_of(shape: Shape, model: Llama | None) -> Parts:
+    """The functions that make the parts of a known model, or (None) of the model of examples/gpt_torch."""
     if model is not None:
         return model.parts(shape.vocab_size, shape.hidden_size, shape.heads)
     return Parts(lambda: Embedding(shape), lambda: FusedBlock(shape), lambda: nn.LayerNorm(shape.hidden_size))
@@ -89,7 +93,8 @@ def parts_of(shape: Shape, model: Llama | None) -> Parts:
 
 def make_stage(shape: Shape, layers: tuple[int, ...], index: int, seed: int, device: torch.device,
                model: Llama | None = None) -> Stage:
-    """Stage `index` of len(layers). Its parts are made on the device, each from a seed of its own."""
+    """Makes stage `index` of len(layers) stages; `layers`: the number of layers of each. The weights of each part depend on
+    `seed` and on the part's place in the model."""
     def part(number: int, make: Callable[[], nn.Module]) -> nn.Module:
         torch.manual_seed(seed * 1_000_003 + number)
         with device:
@@ -105,17 +110,17 @@ def make_stage(shape: Shape, layers: tuple[int, ...], index: int, seed: int, dev
 
 
 def make_head_weight(shape: Shape, seed: int, device: torch.device) -> torch.Tensor:
-    """[V, D] float32: the head's first weights, for a local head and for one on a server."""
+    """The initial weight of the head, [V, D] float32, for a local head and for a head on a server."""
     torch.manual_seed(seed * 1_000_003 + 2 + shape.layers)
     return torch.randn(shape.vocab_size, shape.hidden_size, device=device).mul_(0.02)
 
 
 class LocalHead:
-    """A head beside the last stage: what a schedule takes as loss_fn, and its optimizer.
+    """A head in the process of the last stage, with its optimizer. A schedule takes it as loss_fn.
 
-    Weights and their gradient are float32. The loss works on a copy, in bf16 on a GPU, that is made once a step; the
-    gradient of a microbatch is added to the float32 one as soon as it is there. With a process group the gradient is
-    averaged over it, from when the last microbatch's is there.
+    Weight and gradient are float32. The loss uses a working copy of the weight, in bf16 on a GPU, which step() renews. After
+    each backward, the gradient of the working copy is added to the float32 gradient. With a process group, the all-reduce
+    that averages the gradient over its ranks starts when the last microbatch has been added.
     """
 
     def __init__(self, function: Callable[..., torch.Tensor], weight: torch.Tensor, microbatches: int, lr: float,
@@ -134,7 +139,7 @@ class LocalHead:
         return self.function(output.flatten(0, -2), self.working, targets.flatten())
 
     def step(self) -> None:
-        """RuntimeError if the backward passes were not as many as the microbatches of a step."""
+        """Applies the step. RuntimeError if the number of backward passes is not the number of microbatches."""
         if self.collected != self.microbatches:
             raise RuntimeError(f"{self.collected} gradients of the head in a step of {self.microbatches} microbatches")
         self.collected = 0
@@ -145,7 +150,7 @@ class LocalHead:
             self.weight.grad.zero_()
 
     def gradient_norm(self) -> float:
-        """Of the step's gradient, before step()."""
+        """The norm of the step's gradient. Call it before step()."""
         self._wait()
         return float(self.weight.grad.norm())
 
@@ -155,6 +160,7 @@ class LocalHead:
             self.reduction = None
 
     def _collect(self, working: torch.Tensor) -> None:
+        """A hook of autograd: adds the gradient of the working copy to the float32 gradient."""
         self.weight.grad.add_(working.grad, alpha=1.0 / (self.microbatches * self.ranks))
         working.grad = None
         self.collected += 1
@@ -167,7 +173,8 @@ def make_optimizer(parameters: list[nn.Parameter], lr: float) -> torch.optim.Opt
 
 
 def make_tokens(shape: Shape, sequences: int, seed: int, step: int) -> NDArray[np.int64]:
-    """[sequences, context + 1]: walks in which one of a few tokens follows each, the first of them most often."""
+    """Random tokens to learn, [sequences, context + 1]. Each token has SUCCESSORS possible next tokens; the first is the most
+    probable. The successors depend on `seed`, the sequences also on `step`."""
     used = min(USED_TOKENS, shape.vocab_size)
     successors = np.random.default_rng(seed).integers(0, used, (used, SUCCESSORS))
     chances = 1.0 / np.arange(1, SUCCESSORS + 1)**2
@@ -182,16 +189,17 @@ def make_tokens(shape: Shape, sequences: int, seed: int, step: int) -> NDArray[n
 
 # How long the last stage of a pipeline waits for a microbatch of a head on a server.
 
-_UNDER_WAY = 8  # microbatches that are watched at a time
+_UNDER_WAY = 8  # the number of microbatches whose time is taken at the same time
 
 
 class TimedClient(lossd.Client):
-    """Notes for every loss computation how long it takes from when its rows are there until its result is here."""
+    """A client that times every loss computation: from the moment when its rows are complete until its result has arrived."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.seconds: list[float] = []
-        self.calls_of_gpu = self.calls_of_host = 0  # computations whose rows the client got in memory of a GPU, of the host
-        self.rows_are_there: Callable[[], None] | None = None  # of the next computation: blocks until they are; None: they are
+        self.seconds: list[float] = []  # the time of each computation that has ended
+        self.calls_of_gpu = self.calls_of_host = 0  # the number of computations with rows in GPU memory, and in host memory
+        # Blocks until the rows of the next computation are complete. None: they are complete when the computation begins.
+        self.rows_are_there: Callable[[], None] | None = None
         self._watchers = ThreadPoolExecutor(_UNDER_WAY)
         super().__init__(*arguments, **options)
 
@@ -212,7 +220,7 @@ class TimedClient(lossd.Client):
         self.seconds.append(time.perf_counter() - begin)
 
     def median_seconds(self) -> float | None:
-        """Of the computations that have ended; None if none has."""
+        """The median time of the computations that have ended; None if none has."""
         return float(np.median(self.seconds)) if self.seconds else None
 
     def close(self) -> None:
@@ -221,7 +229,8 @@ class TimedClient(lossd.Client):
 
 
 class TimedHead(LossHead):
-    """A head of a TimedClient. On a GPU rows are there when the work has been done that was enqueued before start()."""
+    """A LossHead of a TimedClient. On a GPU it tells the client that rows are complete when the work that was enqueued before
+    start() has ended."""
 
     def start(self, hidden: torch.Tensor, *arguments: Any, **options: Any) -> PendingHeadLoss:
         if hidden.is_cuda and isinstance(self.client, TimedClient):
@@ -232,8 +241,8 @@ class TimedHead(LossHead):
 
 
 def transports(client: TimedClient) -> dict[str, Any]:
-    """How the rows of a client have travelled, after a run: {"took": {transport: computations}, "host": [transport, why] of
-    rows in memory of the host, "gpu": likewise}."""
+    """How a client has sent its rows, after a run: {"took": {transport: number of computations}, "host": [transport, reason]
+    for rows in host memory, "gpu": [transport, reason] for rows in GPU memory}."""
     host, gpu = client.transport, client.cuda_transport
     took: dict[str, int] = {}
     for transport, calls in ((host[0], client.calls_of_host), (gpu[0], client.calls_of_gpu)):
@@ -242,38 +251,38 @@ def transports(client: TimedClient) -> dict[str, Any]:
     return {"took": took, "host": list(host), "gpu": list(gpu)}
 
 
-# The processes of pipeline_bench.py: one that measures a layer and the local heads, and the ranks that train.
+# What the processes run: measurements of a layer and of heads, and the ranks that train.
 
-HEAD = "pipeline-bench"
-_EMBEDDED_MEMORY = 256 << 20  # as colocate() has it
+HEAD = "pipeline-bench"  # the name of the head on a server
+_EMBEDDED_MEMORY = 256 << 20  # bytes of the client's shared memory if the server is embedded, as in colocate()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all configurations of a run have in common."""
+    """The settings that all configurations of one run of pipeline_bench.py have in common."""
 
     shape: Shape
     device: str  # "cpu" or "cuda": rank r takes GPU r
-    sequences: int  # of a microbatch
-    microbatches: int  # of a step, of all replicas
-    warm_up: int  # steps that are not timed
-    steps: int  # that are
+    sequences: int  # sequences of a microbatch
+    microbatches: int  # microbatches of a step, over all replicas
+    warm_up: int  # the number of steps at the beginning that are not timed
+    steps: int  # the number of timed steps after them
     lr: float
     seed: int
-    transport: str | None  # of lossd.Client
-    threads: int  # of a rank on the CPU
-    server_flags: tuple[tuple[str, str], ...] = ()  # of embedded servers: (name, value)
-    model: Llama | None = None  # whose layers the stages have; None: blocks of examples/gpt_torch
-    text: str = ""  # path of the tokens that are learnt (pipeline_text); empty: random walks
-    lr_warm_up: int = 0  # steps in which the learning rate grows to `lr`, by the same amount each
+    transport: str | None  # the argument of lossd.Client
+    threads: int  # CPU threads of a rank, if the device is "cpu"
+    server_flags: tuple[tuple[str, str], ...] = ()  # flags of embedded servers: (name, value)
+    model: Llama | None = None  # the model whose layers the stages have; None: blocks of examples/gpt_torch
+    text: str = ""  # the path of the tokens to learn (pipeline_text); empty: random tokens (make_tokens)
+    lr_warm_up: int = 0  # the number of steps in which the learning rate grows linearly to `lr`
 
     @property
     def rows(self) -> int:
-        """Of a microbatch."""
+        """The number of rows of a microbatch."""
         return self.sequences * self.shape.context
 
     def tokens(self, sequences: int, step: int) -> NDArray[np.int64]:
-        """[sequences, context + 1], the same in every process."""
+        """The tokens of a step, [sequences, context + 1]. They are the same in every process."""
         if self.text:
             return draw(self.text, sequences, self.shape.context, self.seed, step)
         return make_tokens(self.shape, sequences, self.seed, step)
@@ -282,6 +291,7 @@ class Settings:
         return self.lr * min(1.0, (step + 1) / self.lr_warm_up) if self.lr_warm_up else self.lr
 
     def device_of(self, rank: int) -> torch.device:
+        """The device of a rank. Also makes it the device of this process."""
         if self.device == "cpu":
             torch.set_num_threads(self.threads)
             return torch.device("cpu")
@@ -290,8 +300,9 @@ class Settings:
 
 
 def reported(path: Path, work: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-    """What a process runs: writes what work(*arguments) returns to `path` as JSON, or {"error": ...}, and then raises. With
-    LOSSD_BENCH_STACKS it says after so many seconds where each of its threads is."""
+    """The main function of a process. Writes the result of work(*arguments) to `path` as JSON. If `work` raises, writes
+    {"error": ...} instead, and raises again. The environment variable LOSSD_BENCH_STACKS is a number of seconds after which
+    the process prints the stacks of its threads."""
     if seconds := os.environ.get("LOSSD_BENCH_STACKS"):
         faulthandler.dump_traceback_later(float(seconds))
     try:
@@ -306,8 +317,8 @@ def reported(path: Path, work: Callable[..., dict[str, Any]], *arguments: Any) -
 
 
 def local_losses() -> dict[str, Callable[..., torch.Tensor]]:
-    """Those of peers.py that can be imported."""
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what cannot
+    """The losses of peers.py that can be imported, by name."""
+    with contextlib.redirect_stdout(io.StringIO()):  # peers.methods() prints which losses cannot be imported
         return peers.methods(dynamic=False)
 
 
@@ -317,7 +328,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """Bytes: what tensors took at most since the last reset, what torch keeps for them, and what the GPU has in use."""
+    """Bytes on a GPU: the most that tensors took since the last reset, the most that torch reserved, and what the whole GPU has
+    in use now. On the CPU: the most memory that the process had."""
     if device.type == "cpu":
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     free, total = torch.cuda.mem_get_info(device)
@@ -326,7 +338,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def seconds_of(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median, after runs that warm up."""
+    """The median time of work() in `repeats` runs, after three runs that warm up."""
     times = []
     for _ in range(3 + repeats):
         synchronize(device)
@@ -338,8 +350,8 @@ def seconds_of(work: Callable[[], None], device: torch.device, repeats: int) -> 
 
 
 def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[str, Any]:
-    """Seconds of a layer and of local heads for a microbatch, forward and backward: {"card", "layer", "heads": {...},
-    "without": {head: why}}. The heads are those that can be imported and run."""
+    """Measures the seconds of forward and backward of a microbatch, for one layer and for each of the local `heads`. Returns
+    {"card": name of the device, "layer": seconds, "heads": {head: seconds}, "without": {head: why it could not be run}}."""
     device, shape = settings.device_of(0), settings.shape
     size = (settings.sequences, shape.context, shape.hidden_size)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -363,17 +375,18 @@ def measure_parts(settings: Settings, heads: list[str], repeats: int) -> dict[st
         try:
             head = LocalHead(available[name], make_head_weight(shape, settings.seed, device), 1, settings.lr)
             measured["heads"][name] = seconds_of(lambda head=head: head(hidden, targets).backward(), device, repeats)
-        except Exception as error:  # of whatever kind a peer raises
+        except Exception as error:  # other libraries raise errors of many kinds
             measured["without"][name] = str(error)[:300]
         head = None
     return measured
 
 
 def measure_server(settings: Settings, target: str, http: str, gradients: list[str], repeats: int) -> dict[str, float]:
-    """Seconds that the device of a server with one has a microbatch of the whole head, for each kind of gradients."""
+    """The seconds that a server with one device, which has the whole head, computes for one microbatch, for each of
+    `gradients`. `target`, `http`: the server's addresses."""
     device, shape = settings.device_of(0), settings.shape
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the server is on the same GPU
+        torch.cuda.empty_cache()  # the server uses the same GPU
     tokens = settings.tokens(settings.sequences, 0)
     hidden = torch.randn((settings.sequences, shape.context, shape.hidden_size), device=device, requires_grad=True,
                          dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -395,17 +408,18 @@ def measure_server(settings: Settings, target: str, http: str, gradients: list[s
 
 
 def exchanged_ids(microbatches: int) -> list[int]:
-    """Of the microbatches of trainer 0 of two, and of the one contribution of trainer 1."""
+    """The ids that a step with EXCHANGE must have. It has two trainers: trainer 0 (the last stage) sends `microbatches`
+    microbatches, and trainer 1 (the first stage) adds one contribution."""
     return [*range(0, 2 * microbatches, 2), 1]
 
 
 class Ahead(nn.Module):
-    """A served embedding that asks for the rows of the next microbatch when it has given those of one."""
+    """A served embedding that prefetches: after each forward it asks for the rows of the next microbatch."""
 
     def __init__(self, served: ServedEmbedding) -> None:
         super().__init__()
         self.served = served
-        self.coming: deque[torch.Tensor] = deque()  # ids of the microbatches of a step
+        self.coming: deque[torch.Tensor] = deque()  # the ids of the step's microbatches that had no forward yet
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self.served(ids)
@@ -417,7 +431,8 @@ class Ahead(nn.Module):
 
 
 class OneRow(nn.Module):
-    """Stands for a served embedding where no server is asked: all ids have the same row, with a gradient, in the same dtype."""
+    """Replaces a served embedding while the ranks warm up without a server: all ids get the same row, a parameter, in the dtype
+    that the served rows have."""
 
     def __init__(self, served: ServedEmbedding, device: torch.device) -> None:
         super().__init__()
@@ -430,16 +445,18 @@ class OneRow(nn.Module):
 
 
 class Tie:
-    """The embedding of a first stage that is the matrix of a head on a server."""
+    """Ties the token embedding of the first stage to a head on a server: both have the same matrix. With ROWS the server serves
+    the rows. With EXCHANGE the stage has a copy, whose gradient and values are sent once a step. For the first stage only."""
 
     def __init__(self, part: Any, embedding: str, target: str, microbatches: int, settings: Settings,
                  device: torch.device) -> None:
-        """Takes the place of the token embedding of `part`. `embedding`: ROWS or EXCHANGE."""
+        """`part`: the module with the token embedding, which is replaced (ROWS) or gets the head's values (EXCHANGE).
+        `embedding`: ROWS or EXCHANGE."""
         self.client = lossd.Client(target, transport=settings.transport)
         self.microbatches, self.step = microbatches, 0
         self.ahead: Ahead | None = None
         self.optimizers: list[HeadOptimizer] = []
-        self.copy: nn.Parameter | None = None  # of the matrix
+        self.copy: nn.Parameter | None = None  # with EXCHANGE: the stage's copy of the matrix
         if embedding == ROWS:
             served = ServedEmbedding(self.client, HEAD, process_group=None, rank=1, world_size=2, n_microbatches=microbatches,
                                      device=device)
@@ -450,23 +467,24 @@ class Tie:
             self._pull()
 
     def expect(self, inputs: torch.Tensor) -> None:
-        """The ids of a step come."""
+        """Called before a step with the ids of all its microbatches."""
         if self.ahead is not None:
             self.ahead.coming = deque(inputs.chunk(self.microbatches))
 
     def add_gradient(self) -> None:
-        """After the last backward of a step: the server has the gradients when this returns."""
+        """Called after the last backward of a step. When it returns, the server has the embedding's gradients."""
         if self.ahead is not None:
             self.ahead.served.head.row_gradients.settle()
             return
         assert self.copy is not None and self.copy.grad is not None
-        # The schedule has divided the gradient by the number of microbatches, as the head's step divides the server's.
+        # The schedule has divided this gradient by the number of microbatches. The head's step will divide the server's gradient,
+        # too, so the first division is undone here.
         self.client.add_gradient(HEAD, "weight", wire(self.copy.grad), step=self.step, id=1, scale=self.microbatches,
                                  dtype="bf16" if self.copy.is_cuda else "fp32")
         self.copy.grad = None
 
     def take_values(self) -> None:
-        """After the head's step."""
+        """Called after the head's step. With EXCHANGE, copies the head's new values."""
         self.step += 1
         if self.ahead is None:
             self._pull()
@@ -483,26 +501,28 @@ class Tie:
 
 
 class LocalTie:
-    """The embedding of a first stage that is the matrix of the local head of the last stage. Both stages have one, which they call
-    at the same time; each call moves a matrix of [V, D] over the process group of all ranks.
+    """Ties the token embedding of the first stage to the local head of the last stage: both have the same matrix. Each of the two
+    stages has a LocalTie. They call the same method at the same time, and each call sends a matrix [V, D] over the process group of
+    all ranks.
 
-    The first stage has a copy of the matrix, and neither an optimizer nor moments of it: its gradient (float32) joins that of the
-    head, and the new values (of LocalHead.working) come back.
+    The first stage has a copy of the matrix, without an optimizer and its moments. The gradient of the copy (float32) is sent to the
+    last stage and added to the head's. The new values (LocalHead.working) are sent back.
     """
 
     def __init__(self, first: int, last: int, copy: nn.Parameter | None, head: LocalHead | None) -> None:
-        """`first`, `last`: ranks of the two stages. `copy`: in the first stage, which gets the head's values; `head`: in the last."""
+        """`first`, `last`: the ranks of the two stages. `copy`: in the first stage, its copy of the matrix, which gets the head's
+        values; else None. `head`: in the last stage, its head; else None."""
         self.first, self.last, self.copy, self.head = first, last, copy, head
         self.ahead: Ahead | None = None
         self.optimizers: list[HeadOptimizer] = []
         self.take_values()
 
     def expect(self, inputs: torch.Tensor) -> None:
-        """The ids of a step come: nothing has to be asked for."""
+        """As in Tie. Has no effect, because no rows are prefetched."""
 
     def add_gradient(self) -> None:
-        """After the last backward of a step. The schedule has divided the embedding's gradient by the number of microbatches, as
-        LocalHead divides that of the head."""
+        """Called after the last backward of a step. The gradients can be added as they are: the schedule has divided the embedding's
+        gradient by the number of microbatches, and LocalHead has divided the head's."""
         if self.copy is not None:
             assert self.copy.grad is not None
             torch.distributed.send(self.copy.grad, self.last)
@@ -513,7 +533,7 @@ class LocalTie:
             self.head.weight.grad.add_(gradient)
 
     def take_values(self) -> None:
-        """After the head's step."""
+        """Called after the head's step. The copy gets the head's new values."""
         with torch.no_grad():
             if self.head is not None:
                 torch.distributed.send(self.head.working.detach(), self.first)
@@ -523,18 +543,19 @@ class LocalTie:
                 self.copy.copy_(values)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """As in Tie. Has no effect, because nothing is open."""
 
 
 def wire(values: torch.Tensor) -> NDArray[Any]:
-    """As a client sends them: bf16 of a GPU's as its bits."""
+    """Values as an array that a client can send: float32 from the CPU, and the bits of bf16 from a GPU."""
     if values.is_cuda:
         return values.bfloat16().view(torch.int16).cpu().numpy().view(np.uint16)
     return values.numpy()
 
 
 class Rank:
-    """One rank of a configuration: its stage, its loss and the schedule."""
+    """One rank of a configuration: a stage with its optimizer, the schedule and, in the last stage, the loss. All ranks call its
+    methods step(), close() and http() together."""
 
     def __init__(self, rank: int, configuration: Configuration, settings: Settings, target: str) -> None:
         from torch.distributed import pipelining
@@ -554,7 +575,7 @@ class Rank:
         self.client: TimedClient | None = None
         self.optimizers: list[Any] = []
         group = mesh.get_group("replica") if configuration.replicas > 1 else None
-        loss_fn: Any = torch.nn.functional.mse_loss  # of stages that are not the last, which do not call it
+        loss_fn: Any = torch.nn.functional.mse_loss  # a schedule needs one in every stage; only the last stage calls it
         if self.last:
             loss_fn = self._server_loss(target, group) if configuration.on_server else self._local_loss(group)
         module: torch.nn.Module = make_stage(settings.shape, configuration.layers, self.index, settings.seed, self.device,
@@ -580,8 +601,8 @@ class Rank:
             self.schedule = pipelining.Schedule1F1B(stage, self.microbatches, loss_fn=loss_fn)
 
     def _tie(self, module: Any, target: str, loss_fn: Any) -> Tie | LocalTie | None:
-        """What ties the embedding of a model to its head; None in stages that have neither."""
-        torch.distributed.barrier()  # the last stage has made the head
+        """The tie between the model's embedding and its head. None in stages that take no part in it."""
+        torch.distributed.barrier()  # after this, the last stage has made the head
         configuration = self.configuration
         if configuration.on_server:
             return Tie(module.parts[0], configuration.embedding, target, self.microbatches, self.settings,
@@ -592,9 +613,11 @@ class Rank:
         return LocalTie(0, configuration.stages - 1, copy, loss_fn if self.last else None)
 
     def _warm_up(self, group: Any) -> None:
-        """A step of a copy of the stages without head and served embedding, which loads the code that they need. cuBLAS loads its own
-        when it first multiplies matrices of a kind, and waits for all work on the GPU then: beside a head in the same process for work
-        that waits for this rank."""
+        """Runs steps of a copy of the stages, without head and served embedding, so that all code for the GPU is loaded before the
+        first real step. For embedded servers.
+
+        cuBLAS loads code when it first multiplies matrices of a kind, and then waits for all work on the GPU. If this happened beside a
+        head in the same process, the head's work on the GPU might be waiting for this rank, and neither would ever end."""
         from torch.distributed import pipelining
         stand_ins = {id(each): OneRow(each.served, self.device) for each in self.module.modules() if isinstance(each, Ahead)}
         own = copy.deepcopy(self.module, stand_ins)
@@ -612,7 +635,8 @@ class Rank:
         torch.distributed.barrier()
 
     def batches(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None]]:
-        """Inputs and targets of one step after the other, as far as this stage needs them. A server's targets stay on the host."""
+        """Yields inputs and targets of each step. Inputs are None except in the first stage, targets except in the last. Targets for a
+        server stay on the host, and so do inputs of a served embedding."""
         each, settings = self.microbatches * self.settings.sequences, self.settings
         for step in range(settings.warm_up + settings.steps):
             tokens = torch.from_numpy(settings.tokens(settings.microbatches * settings.sequences,
@@ -623,8 +647,8 @@ class Rank:
             yield inputs, targets if targets is None or self.client is not None else targets.to(self.device)
 
     def step(self, inputs: torch.Tensor | None, targets: torch.Tensor | None, number: int) -> list[torch.Tensor]:
-        """Step `number`, counted from 0: the losses of this replica's microbatches, in the last stage. The first step sets
-        squared_norms, in all ranks."""
+        """Runs step `number`, counted from 0. In the last stage, returns the losses of this replica's microbatches. Step 0 also sets
+        squared_norms in all ranks."""
         losses: list[torch.Tensor] = []
         for each in self.optimizers:
             if isinstance(each, torch.optim.Optimizer):
@@ -639,16 +663,16 @@ class Rank:
         if self.tie is not None:
             self.tie.add_gradient()
         if served:
-            torch.distributed.barrier()  # the server has all gradients of the head
+            torch.distributed.barrier()  # after this, the server has all gradients of the head
         if number == 0:
             self.squared_norms = self._squared_norms()
             if served:
-                torch.distributed.barrier()  # one stage's step would end what the other one asks for
+                torch.distributed.barrier()  # a stage that stepped now would close the step while the other one asks for its norm
         expected = {"expected_microbatches": exchanged_ids(self.microbatches)} if self.configuration.embedding == EXCHANGE else {}
         for each in self.optimizers:
             each.step(**expected) if isinstance(each, HeadOptimizer) else each.step()
         if served and self.configuration.embedding == EXCHANGE:
-            torch.distributed.barrier()  # the head's new values are there
+            torch.distributed.barrier()  # after this, the server has the head's new values
         if self.tie is not None:
             self.tie.take_values()
         return losses
@@ -660,25 +684,26 @@ class Rank:
         return found
 
     def _squared_norms(self) -> dict[str, float]:
-        """Of the gradients of this stage's layers and, in the last stage, of the head."""
+        """The squared norms of the gradients: "layers" for this stage and, in the last stage, "head"."""
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         found = {"layers": sum(float(gradient.double().norm())**2 for gradient in gradients)}
         for each in self.optimizers:
             if isinstance(each, HeadOptimizer):
-                each.load_grad_norm()  # in both stages of a tied model, whose steps have to be alike
+                each.load_grad_norm()  # called in both stages of a tied model, because their steps must be the same
                 found |= {"head": float(each.stand_in.grad)**2} if self.last else {}
             elif isinstance(each, LocalHead):
                 found["head"] = each.gradient_norm()**2
         return found
 
     def devices(self) -> list[dict[str, float]]:
-        """What the server says of each device of a head that several divide by vocabulary."""
+        """What the server reports of each of its devices, if the head is split by vocabulary: classes and seconds."""
         assert self.client is not None
         return [{"classes": each.classes, "busy_seconds": each.busy_seconds, "exchange_seconds": each.exchange_seconds}
                 for each in self.client.describe_head(HEAD).devices]
 
     def close(self) -> None:
-        """All ranks call it: the first member that goes ends a server of all."""
+        """Closes the clients, and then this rank's part of an embedded server. All ranks call it: an embedded server ends in all ranks
+        when the first rank closes its part, so there is a barrier before that."""
         if self.tie is not None:
             self.tie.close()
         if self.client is not None:
@@ -688,14 +713,14 @@ class Rank:
             self.member.close()
 
     def http(self) -> str:
-        """Where the first rank's member shows its metrics, in all ranks."""
+        """The address of the metrics of an embedded server, which rank 0 serves. Returned in all ranks."""
         assert self.member is not None
         addresses = [self.member.http_address]
         torch.distributed.broadcast_object_list(addresses, src=0)
         return addresses[0]
 
     def _member(self) -> lossd.EmbeddedClient:
-        """This process's part of a server that lies in all of them."""
+        """Starts this process's part of the embedded server, which runs in the processes of all ranks."""
         own = {"backend": "cuda"} if self.settings.device == "cuda" else {"backend": "cpu", "threads": self.settings.threads}
         return lossd.torch.colocate(http="127.0.0.1:0", flags=dict(self.settings.server_flags), **own)
 
@@ -711,7 +736,8 @@ class Rank:
         size = _EMBEDDED_MEMORY if self.configuration.embedded else None
         self.client = TimedClient(target, transport=self.settings.transport, shared_memory_bytes=size)
         if self.configuration.embedded and self.device.type == "cuda":
-            self.client.shares_gpu(self.device.index)  # before the GPU has work that waits for the head, as colocate() opens its own
+            # Opens the shared GPU memory before the GPU has work that waits for the head. colocate() does so for its own client.
+            self.client.shares_gpu(self.device.index)
         if self.replica == 0:
             split = {"split": "vocabulary", "shares": self.configuration.shares} if self.configuration.colocated else {}
             self.client.create_head(HEAD, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size, zeros=True, **split,
@@ -730,9 +756,11 @@ class Rank:
 
 def train(rank: int, rendezvous: str, configuration: Configuration, settings: Settings, target: str,
           http: str, limit_seconds: float, environment: dict[str, str]) -> dict[str, Any]:
-    """Trains, and returns what this rank has measured. Times are those of steps between barriers of all ranks.
+    """Trains as rank `rank` of a configuration, and returns what this rank has measured. The time of a step is from one barrier of all
+    ranks to the next.
 
-    `environment`: variables that CUDA reads when this process first uses it.
+    `environment`: environment variables that CUDA reads when this process first uses it. `target`, `http`: the addresses of a server
+    that is not embedded; else empty.
     """
     os.environ.update(environment)
     torch.distributed.init_process_group(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lossd server of benchmarks, a process of its own, and NVIDIA's Multi-Process Service beside it."""
+"""For benchmarks: Server starts a lossd server as a process and reads its metrics; Mps starts NVIDIA's Multi-Process Service."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from pathlib import Path
 from typing import Any
 
 
-# The lossd server of benchmarks: a process of its own, and what its metrics say.
-
-START_SECONDS = 120.0
+START_SECONDS = 120.0  # after which a server that has not started is given up
+# The metrics that read_metrics() returns.
 FAMILIES = ("lossd_device_busy_seconds_total", "lossd_memory_peak_bytes", "lossd_gpu_memory_used_bytes",
             "lossd_embedding_rows_total", "lossd_head_device_seconds_total", "lossd_rows_total", "process_cpu_seconds_total")
+# A sample of the histogram of the phases of slices.
 PHASE = re.compile(r'lossd_phase_seconds_(sum|count)\{.*?\bphase="(\w+)"')
 
 
 class Server:
-    """A server on free ports of the loopback, from entering the context to leaving it."""
+    """A context manager: a lossd server runs within the block, on free ports of the loopback interface. `target` and `http` are
+    its addresses."""
 
     def __init__(self, program: str, *flags: str, environment: dict[str, str] | None = None) -> None:
-        """`environment`: variables besides those of this process."""
+        """`environment`: environment variables in addition to those of this process."""
         self._command = [program, "--listen=127.0.0.1:0", "--http=127.0.0.1:0", *flags]
         self._environment = {**os.environ, **(environment or {})}
 
     def __enter__(self) -> Server:
-        """RuntimeError with the server's log if it does not come up."""
+        """RuntimeError with the end of the server's log if the server does not start."""
         self._folder = tempfile.TemporaryDirectory(prefix="lossd-bench.")
         folder = Path(self._folder.name)
         ports, log = folder / "ports", folder / "log"
@@ -65,14 +66,14 @@ class Server:
         return self._process.pid
 
     def peak_resident_bytes(self) -> int:
-        """Of the host's memory, at most since the server started."""
+        """The most host memory that the server's process had since it started."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def read_metrics(http: str) -> dict[str, float]:
-    """FAMILIES by name, those of a family added up; a family that the server does not have is missing.
-    Besides, of the phases of slices: "sum of PHASE", in seconds, and "count of PHASE"."""
+    """The metrics in FAMILIES, by name. The samples of a metric are added up; a metric that the server does not have is missing.
+    Also, for each phase of slices, "sum of PHASE" in seconds, and "count of PHASE"."""
     with urllib.request.urlopen(f"http://{http}/metrics", timeout=30) as answer:
         return parse_metrics(answer.read().decode())
 
@@ -88,22 +89,22 @@ def parse_metrics(text: str) -> dict[str, float]:
     return found
 
 
-# NVIDIA's Multi-Process Service (MPS) of benchmarks, by which the programs on a GPU run at the same time.
+# NVIDIA's Multi-Process Service (MPS) lets the programs on a GPU run at the same time.
 
 CONTROL = "nvidia-cuda-mps-control"
-SECONDS = 30.0  # for the control program to start or to end
-CLIENT_SECONDS = 5  # for a client that is still there, before it is ended
+SECONDS = 30.0  # the limit for a call of the control program
+CLIENT_SECONDS = 5  # how long MPS waits at its end for a client that still runs, before it ends the client
 
 
 class Mps:
-    """MPS with directories of its own, from entering the context to leaving it. Programs use it that are started with
-    `environment`, before they use CUDA."""
+    """A context manager: MPS runs within the block, with directories of its own. Programs use it if they have the variables of
+    `environment` when they first use CUDA."""
 
     def __init__(self, control: str = CONTROL) -> None:
         self._control = control
 
     def __enter__(self) -> Mps:
-        """RuntimeError if it does not start."""
+        """RuntimeError if MPS does not start."""
         self._folder = tempfile.TemporaryDirectory(prefix="lossd-mps.")
         folder = Path(self._folder.name)
         self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
@@ -124,12 +125,12 @@ class Mps:
         self._folder.cleanup()
 
     def log(self) -> str:
-        """The end of what its programs have said."""
+        """The end of each log of MPS."""
         paths = sorted(Path(self.environment["CUDA_MPS_LOG_DIRECTORY"]).glob("*.log"))
         return "".join(path.read_text(errors="replace")[-2000:] for path in paths)
 
     def _run(self, command: list[str], text: str = "") -> None:
-        # Not captured through pipes: the daemon would keep them open.
+        # The output goes to a file and not to pipes, because the daemon would keep pipes open.
         with open(Path(self._folder.name, "output"), "a+", encoding="utf-8") as output:
             done = subprocess.run(command, input=text, stdout=output, stderr=output, text=True, timeout=SECONDS, check=False,
                                   env={**os.environ, **self.environment})
@@ -139,5 +140,5 @@ class Mps:
 
 
 def of_trainer(environment: dict[str, str], priority: int) -> dict[str, str]:
-    """`environment` for a program whose work yields to the server's: `priority` 0 is that of the server, 1 is below it."""
+    """`environment` for a trainer. `priority`: 0 gives its work on the GPU the priority of the server's work, 1 a lower one."""
     return {**environment, "CUDA_MPS_CLIENT_PRIORITY": str(priority)} if environment else {}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files as tokens of pipeline_bench.py: a byte-level BPE that is learnt from the same files, and batches drawn from its tokens.
+"""Makes tokens of text files for pipeline_bench.py: tokenize() learns a byte-level BPE from the files and encodes them; draw() makes
+batches of the tokens.
 
-Needs the package tokenizers, which transformers brings.
+Needs the package tokenizers, which is installed with transformers.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-END = "<|endoftext|>"  # after each file
-HELD_OUT = 0.02  # the part of the tokens, the last ones, that no batch has
-_AT_A_TIME = 256  # files that are encoded together, so that memory stays small
+END = "<|endoftext|>"  # the token after each file
+HELD_OUT = 0.02  # this part of the tokens, at the end, is in no batch
+_AT_A_TIME = 256  # the number of files that are encoded together; a limit, so that memory stays small
 
 
 def read_texts(patterns: list[str], most_bytes: int) -> dict[str, bytes]:
-    """Contents by their digest, of equal files one. Files that would exceed `most_bytes` together are left out. The order is that of
-    digests of the paths, so that files of all folders are mixed."""
+    """The contents of the files that match `patterns`, by their digest. Equal files occur once. A file that would make the total
+    larger than `most_bytes` is left out. The files are ordered by digests of their paths, which mixes the folders."""
     paths = {path for pattern in patterns for path in glob.glob(pattern, recursive=True) if Path(path).is_file()}
     texts: dict[str, bytes] = {}
     total = 0
@@ -42,9 +43,9 @@ def _digest(text: str) -> str:
 
 
 def tokenize(patterns: list[str], most_bytes: int, vocab_size: int, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The tokens of the files that match `patterns`, as uint32 below `vocab_size`, in a .npy file in `folder`, and what they
-    are: {"files", "bytes", "tokens", "vocabulary"}. The file's name has a digest of the texts and of the vocabulary's size; a
-    file that is there already is taken. ValueError if nothing matches."""
+    """Writes the tokens of the files that match `patterns` to a .npy file in `folder`, as uint32 below `vocab_size`. Returns the
+    path of the .npy file, and its numbers: {"files", "bytes", "tokens", "vocabulary"}. The name of the .npy file depends on the
+    texts and on `vocab_size`; if such a file exists, it is used. ValueError if no file matches."""
     texts = read_texts(patterns, most_bytes)
     if not texts:
         raise ValueError(f"text is {','.join(patterns)}; no file of at most {most_bytes} bytes matches")
@@ -56,7 +57,7 @@ def tokenize(patterns: list[str], most_bytes: int, vocab_size: int, folder: Path
         folder.mkdir(parents=True, exist_ok=True)
         tokens, learnt = learn_and_encode([text.decode("utf-8", "replace") for text in texts.values()], vocab_size)
         found = {"files": len(texts), "bytes": sum(map(len, texts.values())), "tokens": len(tokens), "vocabulary": learnt}
-        with tempfile.TemporaryDirectory(dir=folder) as beside:  # another run never sees half a file
+        with tempfile.TemporaryDirectory(dir=folder) as beside:  # renamed at the end, so another run never sees half a file
             np.save(Path(beside, "tokens.npy"), tokens)
             Path(beside, "tokens.npy").rename(path)
             Path(beside, "notes.json").write_text(json.dumps(found))
@@ -65,8 +66,8 @@ def tokenize(patterns: list[str], most_bytes: int, vocab_size: int, folder: Path
 
 
 def learn_and_encode(texts: list[str], vocab_size: int) -> tuple[NDArray[np.uint32], int]:
-    """Tokens of all texts, each with END behind it, and how many tokens the vocabulary has: fewer than `vocab_size` if the texts
-    have fewer pairs that occur twice."""
+    """The tokens of all texts, with END after each text, and the size of the vocabulary. The vocabulary is smaller than
+    `vocab_size` if the texts do not have enough pairs that occur twice."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,13 +84,14 @@ def learn_and_encode(texts: list[str], vocab_size: int) -> tuple[NDArray[np.uint
 
 @functools.cache
 def _stream(path: str) -> NDArray[np.uint32]:
+    """The tokens in a file, without those that are held out."""
     tokens: NDArray[np.uint32] = np.load(path, mmap_mode="r")
     return tokens[:len(tokens) - int(len(tokens) * HELD_OUT)]
 
 
 def draw(path: str, sequences: int, context: int, seed: int, step: int) -> NDArray[np.int64]:
-    """[sequences, context + 1]: pieces of the tokens in `path` that begin anywhere, by `seed` and `step` alone. ValueError if
-    there are too few tokens."""
+    """A batch, [sequences, context + 1]: pieces of the tokens in `path` at random places, which depend only on `seed` and `step`.
+    ValueError if there are too few tokens."""
     tokens = _stream(path)
     if len(tokens) <= context:
         raise ValueError(f"the text has {len(tokens)} tokens; a sequence needs {context + 1}")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes client/plan/measured.json, the rates that `lossctl plan` predicts with, from the recorded runs in bench/results, and
-the table of bench/results/predicted-steps.md that compares steps of pipelines with their predictions.
+"""Makes two files from the recorded results in bench/results, for `lossctl plan`.
+
+  - client/plan/measured.json has the rates from which `lossctl plan` predicts.
+  - bench/results/predicted-steps.md has a table that compares steps of pipelines with their predictions.
 
     python3 bench/plan_data.py            # write both
-    python3 bench/plan_data.py --check    # exit status 1 if they are not what the runs say now
+    python3 bench/plan_data.py --check    # exit status 1 if the files differ from what this program would write
 
-Every entry names its source: file, date and commit. Of runs of the same kind the newest file counts. Nothing is derived
-here but rows and bytes per second of what the files have, and the factors of step_factors.py. New steps of pipelines are
-files of pipeline_bench.py: put their contents into bench/results/h200/pipelines.json, under a name each, and run this.
+Every entry names its source: file, date and commit. Of results of the same kind, the one in the newest file counts. The only
+derived values are rows and bytes per second, and the factors of step_factors.py. To add steps of pipelines, put the content of a
+file of pipeline_bench.py into bench/results/h200/pipelines.json under a new name, and run this program.
 """
 
 import argparse
@@ -20,28 +22,30 @@ import step_factors
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "h200"
 MEASURED = ROOT / "client" / "plan" / "measured.json"
-PAGE = ROOT / "bench" / "results" / "predicted-steps.md"  # has a table of the steps of pipelines
+PAGE = ROOT / "bench" / "results" / "predicted-steps.md"  # the page with the table of steps of pipelines
 
-# The card of these files. The memory is what its data sheet says; the others are in the results.
+# The GPU that all results are from. The memory is from its data sheet; the other values are in the results.
 CARD = {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "multiprocessors": 132, "clusters": 66}
 
-# Loss and gradients; the later of two runs counts. What is not named here was measured before a change that made it slower
-# or faster (bench/results/README.md says which).
+# The files with times of loss and gradients. If two files have the same case, the later one counts. Files that are not named
+# here are older than a change that made the kernels slower or faster (bench/results/README.md tells which change).
 LOSS_FILES = ("loss_flat.json", "loss_peaked.json", "loss_by_data.json", "loss_sampled.json")
-# "auto" takes one of the other ways. Filtered gradients of stored logits are those of loss_sampled.json alone: they cost 7 to
-# 10 % more since logits are fp32.
+# For results that name an "algorithm", as older files do: (logits, gradients).
+#
+# loss_entries() leaves out two cases. "auto" computes gradients in one of the other ways. Filtered gradients of stored logits are
+# taken only from loss_sampled.json: they cost 7 to 10 % more since logits are fp32.
 EARLIER = {"cut": ("recomputed", "exact"), "cut-filtered": ("recomputed", "filtered"), "auto": ("stored", "auto"),
            "exact": ("stored", "exact"), "filtered": ("stored", "filtered")}
 DEFAULT_THRESHOLD = 2.0 ** -10
-# Names of peers.py, and those of the plan.
+# Names of local heads: in peers.py, and in the plan.
 LAST_STAGE = {"torch": "torch", "torch.compile": "compiled", "liger": "liger", "cce": "cce"}
-# The results of pipeline_bench.py.
+# The file with the results of pipeline_bench.py.
 STEPS = "pipelines.json"
 PEER_FILES = ("peers.json", "peers_real.json")
 
 
 class Sources:
-    """The runs, in the order in which they are named first."""
+    """The list of sources. add() returns the index of a source, and adds the source if it is new."""
 
     def __init__(self):
         self.list = []
@@ -59,12 +63,13 @@ def read(name):
 
 
 def runs_of(name):
-    """The runs of a file, which has one, or several by name."""
+    """The runs in a file. A file has one run, or several runs by name."""
     content = read(name)
     return [content] if "date" in content else list(content.values())
 
 
 def way_of(result):
+    """(logits, gradients) of a result of `cuda_bench loss`."""
     if "gradients" in result:
         return result["logits"], result["gradients"]
     return EARLIER[result["algorithm"]]
@@ -79,7 +84,7 @@ def loss_entries(sources):
             if gradients == "auto" or (logits, gradients) == ("stored", "filtered") and name != "loss_sampled.json":
                 continue
             if gradients == "sampled" and result["sample_threshold"] != DEFAULT_THRESHOLD:
-                continue  # another threshold, asked for or taken for want of room
+                continue  # another threshold, which was asked for or chosen because memory was short
             shape = result["shape"]
             entry = {"logits": logits, "gradients": gradients, "data": result["data"], "shape": shape["name"],
                      "hidden": shape["hidden"], "vocab": shape["vocab"], "rows": shape["rows"],
@@ -133,7 +138,7 @@ def transport_entries(sources):
 
 
 def shared_memory_entries(sources):
-    """Of the session in which the server's CPU time was measured, too."""
+    """Entries for shared memory, from the session that also measured the server's CPU time."""
     content = read("transports.json")["shared_memory"]
     source = sources.add("transports.json", content)
     hidden = {"phi3.5-mini": 3072, "llama3-8b": 4096}
@@ -161,7 +166,7 @@ def cuda_ipc_entries(sources):
 
 
 def device_entries(sources):
-    """Rows per second of two GPUs over those of one, in the same session and host."""
+    """Entries with the speedup of two GPUs: rows per second, divided by those of one GPU in the same session on the same host."""
     entries = []
     by_rows = read("by_rows.json")
     source = sources.add("by_rows.json", by_rows)
@@ -207,7 +212,7 @@ def collect():
 
 
 def text(content):
-    """JSON with an entry a line, so that differences are easy to read."""
+    """The content as JSON with one entry per line, so that differences are easy to read."""
     parts = []
     for key, value in content.items():
         if isinstance(value, list):
@@ -219,7 +224,7 @@ def text(content):
 
 
 def page(content):
-    """The page with the table of these steps."""
+    """The text of PAGE with a new table, made from `content`."""
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition("| model | GPUs | head |")
     table, end, after = rest.partition("\nA test compares every recorded step")
     if not begin or not end:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows per second through the Python client, beside `lossctl bench` with the same settings against the same server.
+"""Measures rows per second through the Python client, and through `lossctl bench` with the same settings and the same server.
 
     python3 bench/python_client_bench.py --lossctl build/release/bin/lossctl --channels 4 --in_flight 4
 
-Every microbatch asks for dL/dx and accumulates dL/dW, which is discarded at the end. The head is made for the purpose
-and deleted afterwards. With --cuda hidden states and gradients are CUDA tensors that lossd.Client is given as they are; with
---torch they pass through lossd.torch.LossHead: copies to and from the device are in the time. --data=real needs a GPU; its
-weight and rows are those of peers.py. The client's library is the one beside lossctl, unless LOSSD_LIBRARY says otherwise.
+Every microbatch asks for dL/dx and accumulates dL/dW, which is discarded at the end. The program creates a head for this and
+deletes it afterwards. With --cuda, it also passes hidden states and gradients to lossd.Client as CUDA tensors. With --torch, it
+also passes them through lossd.torch.LossHead; the time includes copies to and from the device. --data=real needs a GPU, and takes
+weight and rows from peers.py. The client's library is the one beside lossctl, unless LOSSD_LIBRARY names another.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(start: Any, finish: Any, arguments: argparse.Namespace) -> dict[str, float]:
-    """start(i) begins a microbatch, finish(what it returned) ends it; `in_flight` of them at a time."""
+    """Computes microbatches for some seconds, `in_flight` of them at a time. pending = start(i) begins a microbatch, and
+    finish(pending) waits for it."""
     under_way: collections.deque[tuple[float, Any]] = collections.deque()
     latencies: list[float] = []
 
@@ -73,7 +74,7 @@ def measure(start: Any, finish: Any, arguments: argparse.Namespace) -> dict[str,
             end_one()
 
     numbers = itertools.count()
-    run(lambda: len(latencies) < 2 * arguments.in_flight)  # warms up
+    run(lambda: len(latencies) < 2 * arguments.in_flight)  # a warm-up
     latencies.clear()
     cpu = time.process_time(), server_cpu(arguments.server_pid)
     begin = time.monotonic()
@@ -87,7 +88,7 @@ def measure(start: Any, finish: Any, arguments: argparse.Namespace) -> dict[str,
 
 
 def server_cpu(pid: int | None) -> float:
-    """Seconds of CPU time that the process has taken."""
+    """Seconds of CPU time that a process has used until now; 0 without a process id."""
     if pid is None:
         return 0.0
     with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
@@ -96,7 +97,7 @@ def server_cpu(pid: int | None) -> float:
 
 
 def make_rows(client: lossd.Client, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Bits of bf16 [N, D], and targets [N]. Real rows bring the weight of the head."""
+    """Hidden states [N, D] as the bits of bf16, and targets [N]. For real data, also writes the weight to the head."""
     if arguments.data == "real":
         import peers
         import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the results of cuda_bench loss and peers.py into the Markdown tables of a results page.
+"""Makes the Markdown tables of a results page from the results of `cuda_bench loss` and peers.py.
 
     cuda_bench loss --data=peaked,flat --logits=stored,recomputed --gradients=exact,filtered,auto \
         --norm=false --parts=false --out=loss.json
@@ -7,10 +7,10 @@
     python3 report.py loss.json --peers peers.json > report.md
     python3 report.py sweep_bf16.json sweep_fp32.json --sweeps sweeps.csv --csv merged.csv
 
-The first table has a line for each shape and data and a column for the floor, each way to compute gradients, the loss alone
-and each peer. Several results may be given; of those for the same shape, data and way the last one counts. Ratios
-are to the bare products that the same run measured: all three, or the first one for the loss alone. TFLOP/s count
-all three products, whether a way computes them or not. The last form merges sweeps into one file, which figures.py draws.
+The first table has a line for each shape and kind of data. It has columns for the floor, for each way to compute gradients, for
+the loss without gradients, and for each peer. If several results have the same shape, data and way, the last one counts. Ratios
+are to the bare matrix products of the same run: to all three, or to the first one for the loss without gradients. TFLOP/s count
+all three products, even if a way does not compute them. The last command above merges sweeps into one file, which figures.py draws.
 """
 
 import argparse
@@ -18,9 +18,9 @@ import csv
 import json
 
 
-# The order of columns, of those that were run; what is not named here comes last.
+# The order of the columns. Ways that were not run have no column; ways that are not named here come last.
 WAYS = ("exact", "filtered", "auto", "recomputed exact", "recomputed filtered", "recomputed auto")
-# What recorded results call some of them, under the key "algorithm".
+# The names of some ways in older results, under the key "algorithm".
 EARLIER_NAMES = {"cut": "recomputed exact", "cut-filtered": "recomputed filtered"}
 PEERS = ("torch", "torch.compile", "cce", "cce_exact", "liger", "quack", "quack_untuned")
 ERRORS = ("hidden_gradient", "weight_gradient", "lse", "loss")
@@ -40,7 +40,7 @@ def teraflops(shape, products, milliseconds):
 
 
 def columns(known, groups):
-    """The names that occur in any of the groups: the known ones, then the others."""
+    """The names that occur in any of the groups: first those in `known`, in that order, then the others."""
     found = {name: None for group in groups for name in group}
     return [name for name in known if name in found] + [name for name in found if name not in known]
 
@@ -50,7 +50,7 @@ def median(result, key):
 
 
 def way_of(result):
-    """How gradients were computed, and first that logits were not stored, if so."""
+    """The way of a result: how gradients were computed. "recomputed" comes before it if logits were not stored."""
     if "gradients" not in result:
         name = result.get("algorithm", "exact")
         return EARLIER_NAMES.get(name, name)
@@ -58,12 +58,12 @@ def way_of(result):
 
 
 def read_results(paths):
-    """{(shape, data): {way: result}} in the order of the files, and a line about each file."""
+    """Reads {(shape, data): {way: result}}, in the order of the files, and a line of text about each run."""
     found, sources = {}, []
     for path in paths:
         with open(path) as file:
             content = json.load(file)
-        for run in [content] if "loss" in content else content.values():  # one, or several by name
+        for run in [content] if "loss" in content else content.values():  # a file has one run, or several by name
             sources.append(f"{path}: {run['card']}, {run['date']}, commit {run.get('commit') or 'unknown'}")
             for result in run["loss"]:
                 key = result["shape"]["name"], result["data"]
@@ -84,7 +84,7 @@ def title(result):
 
 
 def time_table(results, peers=()):
-    """A line for each shape and data; the floor is that of each way's or peer's own run."""
+    """The table of times, with a line for each shape and kind of data. Each ratio is to the floor of the same run."""
     ran = columns(WAYS, results.values())
     peers_ran = columns(PEERS, (entry["methods"] for entry in peers))
     peer_of = {(entry["shape"], entry["data"]): entry for entry in peers}
@@ -126,7 +126,7 @@ def peer_time(entry, name):
 
 
 def peer_table(peers):
-    """Ratios are to the floor of the peers' own run."""
+    """The table of the peers' times and memory. Ratios are to the floor of the peers' own run."""
     ran = columns(PEERS, (entry["methods"] for entry in peers))
     rows = []
     for entry in peers:
@@ -139,7 +139,7 @@ def peer_table(peers):
 
 
 def torch_versions(peers):
-    """Of one run as peers.py writes it, or of several that were put together under "runs"."""
+    """The versions of torch in a file of peers.py. The file has one run, or several that were put together under "runs"."""
     runs = peers["runs"].values() if "runs" in peers else [peers]
     return ", ".join(sorted({run["versions"]["torch"] for run in runs}))
 
@@ -157,17 +157,17 @@ def report(paths, peers_path=None):
     return "\n\n".join(parts) + "\n"
 
 
-# Merges the sweeps of peers.py with those of cuda_bench loss into one CSV file, which figures.py draws.
+# Merges the sweeps of peers.py with those of `cuda_bench loss` into one CSV file, which figures.py draws.
 #
-# The JSON files come from: cuda_bench loss --compute=bf16 (or fp32) --data=flat --errors=false --parts=false
-# --norm=false --shapes=8192x2048x2048,... with the points of peers.sweep_points(). Our memory is the head's
-# workspace plus its weight gradient; a peer's is the peak above its inputs, gradients included.
+# This makes the JSON files: cuda_bench loss --compute=bf16 (or fp32) --data=flat --errors=false --parts=false
+# --norm=false --shapes=8192x2048x2048,... with the points of peers.sweep_points(). The memory of lossd is the head's
+# workspace plus its weight gradient. The memory of a peer is its peak beyond the inputs, with gradients.
 
 COLUMNS = ["axis", "dtype", "N", "D", "V", "method", "forward_ms", "full_ms", "peak_mib"]
 
 
 def axes_of(n, d, v):
-    """The sweeps a point belongs to."""
+    """The sweeps (axes) to which a point belongs."""
     found = []
     if (n, d) == (8192, 2048):
         found.append("V")

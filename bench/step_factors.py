@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of pipelines that bench/pipeline_bench.py measured, and the factors with which `lossctl plan` predicts them.
+"""Reads the steps of pipelines that bench/pipeline_bench.py measured, and fits the factors with which `lossctl plan` predicts
+steps.
 
-The model is that of client/plan/plan.h, whose tests compare it with every step here. Pure functions.
+predict() computes the time of a step in the same way as client/plan/plan.h, whose tests compare the plan with every step here.
+Pure functions. plan_data.py uses them.
 """
 
 import itertools
 
-HIDDEN_AND_VOCABULARY = {"gemma2-2b": (2304, 256000), "llama3-8b": (4096, 128256)}  # of pipeline_bench.py
+HIDDEN_AND_VOCABULARY = {"gemma2-2b": (2304, 256000), "llama3-8b": (4096, 128256)}  # of the shapes in pipeline_bench.py
 KINDS = ("local", "server", "colocated")
 
 
 def read(file, runs, sources):
-    """Of all `runs` of a file, by name, each a result of pipeline_bench.py. Of configurations of one kind and size those of the latest day count, and of several of them
-    with the same layers and shares (schedules, transports) the fastest."""
+    """The entries of all steps in a file. `runs`: the results of pipeline_bench.py in the file, by name. `sources`: see
+    plan_data.Sources.
+
+    Of configurations of the same kind and size, those of the latest day count. If several of these have the same layers and shares
+    (with different schedules or transports), the fastest counts."""
     found = {}
     for name, content in sorted(runs.items()):
         source = sources.add(file, content)
@@ -20,7 +25,7 @@ def read(file, runs, sources):
             if "step_seconds" not in run or run["kind"] not in KINDS or run["replicas"] != 1:
                 continue
             if run["kind"] == "local" and run["head"] != "torch.compile":
-                continue  # the plan compares with the fastest
+                continue  # the plan compares only with the fastest local head
             if run["kind"] != "local" and run["schedule"] == "1F1B":
                 continue
             entry = entry_of(name, content, run, source)
@@ -30,6 +35,7 @@ def read(file, runs, sources):
 
 
 def fastest(entries):
+    """The fastest entry for each combination of layers and shares."""
     best = {}
     for entry in sorted(entries, key=lambda each: each["step_seconds"]):
         best.setdefault((tuple(entry["layers"]), tuple(entry["shares"])), entry)
@@ -38,7 +44,7 @@ def fastest(entries):
 
 def entry_of(name, content, run, source):
     settings = content.get("settings", {})
-    shape = settings.get("shape") or ("llama3-8b" if name.startswith("llama") else "gemma2-2b")  # files without settings
+    shape = settings.get("shape") or ("llama3-8b" if name.startswith("llama") else "gemma2-2b")  # older files have no settings
     hidden, vocab = HIDDEN_AND_VOCABULARY[shape]
     hidden, vocab = settings.get("hidden_size") or hidden, settings.get("vocab_size") or vocab
     rows = settings.get("sequences", 4) * (settings.get("context") or 2048)
@@ -53,7 +59,8 @@ def entry_of(name, content, run, source):
 
 
 def head_seconds(entry, loss, last_stage):
-    """Of the head alone on one GPU, as the plan takes it from the rates; None if its shape was not measured."""
+    """The seconds of an entry's head for a microbatch alone on one GPU. Taken from the rates, as the plan does; None if the head's
+    shape was not measured."""
     if entry["kind"] == "local":
         rates = [each for each in last_stage if each["method"] == "compiled"]
     else:
@@ -65,7 +72,8 @@ def head_seconds(entry, loss, last_stage):
 
 
 def predict(entry, head, layer, local_head=1.0, colocated=1.0):
-    """Seconds of a step: client/plan/plan.h."""
+    """The seconds of a step, as in client/plan/plan.h. `head`: head_seconds() of the entry. `layer`, `local_head`, `colocated`: the
+    factors."""
     busy = [count * entry["layer_seconds"] * layer for count in entry["layers"]]
     more = entry["microbatches"] - 1
     if entry["kind"] == "local":
@@ -79,16 +87,18 @@ def predict(entry, head, layer, local_head=1.0, colocated=1.0):
 
 
 def worst(entries, heads, **factors):
+    """The largest relative error of the predictions with these factors."""
     return max((abs(predict(entry, head, **factors) / entry["step_seconds"] - 1) for entry, head in zip(entries, heads)), default=0.0)
 
 
 def with_heads(entries, loss, last_stage):
+    """(entry, head_seconds()) of all entries whose head's time is known."""
     return [(entry, head) for entry in entries if (head := head_seconds(entry, loss, last_stage)) is not None]
 
 
 def fit(entries, loss, last_stage):
-    """The factors with the least worst error, in hundredths: those of layers and of a local head by the steps without a
-    colocated server, and then that of each kind of colocated steps."""
+    """Finds the factors whose largest error is the smallest, in steps of 0.01. First fits the factors of layers and of a local head
+    to the steps without a colocated server, and then one factor to each kind of colocated steps."""
     known = with_heads(entries, loss, last_stage)
 
     def those(wanted):
@@ -113,7 +123,7 @@ def fit(entries, loss, last_stage):
 
 
 def factors_of(entry, fitted):
-    """Arguments of predict(), or None if no such colocated step was measured."""
+    """The factors of fit() as arguments of predict() for an entry. None if no colocated step of this kind was measured."""
     found = {"layer": fitted["layer"], "local_head": fitted["local_head"]}
     if entry["kind"] != "colocated":
         return found
@@ -122,12 +132,13 @@ def factors_of(entry, fitted):
 
 
 def group_of(entry):
-    """Model and GPUs."""
+    """The model of an entry (shape and number of layers) and its number of GPUs."""
     return entry["shape"], sum(entry["layers"]), len(entry["layers"]) + (entry["kind"] == "server")
 
 
 def left_out_error(entries, loss, last_stage):
-    """The worst error of steps of a model that the steps of the other models predict; None with one model."""
+    """The largest error if the steps of each group (model and number of GPUs) are predicted with factors that are fitted to the
+    steps of the other groups. None if this is not possible."""
     errors = []
     for group in sorted({group_of(entry) for entry in entries}):
         others = [entry for entry in entries if group_of(entry) != group]
@@ -141,7 +152,7 @@ def left_out_error(entries, loss, last_stage):
 
 
 def table(content):
-    """For bench/results/predicted-steps.md: every step beside its prediction."""
+    """The table for bench/results/predicted-steps.md: every step and its prediction."""
     loss, last_stage, fitted = content["loss"], content["last_stage"], content["step_factors"]
     def order(pair):
         entry = pair[0]

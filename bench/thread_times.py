@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What each thread of a program does with the cores: their time while the program runs, by the threads' names.
+"""Measures how many cores the threads of a running program use, by the names of the threads.
 
     bench/thread_times.py $(pgrep -x lossd) --seconds 20
 
-The names of lossd's threads are in ARCHITECTURE.md. Threads that have no name of their own have the program's.
+ARCHITECTURE.md explains the threads of lossd. A thread without a name of its own has the name of the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds that a thread has computed since it began."""
+    """Seconds of CPU time that a thread has used since it began."""
 
     name: str
     user: float
@@ -30,14 +30,16 @@ class Times:
 
 
 def parse_stat(text: str, ticks: int) -> Times:
-    """Of /proc/<process>/task/<thread>/stat; `ticks` a second. The name may hold anything, also brackets."""
+    """Parses the text of /proc/<process>/task/<thread>/stat. `ticks`: clock ticks per second. The name of the thread may contain
+    any characters, also parentheses."""
     name = text[text.index("(") + 1:text.rindex(")")]
     fields = text[text.rindex(")") + 1:].split()
     return Times(name, int(fields[11]) / ticks, int(fields[12]) / ticks)
 
 
 def read_threads(process: int) -> dict[int, Times]:
-    """By thread. Threads that end meanwhile are missing. FileNotFoundError: there is no such process."""
+    """The times of all threads of a process, by thread id. Threads that end during the call are missing. FileNotFoundError if
+    there is no such process."""
     found = {}
     for task in pathlib.Path(f"/proc/{process}/task").iterdir():
         try:
@@ -48,7 +50,8 @@ def read_threads(process: int) -> dict[int, Times]:
 
 
 def cores_by_name(before: Mapping[int, Times], after: Mapping[int, Times], seconds: float) -> list[dict[str, object]]:
-    """The cores that threads of each name took, the busiest first: {"name", "threads", "user", "system", "busiest"}."""
+    """The cores that threads of each name used between two calls of read_threads(): {"name", "threads": their number, "user",
+    "system", "busiest": the cores of the busiest of these threads}. The names that used the most cores come first."""
     threads: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     for thread, now in after.items():
         then = before.get(thread, Times(now.name, 0.0, 0.0))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes bench/results/trainer_memory.json: what `lossctl plan` says of the models and in the setting of
-bench/results/published_memory.json. bench/figures.py draws both.
+"""Makes bench/results/trainer_memory.json: the memory that `lossctl plan` predicts for the models and the setting in
+bench/results/published_memory.json. bench/figures.py draws both files.
 
     python3 bench/trainer_memory.py build/cpu-only/bin/lossctl            # write the file
-    python3 bench/trainer_memory.py build/cpu-only/bin/lossctl --check    # exit status 1 if lossctl says something else
+    python3 bench/trainer_memory.py build/cpu-only/bin/lossctl --check    # exit status 1 if the file is not what lossctl predicts
 """
 
 import argparse
@@ -19,7 +19,7 @@ PLANNED = RESULTS / "trainer_memory.json"
 
 
 def plan(lossctl, config, *options):
-    """What `lossctl plan` prints as JSON of a model with this config.json."""
+    """The JSON that `lossctl plan` prints for a model. `config`: the content of the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "config.json")
         path.write_text(json.dumps(config), encoding="utf-8")
@@ -30,7 +30,8 @@ def plan(lossctl, config, *options):
 
 
 def options_of(setting, model, parameters):
-    """The setting as options. Parameters are given only where the table's are not those of the configuration."""
+    """The options of `lossctl plan` for the setting and a model. The number of parameters is an option only if the published
+    table has another number than the configuration."""
     options = {"--trainer-gpus": setting["gpus"], "--trainer-memory": setting["gpu_memory_bytes"],
                "--trainer-rows": setting["rows"], "--bytes-per-parameter": setting["bytes_per_parameter"],
                "--logit-bytes": setting["bytes_per_logit"]}

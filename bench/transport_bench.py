@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how rows travel on one host: rows per second and cores by transport, and the time of small microbatches.
+"""Compares transports of rows on one host: rows per second and cores of each, and the latency of small microbatches.
 
     python3 bench/transport_bench.py --bin=bin --json=transports.json
     python3 bench/transport_bench.py --bin=build/release/bin --backend=cpu --shapes=256x512 --data=random --seconds=1
 
-Starts a server for each head, drives it with `lossctl bench`, and stops it. `--kernels` has `cuda_bench loss` time the
-same chunks in process beside every head, for as long. Results of one run are comparable with each other.
+The program starts a server for each head, measures it with `lossctl bench`, and stops it. With `--kernels`, `cuda_bench loss`
+also computes the same chunks in process, for the same time. Compare only results of the same run with each other.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def shape_of(name: str) -> tuple[int, int]:
 
 
 class CpuSamples:
-    """The CPU time of a process, sampled while the context is entered: how many cores it took at the end of that."""
+    """A context manager: samples the CPU time of a process within the block. cores() then tells how many cores it used."""
 
     _INTERVAL = 0.02  # seconds
 
     def __init__(self, pid: int) -> None:
         self._stat = Path(f"/proc/{pid}/stat")
-        self._samples: list[tuple[float, float]] = []  # when, CPU seconds
+        self._samples: list[tuple[float, float]] = []  # (time of the sample, CPU seconds until then)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -84,11 +84,11 @@ class CpuSamples:
             try:
                 fields = self._stat.read_text().rpartition(")")[2].split()
             except OSError:
-                return  # it has ended
+                return  # the process has ended
             self._samples.append((time.monotonic(), (int(fields[11]) + int(fields[12])) / ticks))
 
     def cores(self, seconds: float) -> float:
-        """Over the last `seconds` of its samples."""
+        """The cores that the process used in the last `seconds` of the samples."""
         if len(self._samples) < 2:
             return 0.0
         end, cpu = self._samples[-1]
@@ -97,9 +97,8 @@ class CpuSamples:
 
 
 def lossctl(arguments: argparse.Namespace, server: Server, *words: str) -> dict[str, Any]:
-    """What it prints; with the cores that it and the server took while it measured, if it did.
-
-    RuntimeError with what it says if it fails.
+    """Runs lossctl and returns the JSON that it prints. If lossctl measured something, adds the cores that lossctl and the server
+    used meanwhile. RuntimeError with lossctl's error message if it fails.
     """
     command = [str(arguments.bin / "lossctl"), "--server", server.target, "-o", "json", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -115,13 +114,15 @@ def lossctl(arguments: argparse.Namespace, server: Server, *words: str) -> dict[
 
 
 class Runs:
+    """The measurements. Each method runs one, prints it, and adds it to the results file."""
+
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         path = arguments.json
         self._found: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path is not None and path.exists() else []
 
     def _add(self, result: dict[str, Any]) -> None:
-        """Writes the file with every run, so that one that is cut short leaves those before it."""
+        """Adds a result and writes the file, so that the file has all results until then if the program is interrupted."""
         arguments = self._arguments
         self._found.append(result)
         if arguments.json is not None:
@@ -154,7 +155,8 @@ class Runs:
               f"p50 {times['p50'] * 1e3:.3f}, p99 {times['p99'] * 1e3:.3f}", flush=True)
 
     def kernels(self, shape: str, gradients: str) -> None:
-        """The median in process; so many microbatches that they take about as long as a run of the client."""
+        """Measures the kernels in process: the median of so many microbatches that they take about as long as a run of the
+        client. Measures twice, because the first run gives the number of microbatches."""
         arguments = self._arguments
         name = shape if shape in SHAPES else f"{arguments.rows}x" + "x".join(map(str, shape_of(shape)))
         with tempfile.NamedTemporaryFile(suffix=".json") as file:

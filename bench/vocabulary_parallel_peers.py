@@ -6,11 +6,13 @@
     build/release/bin/cuda_bench loss --devices=2 --split=vocabulary --data=real --gradients=exact,sampled --out=lossd.json \
         --shapes=gemma2-2b,llama3-8b,phi3.5-mini,mistral-nemo,n4096,8192x1024x1048576,8192x1024x4194304
 
-The second command is lossd's head on the same GPUs. Each rank has V/G classes; hidden states and targets are on all. A time
-is that of the loss and both gradients, ready on every rank: the slowest rank's, median of the iterations. If logits do not
-fit, the rows are computed in 2, 4, ... parts (`parts`). Communication is the time in NCCL's kernels, waiting for other
-ranks included, by the profiler, of the rank with least and with most of it; what overlaps with products is in it. Errors are
-relative to double precision, of the loss, of dx and of dW (sampled rows and classes). Methods that can be imported are run.
+The second command measures lossd's head on the same GPUs. Each of G ranks has V/G classes; hidden states and targets are on all
+ranks. A method is run if it can be imported.
+
+A time is from the beginning until the loss and both gradients are ready on every rank; the median of the iterations. If logits
+do not fit into memory, the rows are computed in 2, 4, ... parts (`parts`). Communication is the time in NCCL's kernels, from the
+profiler, for the rank with the least and the rank with the most of it. It contains waiting for other ranks, and time that
+overlaps with matrix products. Errors of the loss, of dx and of dW (sampled rows and classes) are relative to double precision.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 
-# Linear cross-entropy whose classes are divided among ranks, of PyTorch, Megatron, Liger and Cut Cross-Entropy.
+# The methods: linear cross-entropy of PyTorch, Megatron, Liger and Cut Cross-Entropy with classes that are divided among ranks.
 #
-# A method is a function of (hidden [N, D], weight [V/G, D], targets [N], factor). Every rank gives the same hidden states
-# and targets, and the weight of its classes. The function adds the gradients of factor * mean loss to weight.grad and to
-# hidden.grad, which is that of all classes, and returns the mean loss.
+# A method is a function of (hidden [N, D], weight [V/G, D], targets [N], factor). Every rank passes the same hidden states
+# and targets, and the weight of its own classes. The function returns the mean loss. It adds the gradients of factor * mean
+# loss to weight.grad and hidden.grad; the latter is complete, over the classes of all ranks.
 
 Method = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 class ClassParallelLinear(torch.autograd.Function):
-    """Logits [N, V/G] of this rank's classes. The gradient of the hidden states is summed over the ranks in their dtype,
-    while that of the weight is computed, as Megatron's column-parallel linear layer does."""
+    """Computes logits [N, V/G] of this rank's classes. Backward works like Megatron's column-parallel linear layer: it sums the
+    gradient of the hidden states over the ranks, in their dtype, and computes the gradient of the weight meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -62,7 +64,8 @@ class ClassParallelLinear(torch.autograd.Function):
 
 
 def torch_loss_parallel(device: str) -> Method:
-    """Logits as a DTensor, and the cross-entropy of torch.distributed.tensor.parallel.loss_parallel, in float32."""
+    """PyTorch's method: logits as a DTensor in float32, and the cross-entropy within
+    torch.distributed.tensor.parallel.loss_parallel."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import loss_parallel
@@ -79,7 +82,8 @@ def torch_loss_parallel(device: str) -> Method:
 
 
 def of_logits(loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Method:
-    """loss_of: losses [N, 1] of logits [N, 1, V/G] and targets [N, 1]."""
+    """Makes a method from a loss of logits. `loss_of`: a function of logits [N, 1, V/G] and targets [N, 1] that returns losses
+    [N, 1]."""
     def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, factor: float) -> torch.Tensor:
         loss = loss_of(ClassParallelLinear.apply(hidden, weight)[:, None], targets[:, None]).mean()
         (loss * factor).backward()
@@ -89,7 +93,8 @@ def of_logits(loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> 
 
 
 def megatron() -> dict[str, Method]:
-    """Megatron-core's loss, and the one whose steps are compiled, which gives gradients of logits in bf16."""
+    """The two losses of Megatron-core: the ordinary one, and the fused one, whose steps are compiled and whose gradients of logits
+    are bf16."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
@@ -107,7 +112,8 @@ def liger() -> dict[str, Method]:
 
 
 def cut_cross_entropy() -> dict[str, Method]:
-    """Without logits. It has VocabParallelOptions in its repository; 25.1.1, which is on PyPI, does not."""
+    """The methods of Cut Cross-Entropy, which do not store logits. They need VocabParallelOptions, which its repository has, and
+    version 25.1.1 on PyPI has not."""
     from cut_cross_entropy import VocabParallelOptions, linear_cross_entropy
 
     def method(implementation: str) -> Method:
@@ -123,7 +129,8 @@ def cut_cross_entropy() -> dict[str, Method]:
 
 
 def methods(device: str) -> tuple[dict[str, Method], dict[str, str]]:
-    """Those that can be imported, and why others cannot. Collective; torch.distributed is initialized."""
+    """The methods that can be imported, by name, and for the others the reason why they cannot be imported. Collective;
+    torch.distributed must be initialized."""
     found, without = {"torch": torch_loss_parallel(device)}, {}
     for name, make in (("megatron", megatron), ("liger", liger), ("cce", cut_cross_entropy)):
         try:
@@ -138,9 +145,9 @@ def methods(device: str) -> tuple[dict[str, Method], dict[str, str]]:
 SHAPES = {**peers.SHAPES, "1M": (8192, 1024, 1 << 20), "4M": (8192, 1024, 1 << 22)}
 DATA = {"real": peers.real, "peaked": peers.peaked, "flat": peers.flat}
 MOST_PARTS = 32
-REFERENCE_BYTES = 4 << 30  # of logits in double precision at once
-RAN, OUT_OF_MEMORY, FAILED = range(3)  # how a run ended, the worst last
-SAMPLED_ROWS, SAMPLED_CLASSES = 32, 256  # classes of each rank
+REFERENCE_BYTES = 4 << 30  # the most bytes of logits in double precision that the reference has at once
+RAN, OUT_OF_MEMORY, FAILED = range(3)  # how a run ended; the worst has the largest number
+SAMPLED_ROWS, SAMPLED_CLASSES = 32, 256  # rows, and classes of each rank, whose gradients are compared
 
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -174,7 +181,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def shape_of(name: str) -> tuple[int, int, int]:
-    """N, D, V. ValueError if it is neither known nor three positive numbers."""
+    """(N, D, V) of a shape. ValueError if `name` is neither a known name nor three positive numbers like 8192x1024x4096."""
     if name in SHAPES:
         return SHAPES[name]
     parts = name.split("x")
@@ -184,7 +191,8 @@ def shape_of(name: str) -> tuple[int, int, int]:
 
 
 def distribute(kind: str, shape: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Hidden states [N, D], the weight of this rank's classes [V/G, D], targets [N]; rank 0 makes them."""
+    """Makes data in rank 0 and sends it to all ranks. Returns hidden states [N, D], the weight of this rank's classes [V/G, D], and
+    targets [N]."""
     n, d, v = shape
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -202,7 +210,7 @@ def distribute(kind: str, shape: tuple[int, int, int], device: torch.device) -> 
 
 
 class Work:
-    """The loss and both gradients of one method, the rows in so many parts."""
+    """A call computes the loss and both gradients with one method, with the rows divided into `parts` parts."""
 
     def __init__(self, method: Method, data: tuple[torch.Tensor, ...], parts: int) -> None:
         hidden, weight, targets = data
@@ -212,7 +220,7 @@ class Work:
         self.weight = weight.detach().requires_grad_()
 
     def __call__(self) -> torch.Tensor:
-        """The mean loss. The gradients are self.hidden_gradient() and self.weight.grad then."""
+        """Returns the mean loss. Afterwards hidden_gradient() and weight.grad are the gradients."""
         self.weight.grad = None
         total = torch.zeros((), device=self.weight.device)
         for hidden, targets in zip(self.hidden, self.targets):
@@ -231,7 +239,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    """Of each of `count` runs, which all ranks begin together; of the slowest rank."""
+    """The seconds of each of `count` runs of work(). All ranks begin a run together, and the slowest rank counts."""
     found = []
     for _ in range(count):
         synchronize(device)
@@ -246,7 +254,8 @@ def seconds_of(work: Callable[[], Any], device: torch.device, count: int) -> lis
 
 
 def communication_ms(work: Callable[[], Any], device: torch.device, count: int = 3) -> dict[str, float] | None:
-    """Of one run: least and most of all ranks. None if the profiler saw nothing in some rank."""
+    """Milliseconds of communication in one run of work(): the least and the most of all ranks. None if the profiler of a rank has
+    recorded no communication."""
     from torch.profiler import ProfilerActivity, profile
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
@@ -266,7 +275,7 @@ def communication_ms(work: Callable[[], Any], device: torch.device, count: int =
 
 
 class Reference:
-    """Double precision: the loss, dx of some rows and dW of some of this rank's classes."""
+    """The reference in double precision: the loss, dx of some rows, and dW of some of this rank's classes."""
 
     def __init__(self, data: tuple[torch.Tensor, ...]) -> None:
         hidden, weight, targets = data
@@ -299,7 +308,7 @@ class Reference:
         self.weight_gradient = gradient.T @ hidden.double() / n
 
     def errors(self, loss: torch.Tensor, work: Work) -> dict[str, float]:
-        """Relative; of dW over the classes of all ranks."""
+        """The relative errors of a loss and of the gradients in `work`. The error of dW is over the sampled classes of all ranks."""
         squares = torch.stack([(work.weight.grad[self.classes].double() - self.weight_gradient).square().sum(),
                                self.weight_gradient.square().sum()])
         dist.all_reduce(squares)
@@ -317,9 +326,10 @@ def worst_of_ranks(outcome: int, device: torch.device) -> int:
 
 def measure(method: Method, data: tuple[torch.Tensor, ...], reference: Reference,
             arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times, memory and errors of a method; or {"failed": why}. Rows that do not fit in some rank are halved in all.
+    """Measures time, memory and errors of a method, or returns {"failed": why}. If a rank runs out of memory, all ranks divide the
+    rows into twice as many parts and try again.
 
-    Ranks have to fail alike: one that fails alone leaves the others in a collective, which ends them after --limit.
+    All ranks must fail in the same way. If one rank fails alone, the others wait in a collective, which ends them after --limit.
     """
     device, parts = data[0].device, 1
     while True:
@@ -335,7 +345,7 @@ def measure(method: Method, data: tuple[torch.Tensor, ...], reference: Reference
             synchronize(device)
         except torch.OutOfMemoryError:
             outcome, why = OUT_OF_MEMORY, f"out of memory with the rows in {parts} parts"
-        except Exception as error:  # of whatever kind a peer raises
+        except Exception as error:  # peers raise errors of many kinds
             outcome, why = FAILED, str(error).strip()[:300] or type(error).__name__
         worst = worst_of_ranks(outcome, device)
         if worst == RAN:
@@ -382,7 +392,7 @@ def main() -> None:
     peers.DEVICE, peers.REAL_DATA = str(device), arguments.real_data
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", timeout=timedelta(seconds=arguments.limit))
     torch.manual_seed(arguments.seed)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # as peers.py
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True  # as in peers.py
     found, without = methods(arguments.device)
     wanted = list(filter(None, arguments.methods.split(","))) or list(found)
     first = dist.get_rank() == 0

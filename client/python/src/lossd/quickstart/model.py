@@ -14,7 +14,7 @@ _RATE, _BETA1, _BETA2, _EPSILON = 2e-3, 0.9, 0.999, 1e-8  # of Adam
 
 
 class Trunk:
-    """hidden = tanh(concatenated embeddings A + b), trained with Adam."""
+    """hidden = tanh(concat(embeddings) @ layer + bias), trained with Adam."""
 
     def __init__(self, classes: int, hidden: int, seed: int) -> None:
         random = np.random.default_rng(seed)

@@ -12,12 +12,12 @@ _WHOLE = 1000  # the sum of the shares, up to rounding
 
 @dataclass(frozen=True)
 class Balance:
-    """The result of balance(): a value for each stage."""
+    """The result of balance()."""
 
-    layers: tuple[int, ...]  # the number of its layers; the stages have the layers in order
-    shares: tuple[int, ...]  # its share of the head's classes: Client.create_head(shares=)
-    seconds: tuple[float, ...]  # its time for a microbatch, with its share of the head
-    bound: float  # no division is faster than this, in seconds: the total time divided by the number of stages
+    layers: tuple[int, ...]  # for each stage: the number of its layers; the stages have the layers in order
+    shares: tuple[int, ...]  # for each stage: its share of the head's classes, for Client.create_head(shares=)
+    seconds: tuple[float, ...]  # for each stage: its time for a microbatch, with its share of the head
+    bound: float  # seconds: the total time divided by the number of stages; the slowest stage is never faster than this
 
 
 def balance(layer_seconds: Sequence[float], head_seconds: float, stages: int, *, stage_seconds: Sequence[float] = (),
@@ -32,16 +32,16 @@ def balance(layer_seconds: Sequence[float], head_seconds: float, stages: int, *,
         divided = lossd.torch.balance([0.0021] * 26, 0.0114, stages=4)
         client.create_head("lm", ..., split="vocabulary", shares=divided.shares)
 
-    A stage that takes L seconds without the head gets the part (T - L) / head_seconds of the head, or `least_share` if that
-    is more. T is chosen so that the parts add up to 1. `lossctl shares HEAD --balance` corrects shares with the same formula,
-    from the times that the devices of a server took for their classes.
+    A stage that takes L seconds without the head gets the part (T - L) / head_seconds of the head, or `least_share` if
+    `least_share` is more. T is chosen so that the parts add up to 1. `lossctl shares HEAD --balance` corrects shares with the
+    same formula, from the times that the devices of a server took for their classes.
 
     Args:
-      layer_seconds: of each layer, in order: the time of forward and backward of a microbatch.
+      layer_seconds: for each layer, in order: the time of forward and backward of a microbatch.
       head_seconds: the time of the whole head for a microbatch on one GPU.
       stage_seconds: the time that each stage needs for other work, such as the embedding on the first stage. Empty: none.
-      least_share: the least share of every stage, in thousandths of the head. 0: a stage that is late even without the head
-        gets none.
+      least_share: the smallest share of a stage, in thousandths of the head. With 0, a stage that is the slowest even without
+        the head gets no share.
 
     Raises:
       ValueError: a time is negative or not finite, there are fewer layers than stages, or stage_seconds does not have one
@@ -81,20 +81,23 @@ def _loads(times: list[float], besides: list[float], layers: tuple[int, ...]) ->
 
 
 def _divide(times: list[float], besides: list[float], bound: float) -> tuple[int, ...]:
-    """The number of layers of each stage, at least one. The slowest stage is as fast as possible. Then the stages are as even
-    as possible, with a limit: no stage is slower than that, or than `bound`, if that is more. The head fills the time up to
-    `bound`."""
+    """The number of layers of each stage, at least one. `besides`: the other time of each stage.
+
+    The slowest stage is as fast as possible, unless it is faster than `bound`, up to which the head fills the stages anyway.
+    So the limit for a stage's time is the larger one of the two. Within this limit, the stages are as even as possible.
+    """
     slowest = max(_loads(times, besides, _best(times, besides, math.inf, squares=False)))
     return _best(times, besides, max(slowest, bound) * (1 + 1e-12), squares=True)
 
 
 def _best(times: list[float], besides: list[float], limit: float, *, squares: bool) -> tuple[int, ...]:
-    """The division with the smallest largest load, or the smallest sum of squared loads, and no load above `limit`."""
+    """The division of the layers with no load above `limit` and the least cost: the largest load, or with `squares` the sum
+    of the squared loads. A load is the time of a stage."""
     sums = [0.0]
     for time in times:
         sums.append(sums[-1] + time)
     count = len(times)
-    # costs[end]: the cost of the layers before `end`, on the stages so far.
+    # costs[end]: the least cost of the first `end` layers on the stages that the loop has passed.
     costs = [0.0 if end == 0 else math.inf for end in range(count + 1)]
     choices: list[list[int]] = []
     for more in besides:
@@ -117,10 +120,10 @@ def _best(times: list[float], besides: list[float], limit: float, *, squares: bo
 
 
 def _fill(loads: list[float], head: float, least: float) -> list[float]:
-    """The part of the head's time that each stage takes. Each takes at least `least`, and the stages that take more finish
-    together."""
+    """The seconds of the head that each stage takes: at least `least`, and so that all stages that take more than `least`
+    finish together."""
     lowest = min(loads)
-    above = [load - lowest for load in loads]  # next to the lowest load, a short time of the head would be lost in rounding
+    above = [load - lowest for load in loads]  # differences, because a short time of the head would be lost in rounding beside a long load
     order = sorted(above)
     rest = max(0.0, head - least * len(loads))
     level = 0.0

@@ -24,10 +24,11 @@ _CHOSEN = {"rank", "ranks", "local_rank", "leader", "rank_listen", "rank_secret_
 _NOT_ON_GPUS = ("several ranks inside the trainer's processes compute on GPUs only beside trainers that have loaded their code before and "
                 "keep pace with their GPUs, or all stand still; docs/training/colocated.md says how. backend=\"cuda\" says that they do, "
                 'backend="cpu" computes on the CPU, and one server on these GPUs needs neither')
-# Clients in processes that compute on GPUs as one of several ranks.
+# The clients that colocate() has made in this process, if it computes on a GPU as one of several ranks.
 _computing: weakref.WeakSet[EmbeddedClient] = weakref.WeakSet()
-# Shared memory of one fixed size. Memory that grows with the rows would be replaced while ranks train. CUDA frees the old
-# memory only when all work on the GPU has ended, including a collective that waits for a rank that waits for the head.
+# The clients' shared memory has a fixed size. If it grew with the rows, it would be replaced while ranks train. But CUDA frees
+# the old memory only when all work on the GPU has ended. That work may be a collective that waits for another rank, and the
+# other rank may wait for the head: then no rank continues.
 _CLIENT = {"shared_memory_bytes": 256 << 20}
 _LOOPBACK = "127.{}.{}.{}"  # all of 127.0.0.0/8 is this host: two groups rarely draw the same address
 
@@ -44,34 +45,39 @@ def colocate(group: Any = None, *, split: str = "vocabulary", checkpoint_dir: st
         dist.barrier()
 
     The devices of all ranks compute together. With split "vocabulary" each device has a part of the classes; with "rows" each
-    has all classes and computes a part of the rows. No other program must be started: each process computes its part of the
-    head next to its own work. Rank 0 of the group serves the clients.
+    device has all classes and computes a part of the rows. No other program has to be started: each process computes its part
+    of the head next to its own work. Rank 0 of the group serves the clients.
 
-    If a rank's thread uses a GPU, its client allocates the memory for its rows at once: 256 MiB, pinned by its GPU. While the
-    ranks train, a GPU may have no time for that. `client` may set another size, `{"shared_memory_bytes": ...}`.
+    If a rank's thread uses a GPU, its client allocates the memory for its rows in colocate(): 256 MiB, pinned for its GPU. It
+    does not do this later, because a GPU may never be free for it while the ranks train. `client` may set another size,
+    `{"shared_memory_bytes": ...}`.
 
     All ranks end together. When a rank closes its client or ends, the server drains for at most `drain_timeout` and then ends
-    in all ranks. So save the head before, and then call a barrier. If a rank dies or hangs, the calls of the other ranks fail
-    with Unavailable or Internal when the rank counts as lost: within `rank_silence_timeout` (30 s).
+    in all ranks. So save the head and call a barrier before a rank closes its client. If a rank dies or hangs, it counts as
+    lost within `rank_silence_timeout` (30 s), and then the calls of the other ranks fail with Unavailable or Internal.
 
     On GPUs, the trainer's code and the head can wait for each other in CUDA's driver. Then all ranks stand still, until the
     server reports after `collective_timeout` that a rank is lost. A trainer avoids this by doing three things
-    (docs/training/colocated.md). backend="cuda" says that the trainer does them; without it, colocate() refuses GPUs. Each
-    rank takes the GPU that its thread uses. If the thread uses none yet, the rank takes the GPU with the number LOCAL_RANK,
-    or else with the rank's number in the group.
+    (docs/training/colocated.md). With backend="cuda" the caller confirms that the trainer does them; without it, colocate()
+    refuses GPUs.
+
+    Each rank takes the GPU that its thread uses. If the thread uses none yet, the rank takes the GPU with the number
+    LOCAL_RANK, or else with the rank's number in the group.
 
     Args:
       group: the group of ranks; None: all ranks. They must be processes of one host.
       split: the split of heads that are created without one: "vocabulary", "rows", or "any".
       checkpoint_dir, restore, backend, device, threads, deterministic, http, log_level, flags, client: as in
-        lossd.embedded(). Every rank must give the same, except `device`, `threads` and `client`. Flags for several ranks are
-        `collectives`, `rank_timeout` (here "1m"), `rank_silence_timeout`, `collective_timeout`.
+        lossd.embedded(). Every rank must give the same values, except for `device`, `threads` and `client`. These flags
+        concern several ranks: `collectives`, `rank_timeout` (here "1m" by default), `rank_silence_timeout`,
+        `collective_timeout`.
 
     Raises:
       Unimplemented: there are several ranks and a GPU, and `backend` is not given.
       Unavailable, InvalidArgument, ResourceExhausted: as in lossd.embedded(), in the rank that fails. The other ranks raise
         Unavailable or DeadlineExceeded with the text of its error.
-      FailedPrecondition: the ranks are not on one host, or the group is not one of torch.distributed that this process is in.
+      FailedPrecondition: the ranks are on several hosts, torch.distributed is not initialized, or this process is not in the
+        group.
     """
     check_client(client)
     rank, size = _place_in(group)
@@ -104,8 +110,8 @@ def computes_here() -> bool:
 
 
 def _start_all(group: Any, rank: int, size: int, options: dict[str, Any], secret: str) -> Member:
-    """Starts this rank. If a rank does not start, all ranks raise: that rank its own error, the others an error that names
-    it."""
+    """Starts this rank's part of the server. If a rank does not start, all ranks raise: the failed rank its own error, the
+    others an error that names the failed rank."""
     member, problem = None, None
     with tempfile.NamedTemporaryFile("w", prefix="lossd-rank-") as file:  # only its owner can read it
         file.write(secret)
@@ -140,7 +146,7 @@ def _place_in(group: Any) -> tuple[int, int]:
 
 
 def _this_host() -> str:
-    """A name of the host that is unique, even if another host has the same host name."""
+    """A unique name of this host. It has the id of the last boot, because two hosts may have the same host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 

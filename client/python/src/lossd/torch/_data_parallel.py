@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DataParallel: the ranks that train one head together.
+"""DataParallel: the ranks of torch.distributed that train one head together, and the sums that they compute together.
 
 DistributedDataParallel and fully_shard average the trunk's gradients over the ranks, but the server adds up the gradients of
-the head. Both must become the gradients of one process that has all rows. Therefore the loss of a rank is `size` times its
-share of the loss of all rows. Then the average of the ranks' losses is the loss of all rows, and the averaged gradients of
-the trunk are right. The head's gradient is `size` times too large, and is divided when the step is applied.
+the head. Trunk and head must both get the gradients of one process that has all rows. Therefore the loss of a rank is `size`
+times its share of the loss of all rows. Then the average of the ranks' losses is the loss of all rows, and the averaged
+gradients of the trunk are right. The head's gradient is `size` times too large, and is divided when the step is applied.
 
 If the trunk's gradients are added up and not averaged, as over shards of one sequence under tensor parallelism, the loss of a
-rank is just its share, and nothing is divided. A group may have ranks of both kinds; `averaged_over` is the number by which
-the sum of the gradients of such a group is divided.
+rank is only its share, and nothing is divided. A group may combine both: `averaged_over` is the number by which the sum of
+the trunk's gradients over all its ranks is divided.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 
 
 class _Unsaid:
+    """The type of UNSAID, the value of an argument process_group that the caller has not given."""
+
     def __repr__(self) -> str:
         return "<not given>"
 
@@ -59,7 +61,9 @@ class DataParallel:
 
     @contextlib.contextmanager
     def before_total(self, total_follows: bool = True, values: int = 1) -> Iterator[None]:
-        """If the block fails, the other ranks' call of total() or totals() that follows fails, too, instead of waiting."""
+        """A context for work before a call of total() or totals(). If the block fails in this rank, then that call fails in
+        the other ranks, too, instead of waiting. `total_follows`: whether there is such a call. `values`: its number of
+        values."""
         try:
             yield
         except BaseException:
@@ -72,7 +76,7 @@ class DataParallel:
         return self.totals(value)[0]
 
     def totals(self, *values: float) -> list[float]:
-        """The sums of several values."""
+        """The sums of several values over the ranks, in one communication. RuntimeError as in total()."""
         totals = self._sum(values)
         if math.isnan(totals[0]):
             raise RuntimeError(f"rank {self.rank} of {self.size} stops because another rank failed; its error says why")
@@ -87,7 +91,8 @@ class DataParallel:
         return found
 
     def at_own_rank(self, value: float) -> list[float]:
-        """The arguments of totals() with which it returns the value of each rank."""
+        """Arguments for totals(), one for each rank: `value` in this rank's place, else 0. Then totals() returns the value of
+        each rank."""
         return [float(value) if rank == self.rank else 0.0 for rank in range(self.size)]
 
     def barrier(self) -> None:

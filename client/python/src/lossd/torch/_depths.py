@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments and the result of LossHead.depth_losses: hidden states of several depths, their targets, and the loss of
-each."""
+"""The arguments and the result of LossHead.depth_losses. A depth is one of several tokens that a model predicts at each
+position; it has hidden states, targets, a weight and a loss of its own."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ import lossd
 from lossd.torch import _input
 from lossd.torch._job import Job, LossExtras
 
-_MOST_DEPTHS = 64  # of a microbatch
+_MOST_DEPTHS = 64  # the largest number of depths of a microbatch
 
 
 @dataclass
 class DepthLosses:
-    """The loss of several depths, which can be differentiated, and its parts. Tensors with an entry for each depth are on the
-    CPU."""
+    """The result of LossHead.depth_losses: the loss of all depths, which can be differentiated, and its parts for each of the
+    K depths, on the CPU."""
 
     loss: torch.Tensor  # the sum of weights[k] * losses[k]; part of the graph
     losses: torch.Tensor  # (K,) float32: the loss of each depth, before its weight; not part of the graph
     accuracy: torch.Tensor  # (K,) float32: the share of valid rows whose largest logit is the target's; 0 without valid rows
-    valid_rows: torch.Tensor  # (K,) int64: this trainer's rows with a target
+    valid_rows: torch.Tensor  # (K,) int64: the number of this trainer's rows that have a target
     extras: LossExtras | None = None  # what LossHead(extras=) asked for; tensors of rows have the shape (K, ...)
 
 
 @dataclass(frozen=True)
 class DepthRows:
-    """The checked rows of one call."""
+    """The rows of one call of depth_losses, which read() has checked."""
 
     parts: tuple[torch.Tensor, ...]  # one tensor (K, ..., D), or K tensors (..., D)
-    labels: list[NDArray[np.int32]]  # [rows] of each depth
-    row_weights: NDArray[np.float32] | None  # [all rows]
-    weights: list[float]
+    labels: list[NDArray[np.int32]]  # for each depth: [rows of the depth]
+    row_weights: NDArray[np.float32] | None  # [rows of all depths]
+    weights: list[float]  # for each depth: the factor of its loss
 
     def depths(self, normalizers: Sequence[float]) -> list[lossd.Depth]:
         return [lossd.Depth(len(labels), weight, normalizer)
@@ -46,8 +46,8 @@ class DepthRows:
 
 
 def any_part(hidden: Any) -> torch.Tensor:
-    """Of the given hidden states, a tensor that requires a gradient if there is one, else the first one. TypeError if there
-    are none."""
+    """One of the tensors in `hidden`: one that requires a gradient, or the first one if none does. TypeError if `hidden` has
+    no tensor."""
     parts = _parts(hidden)
     return next((part for part in parts if part.requires_grad), parts[0])
 
@@ -63,7 +63,8 @@ def shifted(labels: NDArray[np.int32], by: int, ignore_index: int) -> NDArray[np
 
 def read(head: str, hidden_size: int, hidden: Any, targets: Any, row_weights: Any, weights: Any, *, shift: bool,
          vocab_size: int, ignore_index: int) -> DepthRows:
-    """Checks the arguments. TypeError, ValueError or lossd.InvalidArgument names the argument that is wrong."""
+    """Checks the arguments of depth_losses and returns their rows. TypeError, ValueError or lossd.InvalidArgument names the
+    argument that is wrong."""
     parts = _parts(hidden)
     views = parts if len(parts) > 1 else parts[0].unbind(0)
     count = len(views)
@@ -124,7 +125,7 @@ def _weights(weights: Any, count: int) -> list[float]:
 
 
 def losses_of(job: Job) -> DepthLosses:
-    """Waits for the result and returns it."""
+    """Waits for the job and returns its result as DepthLosses."""
     output = job.output()
     loss, extras = output if isinstance(output, tuple) else (output, None)
     depths = job.result().depths

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a LossHead: checks before anything is sent, the form in which they are sent, and access to the memory of
-tensors."""
+"""The arguments of LossHead and ServedEmbedding: checks of them before anything is sent, their conversion to the arrays that
+lossd.Client sends, and the memory that the client sends from and writes into."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ T = TypeVar("T")
 
 
 def known_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, with a better TypeError for an unknown keyword argument: it suggests the argument that was probably
-    meant.
-
-    The signature and documentation of the function stay visible.
+    """A decorator for better errors: the TypeError for an unknown keyword argument suggests the argument that was probably
+    meant. The signature and the documentation of the function stay visible.
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     called = function.__qualname__.removesuffix(".__init__")
@@ -53,7 +51,7 @@ def _suggestion(name: str, names: list[str]) -> str:
 
 
 def check_words(client: Any, head: Any, reduction: Any, state: Any) -> None:
-    """TypeError or ValueError, naming the argument, if one is wrong."""
+    """Checks arguments of LossHead. TypeError or ValueError names the argument that is wrong."""
     if not hasattr(client, "compute_loss_async"):
         raise TypeError(f"client is {_a(client)}; it must be a lossd.Client: LossHead(client, head)")
     if not isinstance(head, str):
@@ -64,7 +62,7 @@ def check_words(client: Any, head: Any, reduction: Any, state: Any) -> None:
 
 
 def check_numbers(required: dict[str, Any], optional: dict[str, Any]) -> None:
-    """TypeError if a value is not a number. Optional values may be None."""
+    """Checks arguments by name. TypeError if a value is not a number. Values in `optional` may also be None."""
     for name, value in {**required, **optional}.items():
         if isinstance(value, numbers.Real) and not isinstance(value, bool):
             continue
@@ -110,7 +108,7 @@ def _a(value: Any) -> str:
 
 
 def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """For each target, whether it is one of the classes of a head, which are ascending."""
+    """For each target, whether it is in `classes`, the ascending numbers of a head's classes."""
     places = np.minimum(np.searchsorted(classes, targets), len(classes) - 1)
     found: NDArray[np.bool_] = classes[places] == targets
     return found
@@ -120,7 +118,8 @@ def listed(targets: NDArray[np.int32], classes: NDArray[np.int32]) -> NDArray[np
 
 
 def check_tensors(hidden: Any, targets: Any, optional: dict[str, Any]) -> None:
-    """TypeError or RuntimeError if the tensors cannot be sent."""
+    """TypeError if an argument is not a tensor, RuntimeError if it is within a function transform of torch.func. Values in
+    `optional` may also be None."""
     for name, value in ({"hidden": hidden, "targets": targets} | optional).items():
         if value is None and name in optional:
             continue
@@ -163,7 +162,7 @@ def check_shapes(head: str, hidden_size: int, shift: bool, hidden: torch.Tensor,
 
 
 def check_labels(labels: NDArray[np.int32], vocab_size: int, ignore_index: int) -> None:
-    """Raises the error that the server would raise for wrong labels, before anything is sent."""
+    """Raises the error that the server would raise if a label is neither a class nor ignore_index."""
     wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
     if not wrong.any():
         return
@@ -185,7 +184,7 @@ def check_ids(ids: Any) -> None:
 
 
 def ids_of_rows(ids: torch.Tensor, vocab_size: int) -> NDArray[np.int32]:
-    """The ids as a flat array. InvalidArgument if one is not a row of the weight."""
+    """The ids as a flat array. InvalidArgument names the first id that is not in [0, vocab_size)."""
     array: NDArray[Any] = ids.detach().to("cpu").numpy()
     wrong = (array < 0) | (array >= vocab_size)
     if wrong.any():
@@ -196,12 +195,12 @@ def ids_of_rows(ids: torch.Tensor, vocab_size: int) -> NDArray[np.int32]:
     return as_targets(array.reshape(-1), "ids")
 
 
-# ---- What travels ----
+# ---- Conversion to what is sent ----
 
 
 def labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.int32]:
-    """One label for each row of hidden states. With `shift` each position gets the next label, and the last one
-    ignore_index."""
+    """One label for each row of hidden states, as a flat array. With `shift`, each position gets the target of the next
+    position, and the last position gets ignore_index."""
     array: NDArray[Any] = targets.detach().to("cpu").numpy()
     found = as_targets(array.reshape(-1)).reshape(array.shape)
     if shift:
@@ -240,11 +239,11 @@ def _old_autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
-# Tensors as memory that the client sends from and writes into.
+# The memory of tensors, which the client sends from and writes into.
 #
-# A CPU tensor is used without a copy. A CUDA tensor is, too, if the client can copy between it and memory of the server's
-# GPU. Other tensors are copied through pinned host memory, which torch caches: it reuses a freed block only after the copies
-# that use the block have run.
+# A CPU tensor is used without a copy. A CUDA tensor is also used without a copy if the client can copy between it and memory
+# of the server's GPU. Other tensors are copied through pinned host memory. torch caches this memory, and reuses a freed block
+# only after the copies that use the block have run.
 
 Array = NDArray[Any]
 
@@ -252,7 +251,8 @@ DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.float16: "fp16"
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """The memory of a contiguous CPU tensor, with the dtype that lossd.Client takes; bf16 as uint16."""
+    """A contiguous CPU tensor as an array that shares its memory and has the dtype that lossd.Client takes: uint16 for
+    bf16."""
     if tensor.dtype is torch.bfloat16:
         bits: Array = tensor.view(torch.int16).numpy().view(np.uint16)
         return bits
@@ -271,29 +271,29 @@ Place: TypeAlias = Literal["host", "device"]  # where the client finds the rows 
 
 
 def place_of(tensor: torch.Tensor, client: lossd.Client) -> Place:
-    """"device" if the client can copy from the tensor's GPU to the server's GPU, else "host". May open the memory for
-    that."""
+    """"device" if the client can copy between the tensor's GPU and the server's GPU, else "host". The first call for a GPU may
+    open the memory that client and server share."""
     return place_on(tensor.device, client)
 
 
 def place_on(device: torch.device, client: lossd.Client) -> Place:
-    """Like place_of(), for tensors on a device."""
+    """place_of() for any tensor on the device."""
     return "device" if device.type == "cuda" and client.shares_gpu(device.index) else "host"
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Work of GPUs that has to run before memory may be read or written. A call blocks until it has run."""
+    """Work on GPUs that must end before some memory may be read or written. Calling the object blocks until it has ended."""
 
-    events: tuple[torch.cuda.Event, ...]  # recorded behind the work
+    events: tuple[torch.cuda.Event, ...]  # recorded after the work
 
     def __call__(self) -> None:
         for event in self.events:
             event.synchronize()
 
     def await_here(self) -> None:
-        """Like a call, on a thread whose signal handlers are to run meanwhile, such as that of KeyboardInterrupt. Costs less
-        than a call on another thread."""
+        """Waits like a call, but polls, so that signal handlers run meanwhile, such as that of KeyboardInterrupt. For the
+        thread that needs the result; it costs less than to have another thread wait."""
         for event in self.events:
             for _ in range(_QUERIES_AT_ONCE):
                 if event.query():
@@ -304,18 +304,19 @@ class Ready:
 
 
 _QUERIES_AT_ONCE = 20  # a query takes some microseconds
-_PAUSE_BETWEEN_QUERIES = 20e-6  # seconds, to which the system adds about 60e-6
+_PAUSE_BETWEEN_QUERIES = 20e-6  # seconds; the system adds about 60e-6
 
 
 @dataclass(frozen=True)
 class Sent:
     """Rows [N, D] in the form that lossd.Client takes."""
 
-    array: Any
-    ready: Ready | None  # before they may be read, and new memory may be written; None: now
+    array: Any  # a NumPy array, or a CUDA tensor that the client copies from
+    ready: Ready | None  # the work to wait for before the rows may be read; None: there is none
 
 
 def to_send(tensor: torch.Tensor, place: Place) -> Sent:
+    """The rows of a tensor in the form that lossd.Client takes. `place`: what place_of() said."""
     if place == "device":
         return Sent(as_sent(tensor.contiguous()), _work_so_far(tensor.device))
     host, ready = to_host(tensor)
@@ -323,13 +324,14 @@ def to_send(tensor: torch.Tensor, place: Place) -> Sent:
 
 
 def both(*waits: Ready | None) -> Ready | None:
-    """All of the work together. None if there is none."""
+    """The work of all `waits` together. None if there is none."""
     events = tuple(event for wait in waits if wait is not None for event in wait.events)
     return Ready(events) if events else None
 
 
 def check_teacher(teacher_hidden: Any, hidden: torch.Tensor, distillation: Any, targets: Any, extras: Sequence[str]) -> None:
-    """TypeError or ValueError if `hidden` cannot be distilled with these arguments, or cannot have these extras."""
+    """Checks arguments of LossHead.distill. TypeError or ValueError if they do not fit each other, or if `extras` needs
+    targets that are not given."""
     if not isinstance(distillation, lossd.Distillation):
         raise TypeError(f"distillation is {_a(distillation)}; it must be a lossd.Distillation")
     if not isinstance(teacher_hidden, torch.Tensor):
@@ -366,21 +368,22 @@ def soft_targets(classes: Any, weights: Any, hidden: torch.Tensor) -> tuple[NDAr
 
 
 def as_sent(tensor: torch.Tensor) -> Any:
-    """A contiguous tensor in the form that lossd.Client takes. On a GPU bf16 becomes int16."""
+    """A contiguous tensor as lossd.Client takes it, without a copy: an array for a CPU tensor, else a CUDA tensor, with bf16
+    viewed as int16."""
     if tensor.device.type == "cpu":
         return as_array(tensor)
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
 def settle(memory: torch.Tensor | None) -> None:
-    """Blocks until no work that was enqueued earlier uses newly allocated memory."""
+    """Blocks until newly allocated memory may be written. torch may give out memory that enqueued GPU work still uses."""
     wait = None if memory is None else settled(memory)
     if wait is not None:
         wait.await_here()
 
 
 def settled(memory: torch.Tensor) -> Ready | None:
-    """The work that settle() waits for. None: there is none."""
+    """The work that settle() waits for; None if there is none."""
     return _work_so_far(memory.device) if memory.device.type == "cuda" else None
 
 
@@ -404,7 +407,8 @@ def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Ready | None]:
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device, place: Place) -> torch.Tensor:
-    """Uninitialized memory for a tensor that is sent to or received from `device`."""
+    """Uninitialized memory for a tensor on `device` that the client sends or receives: on the device itself, or (place "host")
+    in host memory, which is pinned for a GPU."""
     if place == "device":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Job: what one call of a LossHead does with a microbatch, from start() to the end of backward, and its place in the autograd
-graph."""
+"""Job: the computation of one microbatch for a LossHead. It sends the microbatch, puts the loss into the autograd graph, and
+returns the gradients in backward. GradientScale has the factors of the head's gradient, LossExtras the values that a LossHead
+returns beside the loss."""
 
 from __future__ import annotations
 
@@ -23,21 +24,19 @@ from lossd.torch._step_tracker import Continuation, StepTracker, Watch
 from lossd.types import DType, LossResult, Reduction, RowOutput
 
 
-# The factors by which HeadOptimizer multiplies the server's gradient of a head when it applies a step.
-
-
 class GradientScale:
-    """A product of factors that different parts know. Not thread-safe."""
+    """The factors by which HeadOptimizer multiplies the server's gradient of a head when it applies a step: for the ranks, for
+    the schedule of a pipeline, and for the factor of the losses after forward. Not thread-safe."""
 
     def __init__(self, ranks: int, averaged_over: int) -> None:
-        self.replicas = 1.0 / averaged_over  # the ranks' losses are averaged, but the server adds their gradients up
-        self._copies = ranks  # of a finished gradient: each rank adds its own copy
+        self.replicas = 1.0 / averaged_over  # the ranks' losses are averaged, but the server adds up their gradients
+        self._copies = ranks  # how often a finished gradient is added: once by each rank
         self.schedule = 1.0  # the factor of a pipeline schedule, which divides the trunk's gradients after the step
         self._step = -1  # the step that _loss belongs to
-        self._loss: float | None = None  # the factor of the step's losses after forward; None: no loss had its backward yet
+        self._loss: float | None = None  # the factor of the losses after forward; None: no loss had its backward
 
     def meet_loss(self, step: int, factor: float) -> bool:
-        """Records that a loss of `step` was multiplied by `factor` after forward. False if other losses of the step had
+        """Records that a loss of `step` was multiplied by `factor` after forward. False if an earlier loss of the step had
         another factor."""
         if self._step != step:
             self.forget_losses()
@@ -47,28 +46,31 @@ class GradientScale:
         return True
 
     def forget_losses(self) -> None:
-        """Call it when the gradients of the step are discarded."""
+        """Forgets the factor of the losses. Called when the gradients of the step are discarded."""
         self._loss = None
 
     def of_losses(self, step: int) -> float:
+        """The factor by which losses of `step` were multiplied after forward; 1 if it is not known."""
         return self._loss if self._loss is not None and self._step == step else 1.0
 
     def applied(self, step: int) -> float:
+        """The product of all factors, by which HeadOptimizer multiplies the server's gradient of `step`."""
         return self.replicas * self.schedule * self.of_losses(step)
 
     def of_rows(self, step: int) -> float:
-        """The factor for a gradient of embedding rows before it is added to the server's gradient. The server's gradient
-        lacks the factor by which losses were multiplied after forward, but a gradient of rows has it already. Losses of the
-        step that have their backward later must be multiplied by the same factor.
+        """By what to multiply a gradient of embedding rows before the server adds it to its own. A gradient of rows already
+        has the factor by which losses were multiplied after forward, which the server's gradient gets only at the step. So
+        this is the inverse of that factor, and later losses of the step must have the same factor.
 
-        0 if the losses of the step were multiplied by 0: then the gradient of rows cannot be added.
+        0 if the losses of the step were multiplied by 0: then a gradient of rows cannot be added.
         """
         factor = self.of_losses(step)
         self.meet_loss(step, factor)
         return 1.0 / factor if factor else 0.0
 
     def of_finished_gradient(self, step: int) -> float:
-        """The factor for a complete gradient, which every rank adds, before it is added to the server's gradient."""
+        """By what to multiply a complete gradient, which every rank adds, before the server adds it to its own. RuntimeError
+        if the losses of the step were multiplied by 0."""
         undone = self._copies * self.replicas * self.schedule * self.of_losses(step)
         if undone == 0:
             raise RuntimeError("the losses of this step were multiplied by 0, so no other gradient can be added to theirs")
@@ -81,7 +83,7 @@ EXTRAS: tuple[Extra, ...] = (
     "z_loss", "accuracy", "dropped_mass", "gradient_error", "ratio", "clipped", "old_kl", "ref_kl", "lse", "entropy",
     "logprob", "argmax")
 _ROW_EXTRAS: tuple[RowOutput, ...] = ("lse", "entropy", "logprob", "argmax")
-# The extras that are fields of lossd.ObjectiveSums, with their names there.
+# Extras of objectives, and the fields of lossd.ObjectiveSums that have them.
 _OBJECTIVE_EXTRAS: dict[Extra, Literal["clipped_rows", "ratio", "old_kl", "ref_kl"]] = {
     "ratio": "ratio", "clipped": "clipped_rows", "old_kl": "old_kl", "ref_kl": "ref_kl"}
 _DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
@@ -89,27 +91,28 @@ _DIFFERENTIABLE: tuple[RowOutput, ...] = ("loss", "lse", "entropy")
 
 @dataclass
 class LossExtras:
-    """The extras that LossHead(extras=) asked for; other fields are None. They are scalars, or tensors of the targets'
-    shape."""
+    """The values that LossHead(extras=) asked for; all other fields are None. The first eight are scalars; lse, entropy,
+    logprob and argmax are tensors of the targets' shape."""
 
-    z_loss: torch.Tensor | None = None  # the part of the loss that is z-loss, scaled like the loss
+    z_loss: torch.Tensor | None = None  # the z-loss that is contained in the loss, scaled like the loss
     accuracy: torch.Tensor | None = None  # the share of valid rows whose largest logit is the target's
-    # The probability that filtered gradients left out, mean over valid rows; 0 if no gradient was computed. If gradients are
-    # computed in backward (deferred, or reduction "none"), it is NaN until then.
+    # The probability of the classes that filtered gradients left out, averaged over valid rows; 0 if no gradient was computed.
+    # If gradients are computed in backward (deferred, or reduction "none"), the value is NaN before backward.
     dropped_mass: torch.Tensor | None = None
-    # The predicted relative error of sampled gradients; 0 if nothing was sampled. NaN until backward, like dropped_mass.
+    # The predicted relative error of sampled gradients; 0 if nothing was sampled. NaN before backward, like dropped_mass.
     gradient_error: torch.Tensor | None = None
-    # Only of policy_loss. All are means over the rows that have a target and a weight that is not 0, and 0 if the objective
-    # does not have them. ratio: the ratio. clipped: the share of rows whose ratio was clipped. old_kl: ratio - 1 - log ratio,
-    # which estimates the divergence from the policy that sampled. ref_kl: the estimate of the divergence from the reference.
+    # The next four are only for policy_loss. They are means over the rows that have a target and a weight that is not 0. They
+    # are 0 if the objective does not have them. ratio: the probability ratio. clipped: the share of rows whose ratio was
+    # clipped. old_kl: ratio - 1 - log ratio, which estimates the divergence from the policy that sampled the actions. ref_kl:
+    # the estimate of the divergence from the reference policy.
     ratio: torch.Tensor | None = None
     clipped: torch.Tensor | None = None
     old_kl: torch.Tensor | None = None
     ref_kl: torch.Tensor | None = None
-    lse: torch.Tensor | None = None  # log sum exp of the logits
-    entropy: torch.Tensor | None = None  # of the softmax, in nats
+    lse: torch.Tensor | None = None  # the log-sum-exp of the logits
+    entropy: torch.Tensor | None = None  # the entropy of the softmax, in nats
     logprob: torch.Tensor | None = None  # the log-probability of the target
-    argmax: torch.Tensor | None = None  # int32; -1 for ignored rows
+    argmax: torch.Tensor | None = None  # int32: the class with the largest logit; -1 for ignored rows
 
 
 LossOutput: TypeAlias = "torch.Tensor | tuple[torch.Tensor, LossExtras]"
@@ -138,27 +141,33 @@ class Module(Protocol):
 
 
 class Job:
-    """The computation of one microbatch, from start() to the end of backward."""
+    """The computation of one microbatch, from start() to the end of backward. start() sends it, output() waits for the result
+    and returns the loss, and the autograd functions Direct and Deferred call the Job in backward."""
 
     def __init__(self, module: Module, parts: tuple[torch.Tensor, ...], labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
                  numbers: Mapping[str, Any], taught: torch.Tensor | None = None, depths: Sequence[lossd.Depth] = (),
                  shift: bool = False) -> None:
-        """`parts`: the hidden states in the form in which they are sent: one tensor, or one tensor of the same shape for each
-        of `depths`. `numbers`: what options.objective or options.rest needs, as arrays under the names of
-        Client.compute_loss. `taught`: the hidden states of options.distillation's teacher, (..., its D), as they are sent.
-        `shift`: `labels` were shifted, so the last position predicts nothing."""
+        """
+        Args:
+          parts: the hidden states in the dtype in which they are sent: one tensor, or one tensor for each of `depths`, all of
+            the same shape.
+          number: the microbatch's number in the StepTracker.
+          numbers: the arrays that options.objective or options.rest needs, by the argument names of Client.compute_loss.
+          taught: the hidden states for the teacher of options.distillation, (..., D of the teacher), in the same dtype.
+          shift: whether `labels` were shifted. Then the last position predicts nothing.
+        """
         self.module = module
         self.options = options
         self.shift = shift
         self.numbers = numbers
         self.taught = taught
-        self.parts = parts  # part of the graph
+        self.parts = parts  # these tensors are in the autograd graph
         self.depths = depths
         self.hidden = parts[0]
         self.labels = labels
         self.row_weights = row_weights
-        self.shape = self.hidden.shape[:-1]  # of the targets
+        self.shape = self.hidden.shape[:-1]  # the shape of the targets
         if len(parts) > 1:
             self.shape = torch.Size((len(parts), *self.shape))
         self.plan = plan
@@ -167,7 +176,7 @@ class Job:
         self.discards = module.steps.discards
         self.grad_output = module.grad_output
         self.normalizer = 1.0
-        self.is_waited_for = False  # the thread that begins the computation waits for its result at once
+        self.is_waited_for = False  # whether the thread that calls start() waits for the result directly afterwards
         computes = plan.computes(module.deferred)
         self.deferred = module.deferred and computes
         self.row_losses = module.deferred
@@ -175,16 +184,16 @@ class Job:
         self.pending: lossd.PendingLoss | None = None
         self._anchor = Anchor(plan.head or plan.evaluates)
         self._known: LossResult | None = None  # in a repeated pass: the result of the first pass
-        # For each part, the memory into which the client writes its gradient.
+        # For each part of the hidden states, the memory into which the client writes the part's gradient.
         self._gradient: list[torch.Tensor] | None = None
-        self._lazy_loss: torch.Tensor | None = None  # the tensor of a loss that has no value yet
-        # The tensor that the caller has, if asked for; the same holds for the next one.
+        self._lazy_loss: torch.Tensor | None = None  # the loss that lazy_output() returned, while it has no value
+        # The extras dropped_mass and gradient_error that the caller got; backward fills them in deferred mode.
         self._dropped_mass: torch.Tensor | None = None
         self._gradient_error: torch.Tensor | None = None
 
     @functools.cached_property
     def counted(self) -> NDArray[np.bool_]:
-        """For each row, whether it has a gradient."""
+        """For each row, whether it can have a gradient: it is not ignored, and its weight is not 0."""
         return self._valid if self.row_weights is None else self._valid & (self.row_weights != 0)
 
     @property
@@ -200,12 +209,13 @@ class Job:
         return self.module.steps.wire_id(self.number)
 
     def _pass_key(self) -> bytes:
-        """The key of the computation in FirstPasses."""
+        """The key under which FirstPasses has the result of this computation."""
         options = self.options
         text = f"{options.objective} {options.distillation} {options.rest} {options.ignore_index} {self.depths}"
         return FirstPasses.key(self.labels, self.hidden, text)
 
     def start(self) -> None:
+        """Sends the microbatch. In a repeated pass whose result is known, sends nothing."""
         if self.plan.repeats:
             self._known, normalizer = self.module.first_passes.find(self._pass_key())
             self.normalizer = self.normalizer if normalizer is None else normalizer
@@ -253,7 +263,7 @@ class Job:
         return sent[0] if len(sent) == 1 else sent
 
     def result(self) -> LossResult:
-        """Waits for the result."""
+        """Waits for the result and returns it."""
         return self._wait()
 
     def _wait(self) -> LossResult:
@@ -284,7 +294,7 @@ class Job:
         try:
             yield
         except BaseException as error:
-            if self.step == steps.step:  # otherwise the step is over
+            if self.step == steps.step:  # else the step is over, and the tracker has forgotten its microbatches
                 steps.failed(self.number)
                 if isinstance(error, (lossd.Restarted, lossd.StepDiscarded)):
                     steps.lost(str(error))
@@ -296,6 +306,7 @@ class Job:
             self.pending.cancel()
 
     def lazy_output(self) -> torch.Tensor:
+        """The loss without a value; see PendingHeadLoss.lazy()."""
         if self.module.extras or self.row_losses:
             raise RuntimeError("extras and deferred losses are needed before backward: use wait() instead of lazy()")
         if not self.plan.has_graph or self.plan.repeats or self.plan.evaluates:
@@ -307,12 +318,13 @@ class Job:
         return lazy
 
     def fill_lazy_loss(self) -> None:
-        """If lazy_output() returned a loss without a value, waits for the value and writes it."""
+        """If lazy_output() returned a loss without a value, waits for the value and writes it into that loss."""
         if self._lazy_loss is not None:
             self._lazy_loss.fill_(self._wait().loss)
             self._lazy_loss = None
 
     def output(self) -> LossOutput:
+        """Waits for the result and returns the loss, with extras if the module has them."""
         result = self._wait()
         rows = {name: self._tensor(values) for name, values in result.rows.items()}
         with torch.set_grad_enabled(self.plan.has_graph):
@@ -325,7 +337,8 @@ class Job:
         return loss, self._extras(result, rows)
 
     def _deferred_loss(self, rows: dict[RowOutput, torch.Tensor]) -> torch.Tensor:
-        """Replaces lse and entropy in `rows` by tensors through which gradients flow."""
+        """The loss of a job whose gradients are computed in backward. Replaces loss, lse and entropy in `rows` by tensors
+        through which gradients flow."""
         names = [name for name in _DIFFERENTIABLE if name in rows]
         rows.update(zip(names, Deferred.apply(self._anchor.tensor, self.hidden, self, names,
                                                 [rows[name] for name in names])))
@@ -340,17 +353,17 @@ class Job:
             refuse_evaluation(self.module.head_name, self.module.deferred)
 
     def had_backward(self) -> None:
-        """Notes that the gradients have arrived where they belong."""
+        """Notes that backward has delivered the gradients of the hidden states and of the head."""
         self.module.steps.had_backward(self.number)
         if self.plan.head:
             self.module.watch.had_backward(head_alone=not self.plan.hidden or self.hidden.is_leaf)
 
     def meet(self, got: float) -> float:
-        """The factor for the gradients that were computed in forward, now that backward brings `got` as the gradient of the
-        loss."""
+        """The factor by which backward multiplies the gradients that were computed in forward for `grad_output`. `got`: the
+        gradient of the loss that backward brings. RuntimeError if such a factor is not possible."""
         self._check_not_discarded("the weight gradient that the server had accumulated in forward")
         if not self.counted.any():
-            return 1.0  # all of its gradients are 0, so the factor does not matter
+            return 1.0  # all gradients of the microbatch are 0, so the factor does not matter
         if math.isclose(got, self.grad_output, rel_tol=1e-6):
             factor = 1.0
         else:
@@ -385,7 +398,8 @@ class Job:
         return [_input.to_device(gradient, part.device).reshape(part.shape) for gradient, part in zip(written, self.parts)]
 
     def run_backward(self, upstream: dict[RowOutput, torch.Tensor | None]) -> None:
-        """Computes the gradients of a deferred microbatch, when the upstream gradients of its rows are known."""
+        """Has the server compute the gradients of a deferred microbatch. `upstream`: the gradients of its row outputs that
+        backward brings."""
         module, steps = self.module, self.module.steps
         if steps.step != self.step:
             raise RuntimeError(
@@ -456,7 +470,7 @@ class Job:
         return torch.from_numpy(values).to(self.hidden.device)
 
     def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows in the shape of the targets. With shift, the last position, which predicts nothing, is cut off."""
+        """Values of rows in the shape of the targets. With shift, the last position predicts nothing and is cut off."""
         shaped = rows.reshape(self.shape)
         return shaped[..., :-1] if self.shift else shaped
 
@@ -466,7 +480,7 @@ def _per_valid_row(result: LossResult, total: float) -> float:
 
 
 def _where(counts: NDArray[np.bool_], gradient: torch.Tensor) -> NDArray[np.float32]:
-    """The upstream gradient, with 0 for rows that do not count. Their results are constants, and a mean over no rows would
-    bring NaN."""
+    """The upstream gradient as an array, with 0 for rows that do not count. The results of such rows are constants, and their
+    upstream gradient may be NaN, as from a mean over no rows."""
     values: NDArray[np.float32] = gradient.detach().to("cpu", torch.float32).numpy()
     return values if counts.all() else np.where(counts, values, np.float32(0))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The purpose of a forward (Plan): a step, an evaluation, or the repeated pass of a checkpoint; and what its backward
-does."""
+"""What a forward of a LossHead is for (Plan): a step, an evaluation, or the repeated pass of an activation checkpoint. Also
+the autograd functions of its loss (Direct, Deferred), and functions that find out from the call stack which code of torch
+calls lossd."""
 
 from __future__ import annotations
 
@@ -27,31 +28,31 @@ if TYPE_CHECKING:
     from lossd.torch._job import Job
 
 
-# Code that torch.compile must not trace.
-
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def outside_of_compile(function: F) -> F:
-    """Makes a function run uncompiled when compiled code calls it. The graph is cut there once, without a warning.
+    """A decorator: the function runs uncompiled when code under torch.compile calls it. The compiled graph is cut once at the
+    call, without a warning.
 
-    Code that talks to a server cannot be compiled. Without this function, torch.compile would trace the calls into the client
-    and cut the graph in many places. torch 1.13 has no compiler, and torch 2.0 has no torch.compiler.disable.
+    Code that talks to a server cannot be compiled. Without this decorator, torch.compile would trace the calls into the
+    client and cut the graph in many places. torch 1.13 and 2.0 have no torch.compiler.disable, so there the decorator has no
+    effect.
     """
     disable = getattr(getattr(torch, "compiler", None), "disable", None)
     return function if disable is None else cast(F, disable(function))
 
 
-# What the call stack says: which functions of torch are running above a call. torch has no other way to tell.
+# The call stack shows which functions of torch call lossd. torch has no other way to find this out.
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
-# The functions that run a function again to restore tensors that its backward needs; names in torch 1.13 and 2.0, and in
-# later versions.
+# The functions of torch.utils.checkpoint that run the user's function again, to restore the tensors that its backward needs.
+# The names are those of torch 1.13, 2.0 and later versions.
 _RECOMPUTES = frozenset(("unpack", "unpack_hook", "recompute_fn"))
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frame of the caller, and the frames above it on this thread."""
+    """The stack frames of this thread, from the caller's outward."""
     frame = inspect.currentframe()
     frame = None if frame is None else frame.f_back
     while frame is not None:
@@ -60,18 +61,18 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Pass(enum.Enum):
-    """The pass of torch.utils.checkpoint to which a forward belongs."""
+    """The pass of torch.utils.checkpoint (an activation checkpoint) to which a forward belongs."""
 
-    ORDINARY = enum.auto()  # not under a checkpoint, or the only forward with gradients
-    FIRST = enum.auto()  # the function may be run again, to restore the tensors that it saves
-    REPEATED = enum.auto()  # the function runs again, and its result is not used
+    ORDINARY = enum.auto()  # not under a checkpoint, or the only pass that has gradients
+    FIRST = enum.auto()  # the first pass; a repeated one may follow, to restore the tensors that this one saves
+    REPEATED = enum.auto()  # the repeated pass, whose result is not used
 
 
 def checkpoint_pass() -> Pass:
     """The pass to which a forward with gradients belongs.
 
-    A reentrant checkpoint (use_reentrant=True) has no gradients in its first pass. Only its second pass counts, which runs in
-    `backward`. If checkpoints are nested, the innermost one decides.
+    A reentrant checkpoint (use_reentrant=True) has no gradients in its first pass. Its second pass, which runs in `backward`,
+    is ORDINARY. If checkpoints are nested, the innermost one decides.
     """
     inside = False
     for frame in _frames():
@@ -87,19 +88,20 @@ def checkpoint_pass() -> Pass:
 
 
 class Asked(enum.Enum):
-    """What a pipeline schedule needs of a loss."""
+    """What a pipeline schedule that calls a loss function needs."""
 
     LOSS = enum.auto()  # a loss that will have its backward
-    VALUE = enum.auto()  # only the value: schedule.eval(), or a schedule without backward
-    SHAPE = enum.auto()
+    VALUE = enum.auto()  # only the loss's value: schedule.eval(), or a schedule without backward
+    SHAPE = enum.auto()  # only a tensor whose gradient has the right shape; the inputs are meaningless
 
 
 def asked_by_schedule() -> Asked:
-    """
-    What a schedule of torch.distributed.pipelining that calls a loss needs of it. If its stages were made without example
-    arguments, the schedule calls the loss once before its first step, with uninitialized memory, to find the shape of the
-    gradient. These rows must not reach the server, and only the name of the calling function identifies the call. If that
-    name changes in torch, the step has one microbatch too many and is refused (StepTracker.group).
+    """What the schedule of torch.distributed.pipelining that is calling a loss function needs. LOSS if no schedule calls it.
+
+    If the stages were made without example arguments, the schedule calls the loss function once before its first step, with
+    uninitialized memory, to find the shape of the gradient (SHAPE). These rows must not reach the server, and only the name
+    of the calling function identifies the call. If that name changes in torch, the step has one microbatch too many and is
+    refused (StepTracker.group).
     """
     for frame in _frames():
         if frame.f_code.co_name == "_backward_metadata_inference":
@@ -112,11 +114,11 @@ def asked_by_schedule() -> Asked:
 
 
 _REQUIRES_GRAD = torch.nn.Module.requires_grad_.__code__
-_FRAMES_OF_COLLECTION = 16  # there are at most this many frames between it and a module's named_modules()
+_FRAMES_OF_COLLECTION = 16  # at most so many frames lie between requires_grad_() and a module's named_modules()
 
 
 def wanted_of_parameters() -> bool | None:
-    """The argument of the Module.requires_grad_() that is collecting parameters now. None: there is no such call."""
+    """If this is called within Module.requires_grad_() of torch, the argument of requires_grad_(). None: it is not."""
     for frame in itertools.islice(_frames(), _FRAMES_OF_COLLECTION):
         if frame.f_code is _REQUIRES_GRAD:
             return bool(frame.f_locals["requires_grad"])
@@ -124,12 +126,15 @@ def wanted_of_parameters() -> bool | None:
 
 
 class _Freezable(Protocol):
+    """The members of LossHead that heed_requires_grad() uses."""
+
     train_head: bool
     frozen_on_server: bool
 
 
 def heed_requires_grad(head: _Freezable) -> None:
-    """If requires_grad_() of a module is collecting parameters now, applies it to the head."""
+    """If this is called within requires_grad_() of a module, freezes or unfreezes the head accordingly. A head that is frozen
+    on the server stays frozen."""
     wanted = wanted_of_parameters()
     if wanted is not None and not (wanted and head.frozen_on_server):
         head.train_head = wanted
@@ -144,11 +149,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-# The autograd functions of a loss: what backward passes to a Job, and what it takes from the Job.
+# The autograd functions of a loss. Their backward passes upstream gradients to a Job and returns the Job's gradients.
 
 
 class Direct(torch.autograd.Function):
-    """Gradients that are already known when backward comes."""
+    """The loss of a Job whose gradients the server computes in forward. Backward returns them, times a factor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, job: Job, loss: float | None, *hidden: torch.Tensor) -> torch.Tensor:
@@ -169,7 +174,7 @@ class Direct(torch.autograd.Function):
 
 
 class Deferred(torch.autograd.Function):
-    """Gradients that the server computes in backward, when the upstream gradients of the rows are known."""
+    """The row outputs of a Job whose gradients the server computes in backward, from the gradients of the row outputs."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, names: list[RowOutput],
@@ -195,7 +200,7 @@ _SECOND_BACKWARD = (
 
 
 class _NotTwice(torch.autograd.Function):
-    """Passes a gradient on, and raises if the gradient itself is differentiated."""
+    """The identity for a gradient. Its backward raises, because lossd has no second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -215,15 +220,15 @@ def _once_differentiable(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What has to be computed for one microbatch."""
+    """What has to be computed for one microbatch. plan() makes it."""
 
     hidden: bool  # compute the gradient of the hidden states
     head: bool  # add the gradient of the head to the step
-    # The head is trained, but the module is in evaluation mode. The head's gradient is not accumulated. A backward that would
-    # give a gradient to a local head is refused.
+    # The head is trained, but the module is in evaluation mode. Then the head's gradient is not accumulated, and a backward
+    # that would give a local head a gradient raises.
     evaluates: bool = False
-    # Which pass of torch.utils.checkpoint (use_reentrant=False) this is. The result of the repeated pass is not used, but the
-    # tensors that are saved in it must be the same as in the first pass.
+    # The pass of torch.utils.checkpoint (use_reentrant=False). The result of a repeated pass is not used, but the pass must
+    # save the same tensors as the first pass.
     checkpoint: Pass = Pass.ORDINARY
 
     @property
@@ -232,11 +237,11 @@ class Plan:
 
     @property
     def has_graph(self) -> bool:
-        """Whether the loss is part of a graph."""
+        """Whether the loss is part of an autograd graph."""
         return self.hidden or self.head or self.evaluates
 
     def computes(self, deferred: bool) -> bool:
-        """Whether the server computes gradients, now or in backward."""
+        """Whether the server computes gradients, in forward or (`deferred`) in backward."""
         return not self.repeats and (self.head or (self.hidden and not (self.evaluates and deferred)))
 
     @property
@@ -245,7 +250,7 @@ class Plan:
 
     @property
     def counts_with_ranks(self) -> bool:
-        """Whether the ranks of a group count their rows together."""
+        """Whether the normalizer counts the rows of all ranks of a process group, not only this rank's."""
         return (self.hidden or self.head) and not self.evaluates and not self.repeats
 
 
@@ -258,17 +263,18 @@ def plan(trained: bool, training: bool, hidden: torch.Tensor) -> Plan:
 
 
 class Anchor:
-    """Connects a loss to the graph at the place where a local head would be, and knows whether a backward needs that
-    place."""
+    """A scalar in the autograd graph of a loss, in the place of a local head's weight. It shows whether a backward asks for
+    the weight's gradient."""
 
     def __init__(self, trained: bool) -> None:
         self.tensor = torch.zeros((), requires_grad=trained)
         if trained:
             with torch.enable_grad():
-                self.tensor = self.tensor.view(())  # not a leaf, because torch does not say whether a leaf is needed
+                self.tensor = self.tensor.view(())  # not a leaf: torch cannot tell whether a leaf is needed
 
     def is_asked_for(self) -> bool:
-        """Within a backward: false if it is torch.autograd.grad, or backward(inputs=...), of other tensors only."""
+        """Whether the backward that is running needs the gradient of a local head. False for torch.autograd.grad and
+        backward(inputs=...) that ask only for gradients of other tensors. Call it within a backward."""
         node: Any = self.tensor.grad_fn
         return node is not None and bool(torch._C._will_engine_execute_node(node))
 
@@ -284,7 +290,8 @@ def refuse_evaluation(head: str, deferred: bool) -> None:
 
 
 class FirstPasses:
-    """The results of first passes under checkpoints in the open step, for their repeated passes. Bounded."""
+    """Keeps the results of first passes under activation checkpoints in the open step. A repeated pass takes the result from
+    here, and the server does not compute it again. Bounded."""
 
     _MOST = 256
 
@@ -302,13 +309,14 @@ class FirstPasses:
             self._step = step
             self._given.clear()
         given = self._given.setdefault(key, [])
-        if len(given) < 2:  # with two results for a key it would not be clear which one is meant
+        if len(given) < 2:  # a second result makes find() return none
             given.append((dataclasses.replace(result, grad_hidden=None), normalizer))
         if len(self._given) > self._MOST:
             self._given.popitem(last=False)
 
     def find(self, key: bytes) -> tuple[LossResult | None, float | None]:
-        """The result, or None if it is not known; and the divisor of the mean."""
+        """The result of the first pass with this key, and the divisor of its mean. The result is None if there is none or if
+        several first passes have the key; the divisor is None if there is none."""
         given = self._given.get(key, [])
         if not given:
             return None, None

@@ -14,25 +14,28 @@ from lossd.torch._step_tracker import StepTracker
 
 
 class RowGradients:
-    """The gradients of one head that are being sent, in the order in which they were sent. Thread-safe.
+    """The gradients of embedding rows of one head that are being sent, the oldest first. Thread-safe.
 
-    There are at most max_pending of them, the client's limit for computations in flight.
+    There are at most max_pending gradients, the client's limit for computations in flight.
     """
 
     def __init__(self, steps: StepTracker, explain: Callable[[lossd.LossdError], None]) -> None:
-        """`explain` adds the cause to an error."""
+        """`explain` adds the cause of an error to it (Continuation.explain)."""
         self._steps = steps
         self._explain = explain
         self._lock = threading.Lock()
-        self._sent: deque[tuple[lossd.PendingLoss, int, int, Any]] = deque()  # guarded by _lock
+        # For each gradient: its call, the number of its microbatch, its step, its memory. Guarded by _lock.
+        self._sent: deque[tuple[lossd.PendingLoss, int, int, Any]] = deque()
 
     def add(self, pending: lossd.PendingLoss, number: int, step: int, memory: Any) -> None:
-        """Adds microbatch `number` of `step`. `memory` is what it is sent from; it is kept alive until then."""
+        """Adds the gradient that is sent as microbatch `number` of `step`. `memory`: the objects whose memory it is sent from.
+        They are kept alive until it is sent."""
         with self._lock:
             self._sent.append((pending, number, step, memory))
 
     def settle(self, wait: bool = True) -> None:
-        """Waits for all of them; with wait=False only checks those that have ended. Raises the first error."""
+        """Waits until all gradients are sent. With wait=False, only removes those whose calls have ended. Raises the first
+        error. The StepTracker is told of each result."""
         while True:
             with self._lock:
                 if not self._sent or not (wait or self._sent[0][0].done()):
@@ -51,7 +54,7 @@ class RowGradients:
                 self._steps.arrived(number, result.valid_rows, waits_for_backward=False)
 
     def drop(self) -> None:
-        """Cancels all of them and ignores their results, because the step is given up."""
+        """Cancels all gradients and ignores their results. Called when the step is given up."""
         while True:
             with self._lock:
                 if not self._sent:
@@ -63,7 +66,7 @@ class RowGradients:
             self._remove(pending)
 
     def _remove(self, pending: lossd.PendingLoss) -> bool:
-        """Removes one. False if it was already removed."""
+        """Removes a gradient. False if another thread has already removed it."""
         with self._lock:
             found = next((each for each in self._sent if each[0] is pending), None)
             if found is not None:

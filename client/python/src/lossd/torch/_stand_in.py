@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StandIn: a scalar parameter that stands for the server's parameters in a trainer. Its gradient is the 2-norm of their
-gradient.
+"""StandIn: a scalar parameter that stands for a head's parameters on the server, in the trainer. Its gradient is the 2-norm
+of the gradient of the head's parameters. HeadOptimizer uses it.
 
-Whatever multiplies this gradient in the trainer multiplies the server's gradient at the step. That is right for clipping by a
-global 2-norm, for GradScaler, and for anything else that multiplies all gradients by one number, unless the number comes from
-another norm. The value alone does not tell an infinity norm or a 1-norm from a 2-norm, so the gradient records what is done
-with it (Notes).
+If the trainer multiplies the stand-in's gradient by a number, then the server's gradient is multiplied by the same number at
+the step. This is right for clipping by a global 2-norm, for GradScaler, and for other code that multiplies all gradients by
+one number. It is wrong if the number comes from a norm other than the 2-norm, because all norms of a scalar are equal. The
+value of the gradient does not show which norm was taken of it, so the gradient records what is done with it (Notes).
 """
 
 from __future__ import annotations
@@ -16,58 +16,61 @@ from typing import Any
 
 import torch
 
-# In-place functions that multiply by a number. Other functions that end in "_", except _NEUTRAL, change a gradient in another
-# way.
+# In-place functions of torch that multiply a gradient by a number. All other in-place functions, except those in _NEUTRAL,
+# change a gradient in another way.
 _SCALINGS = frozenset((
     "mul_", "div_", "multiply_", "divide_", "true_divide_", "__imul__", "__itruediv__", "_foreach_mul_", "_foreach_div_",
     "_amp_non_finite_check_and_unscale_", "_amp_foreach_non_finite_check_and_unscale_"))
 _NEUTRAL = frozenset(("requires_grad_", "detach_", "retain_grad", "squeeze_", "unsqueeze_"))
-# Functions whose results are multiples of the gradient; and functions whose result is the gradient itself, which is not
-# negative.
+# _PRODUCTS: functions whose results are multiples of the gradient. _SAME: functions whose result has the gradient's value;
+# abs() is one, because the gradient is not negative.
 _PRODUCTS = frozenset((
     "mul", "div", "multiply", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__"))
 _SAME = frozenset((
     "detach", "clone", "view", "view_as", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "to", "float",
     "double", "cpu", "cuda", "to_dense", "coalesce", "expand_as", "abs", "absolute"))
 _NORMS = frozenset(("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "norm_except_dim"))
-# The functions of which norms of other orders consist.
+# Functions with which other code computes a norm that is not the 2-norm.
 _LARGEST = frozenset(("max", "amax", "_foreach_max"))
 _MAGNITUDES = frozenset(("abs", "absolute", "_foreach_abs"))
 
 
 class Notes:
-    """What was done with one gradient. Copies of the gradient share the object."""
+    """What was done with one gradient of a stand-in. Copies of the gradient, and its multiples, share the object."""
 
     def __init__(self, loaded: float, moment: object) -> None:
-        self.loaded = loaded  # the value that was loaded
-        self.moment = moment  # identifies the gradient whose norm it is; differs if something was accumulated since
-        self._norm: str | None = None  # the last norm that was taken of it, if that was not the 2-norm
-        self._understates = False  # for the server's gradient, that norm may be larger than the 2-norm
-        self._scaled_by: str | None = None  # the first such norm that was taken before it was multiplied
-        self._changed_by: str | None = None  # the first function that changed it other than by a multiplication
-        self.touched = False  # its value may differ from `loaded`
+        self.loaded = loaded  # the gradient's value when it was loaded
+        self.moment = moment  # StepTracker.moment of the server's gradient whose norm was loaded
+        self._norm: str | None = None  # the last norm that was taken of the gradient; None: none, or the 2-norm
+        self._understates = False  # whether _norm of the server's gradient may be larger than its 2-norm
+        self._scaled_by: str | None = None  # the first value of _norm at a multiplication of the gradient
+        self._changed_by: str | None = None  # the first function that changed the gradient, other than a multiplication
+        self.touched = False  # whether the gradient's value may differ from `loaded`
 
     def norm_taken(self, order: float) -> None:
+        """A norm of this order was taken of the gradient."""
         self._norm = None if order == 2 else f"a norm with norm_type={order:g}"
         self._understates = order < 2
 
     def power_taken(self, function: str) -> None:
-        """Notes a function that is a part of some other norm; it is not known of which norm."""
+        """Notes a call of `function`, which is a part of a norm that is not the 2-norm. It is not known of which norm."""
         self._norm, self._understates = f"{function}()", True
 
     def scaled(self) -> None:
+        """The gradient was multiplied."""
         self.touched = True
         if self._norm is not None and self._scaled_by is None:
             self._scaled_by = self._norm
 
     def changed(self, function: str) -> None:
+        """`function` has changed the gradient in another way than by a multiplication."""
         self.touched = True
         self._changed_by = self._changed_by or function
 
     def refusal(self, multiplier: float, noted: bool, moment: object) -> str | None:
-        """What is wrong with a step that multiplies the gradient by `multiplier`. None: nothing.
+        """Why a step must not multiply the server's gradient by `multiplier`, as the end of a sentence. None: it may.
 
-        `noted`: whether the stand-in's gradient still has these notes. `moment`: the current one.
+        `noted`: whether the stand-in's gradient still has these notes. `moment`: the present StepTracker.moment.
         """
         same = math.isclose(multiplier, 1.0, rel_tol=1e-6)
         if self._scaled_by is not None and (not same or self._understates):
@@ -107,7 +110,7 @@ class Gradient(torch.Tensor):
             return _plain(result)
 
 
-# Within it, functions treat the subclass like any tensor. torch 1.13 has the class under the second name.
+# Within this context, torch's functions treat a Gradient like any tensor. torch 1.13 has the class under the second name.
 _undisturbed: Any = getattr(torch._C, "DisableTorchFunctionSubclass", getattr(torch._C, "DisableTorchFunction", None))
 
 
@@ -152,7 +155,8 @@ def _number(order: Any) -> float:
 
 
 def _marked(result: Any, noted: list[Notes]) -> Any:
-    """If a result is a multiple of a gradient, it shares the gradient's notes."""
+    """The result of a function, as a Gradient with the same notes if the function was called with one gradient. `noted`: the
+    notes of the function's arguments."""
     if not isinstance(result, torch.Tensor) or result.numel() != 1 or len(noted) != 1:
         return result
     if type(result) is Gradient and hasattr(result, "notes"):
@@ -167,8 +171,8 @@ def _plain(result: Any) -> Any:
 
 
 def _let_foreach_take_it() -> None:
-    """torch's clipping handles all gradients of a device at once if it knows the types of all. So this adds Gradient to the
-    known types."""
+    """Adds Gradient to the types that torch's foreach functions know. torch's clipping handles all gradients of a device at
+    once only if it knows all their types."""
     known = getattr(getattr(torch.utils, "_foreach_utils", None), "_foreach_supported_types", None)
     if isinstance(known, list) and Gradient not in known:
         known.append(Gradient)
@@ -178,18 +182,18 @@ _let_foreach_take_it()
 
 
 class StandIn(torch.nn.Parameter):
-    """A scalar whose gradient is fetched from the server when it is read, if the open step has more gradients than at the
-    last time."""
+    """A scalar parameter whose gradient comes from a function: each read of `grad` calls `fetch`, which asks the server if the
+    open step has changed since the last time."""
 
     @staticmethod
     def on(device: Any, fetch: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StandIn:
-        """`fetch` gets the present gradient, and returns it or a new one."""
+        """Makes a StandIn on a device. `fetch` is called with the present gradient, and returns it or a new one."""
         made = StandIn(torch.zeros((), device=device))
         made.fetch, made.held = fetch, None
         return made
 
     fetch: Any
-    held: torch.Tensor | None  # the present gradient, without asking the server
+    held: torch.Tensor | None  # the present gradient; reading this does not ask the server
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -201,7 +205,7 @@ class StandIn(torch.nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if isinstance(value, Gradient) and value is not self.held and hasattr(value, "notes"):
-            value.notes.scaled()  # most likely a product
+            value.notes.scaled()  # a new tensor with notes is most likely a multiple of a gradient
         self.held = value
 
     @grad.deleter

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a head's training in this trainer. StepTracker knows which microbatches of the open step the trainer has sent
-and what became of them. Other classes: which LossHead feeds a head (Feeder), what it continues (Continuation), loops that
-forget the step (Watch), and the contents of a state_dict (HeadStates). Thread-safe.
+"""The records that LossHead and HeadOptimizer keep about a head's training in this trainer. StepTracker records which microbatches of
+the open step the trainer has sent, and what became of each. Feeder identifies the trainer of a head; a new LossHead takes over
+from an earlier one with the same Feeder. Continuation warns if training continues a head that another program left. Watch
+warns of loops that never apply a step. HeadStates saves and restores a head for a state_dict. StepTracker, and what this
+module shares between heads, are thread-safe.
 
 Microbatches are numbered 0, 1, ... within a step and trainer. In messages, trainer `rank` of `world_size` uses the ids number
 * world_size + rank, so that two trainers never use the same id.
@@ -29,10 +31,27 @@ from lossd import _head_calls, errors
 from lossd.torch import _modes
 from lossd.torch._data_parallel import DataParallel
 
-_APART = 1 << 40  # numbers of microbatches that are accumulated are smaller
+_APART = 1 << 40  # microbatches that are accumulated have smaller numbers than this; others have larger ones
 
 
 class StepTracker:
+    """The microbatches of the open step that this trainer has sent, and what became of each. Thread-safe.
+
+    A microbatch gets a number from number(), is sent within sending(), and ends with arrived() or failed(). A failed
+    microbatch may be sent again under its number. contribution() and contributed() do the same for a gradient that is added
+    at once (TiedEmbedding). advance() begins the next step.
+
+    Five sets hold numbers of microbatches, and they overlap:
+
+      _accumulated: the server has, or may have, gradients of these.
+      _failed: the part of _accumulated whose call has not succeeded: it is under way, or it has failed.
+      _gaps: the call has failed, and the microbatch was not sent again. This set also holds microbatches that were to be
+        accumulated only in backward, and that are not in _accumulated yet.
+      _waiting: the call has succeeded and accumulated a weight gradient, but the loss had no backward() yet.
+      _lost_rows: gradients of embedding rows whose call has failed. They cannot be computed again, so they are not in
+        _failed.
+    """
+
     def __init__(self, step: int, rank: int, world_size: int) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be in [0, world_size) with world_size {world_size}")
@@ -53,40 +72,42 @@ class StepTracker:
         self.step = step
         self._next = 0
         self._next_apart = 0
-        self._accumulated: set[int] = set()  # the server has, or may have, rows of these microbatches
-        self._failed: set[int] = set()  # those of _accumulated whose call has not succeeded
-        self._gaps: set[int] = set()  # their call has failed, and was not repeated
-        self._rows: dict[int, int] = {}  # the valid rows of each microbatch that succeeded
-        self._passed_over = False  # some microbatches failed, and the step does without them
-        self._lost: str | None = None  # why the server has lost all of them; None: it has not
-        self._waiting: set[int] = set()  # those of _accumulated whose loss had no backward() yet
-        self._lost_rows: set[int] = set()  # microbatches of gradients of embedding rows whose call has failed
-        self._contribution: int | None = None  # the number of a contribution that is being added
-        self._contributions: set[int] = set()  # the numbers of contributions that were added
+        self._accumulated: set[int] = set()  # the class comment describes the sets
+        self._failed: set[int] = set()
+        self._gaps: set[int] = set()
+        self._rows: dict[int, int] = {}  # for each microbatch whose call has succeeded: the number of its valid rows
+        self._passed_over = False  # some microbatches have failed, and the step is applied without them
+        self._lost: str | None = None  # why the server has lost all gradients of the step; None: it has not lost them
+        self._waiting: set[int] = set()
+        self._lost_rows: set[int] = set()
+        self._contribution: int | None = None  # the number of the contribution that is being added; None: there is none
+        self._contributions: set[int] = set()  # the numbers of the contributions that were added
 
     def advance(self, step: int) -> None:
-        """The old step is over (applied or discarded), and `step` is open now."""
+        """Forgets the microbatches of the old step, which was applied or discarded. `step` is the open step now."""
         with self._lock:
             self._begin(step)
 
     def number(self, wanted: int | None) -> int:
-        """The number of the microbatch that begins: the next number, or `wanted`, an earlier one that is sent again."""
+        """The number of the microbatch that begins. `wanted`: the number of an earlier microbatch that is sent again. None:
+        the microbatch is new and gets the next number."""
         with self._lock:
             return self._next if wanted is None else wanted
 
     def number_apart(self) -> int:
-        """A number for rows that are not accumulated. It differs from all numbers of rows that are."""
+        """A number for a microbatch that is not accumulated. No accumulated microbatch has such a number."""
         with self._lock:
             self._next_apart += 1
             return _APART + self._next_apart
 
     def wire_id(self, number: int) -> int:
+        """The id that messages have for microbatch `number` of this trainer."""
         return number * self.world_size + self.rank
 
     @contextmanager
     def sending(self, number: int, accumulates: bool) -> Iterator[None]:
-        """A context whose block hands a microbatch to the client. If the block raises an Exception, nothing of the microbatch
-        was sent."""
+        """A context whose block hands a microbatch to the client. If the block raises an Exception, then nothing of the
+        microbatch was sent, and the tracker takes its record of the microbatch back."""
         with self._lock:
             before = self._next, number in self._accumulated, number in self._failed, number in self._gaps
             if number < _APART:
@@ -112,18 +133,20 @@ class StepTracker:
                 self._gaps.add(number)
 
     def failed_rows(self, number: int) -> None:
-        """The call that sends a gradient of embedding rows has ended with an error. The gradient cannot be computed again."""
+        """The call that sends microbatch `number`, a gradient of embedding rows, has ended with an error. The gradient cannot
+        be computed again."""
         with self._lock:
             self._lost_rows.add(number)
             self._failed.discard(number)
 
     def lost(self, why: str) -> None:
-        """The server has lost everything of this step."""
+        """The server has lost all gradients of this step."""
         with self._lock:
             self._lost = why
 
     def arrived(self, number: int, rows: int, waits_for_backward: bool) -> None:
-        """The gradients of microbatch `number`, with `rows` valid rows, are accumulated."""
+        """The server has accumulated the gradients of microbatch `number`, which has `rows` valid rows. `waits_for_backward`:
+        the loss of the microbatch must still have its backward()."""
         with self._lock:
             self._rows[number] = rows
             self._changes += 1
@@ -134,18 +157,18 @@ class StepTracker:
 
     @property
     def has_some_failures(self) -> bool:
-        """Whether some calls of this step have failed without being repeated, and others have succeeded."""
+        """Whether some microbatches of this step have failed and were not sent again, while others have succeeded."""
         with self._lock:
             return bool(self._gaps & self._failed) and bool(self._rows)
 
     @property
     def rows(self) -> int:
-        """The number of this trainer's valid rows that were accumulated by calls that succeeded."""
+        """The number of valid rows in the microbatches of this trainer whose calls have succeeded."""
         with self._lock:
             return sum(self._rows.values())
 
     def pass_over_failures(self) -> None:
-        """The server has nothing of the microbatches that failed, so the step does without them."""
+        """Drops the microbatches that failed from the step. Call it only if the server has accumulated none of their rows."""
         with self._lock:
             self._passed_over = True
             self._accumulated -= self._gaps
@@ -153,17 +176,19 @@ class StepTracker:
             self._gaps.clear()
 
     def expected_rows(self) -> int | None:
-        """The number of rows that the step must have, so that no row of a microbatch that was passed over is in it. None:
-        none was."""
+        """The number of rows that the step must have if microbatches were passed over. The server checks it, so that none of
+        their rows is in the step. None: no microbatch was passed over."""
         return self.rows if self._passed_over else None
 
     def had_backward(self, number: int) -> None:
+        """The loss of microbatch `number` had its backward()."""
         with self._lock:
             self._waiting.discard(number)
             self._changes += 1
 
     def contribution(self) -> int:
-        """The number for a contribution that is to be added. The same number again until contributed() is called."""
+        """The number for a contribution that is to be added. Until contributed() is called, it returns the same number, so a
+        call that failed can be repeated."""
         with self._lock:
             if self._contribution is None:
                 self._contribution = self._next
@@ -171,6 +196,7 @@ class StepTracker:
             return self._contribution
 
     def contributed(self) -> None:
+        """The contribution with the number from contribution() was added."""
         with self._lock:
             if self._contribution is not None:
                 self._contributions.add(self._contribution)
@@ -179,22 +205,24 @@ class StepTracker:
 
     @property
     def sent(self) -> int:
-        """How many microbatches and contributions of this trainer the server has, or may have, in this step.
+        """The number of microbatches and contributions of this trainer that the server has, or may have, in this step.
 
-        Microbatches whose gradients are computed in backward count, because the server keeps their hidden states.
+        A microbatch whose gradients are computed in backward counts, because the server keeps its hidden states.
         """
         with self._lock:
             return self._next
 
     @property
     def moment(self) -> tuple[int, int, int]:
-        """A value that differs when this trainer has accumulated something since, or when gradients were discarded."""
+        """A value that changes whenever this trainer accumulates something and whenever gradients are discarded. Compare two
+        of these values to see whether the gradient is still the same."""
         with self._lock:
             return self.step, self.discards, self._changes
 
     @property
     def has_gradients(self) -> bool:
-        """Whether something was accumulated, even if all its rows were ignored: a local head would have a gradient then."""
+        """Whether this trainer has accumulated something in the step. Microbatches whose rows were all ignored count, because
+        they would give a local head a gradient (of 0), too."""
         with self._lock:
             return bool(self._accumulated or self._rows or self._contributions)
 
@@ -204,13 +232,16 @@ class StepTracker:
             self.discards += 1
 
     def succeeded(self) -> None:
-        """Another LossHead of this program has discarded what this trainer had in the open step, and continues."""
+        """Another LossHead of this program, with a tracker of its own, has taken the head over. It has discarded what this
+        trainer had in the open step. ("Succeeded" means "was followed" here.)"""
         with self._lock:
             self.discards += 1
             self._lost = "another LossHead of this program has taken the head over: use that one"
 
     def check_settled(self, what: str) -> None:
-        """RuntimeError if the step would apply, or lose, a gradient that the trainer does not know of."""
+        """RuntimeError unless the open step is complete. It is not if the server has lost it, if a call has failed or not
+        ended, if a loss had no backward(), or if the number of microbatches is not a multiple of `group`. `what` names the
+        caller in the error."""
         with self._lock:
             failed, waiting, lost = sorted(self._failed), sorted(self._waiting), self._lost
             contribution, lost_rows = self._contribution, sorted(self._lost_rows)
@@ -242,7 +273,8 @@ class StepTracker:
                 f"{self.group}; discard the step with HeadOptimizer.discard()")
 
     def check_order(self, number: int) -> None:
-        """RuntimeError if something before this microbatch has failed, because a deterministic server would wait for it."""
+        """RuntimeError if an earlier microbatch or contribution has failed. A deterministic server accumulates in the order of
+        the numbers, so it would keep microbatch `number` waiting."""
         with self._lock:
             failed, contribution = min(self._gaps, default=number), self._contribution
             lost_rows = min(self._lost_rows, default=number)
@@ -258,17 +290,18 @@ class StepTracker:
                                f"head(..., microbatch={failed}), or discard the step with HeadOptimizer.discard()")
 
     def expected(self, takes_part: Sequence[bool] | None = None) -> list[int]:
-        """The wire ids that the step must have, of all trainers that take part (None: all trainers). Each of them has
-        accumulated as many microbatches as this one."""
+        """The wire ids that the step must have, of all trainers that take part (None: all trainers). Assumes that each of
+        them has used the same numbers as this trainer."""
         with self._lock:
             return [n * self.world_size + rank for n in sorted(self._accumulated | self._contributions)
                     for rank in range(self.world_size) if takes_part is None or takes_part[rank]]
 
 
-# Which LossHead of this program feeds a head. A LossHead that is made later takes over from an earlier one, for example when
-# a notebook cell runs again, and knows what the earlier one left in the open step. Thread-safe; bounded.
+# Which LossHead of this program trains a head. If a program makes another LossHead of the same head, for example because a
+# notebook cell runs again, then the new LossHead takes over, and learns what the earlier one left in the open step.
+# Thread-safe; bounded.
 
-_MOST = 1024  # the number of heads that are remembered
+_MOST = 1024  # the largest number of heads that are remembered
 
 
 @dataclass(frozen=True)
@@ -282,13 +315,13 @@ class Feeder:
 
 
 _succession_lock = threading.Lock()
-# The tracker of the last LossHead of each feeder; guarded by _succession_lock.
+# For each feeder, the tracker of its newest LossHead; guarded by _succession_lock.
 _trackers: OrderedDict[Feeder, StepTracker] = OrderedDict()
 
 
 def succeed(feeder: Feeder, tracker: StepTracker) -> StepTracker | None:
-    """Records the tracker of a new LossHead. Returns the tracker before it, if it has left something in the step that is
-    open."""
+    """Records `tracker`, of a new LossHead, as the feeder's tracker. Returns the tracker that it replaces if that one has left
+    something in the same step, else None."""
     with _succession_lock:
         before = _trackers.pop(feeder, None)
         _trackers[feeder] = tracker
@@ -297,7 +330,7 @@ def succeed(feeder: Feeder, tracker: StepTracker) -> StepTracker | None:
     return before if before is not None and before.step == tracker.step and before.sent > 0 else None
 
 
-# What a program continues when it trains a head that it has not created, and what it begins.
+# A program may continue a head that it has not created, or begin it. Continuation tells which, and warns.
 
 _told_lock = threading.Lock()
 # Heads that this process has trained, by incarnation and name; guarded by _told_lock.
@@ -305,13 +338,14 @@ _trained: OrderedDict[tuple[int, str], None] = OrderedDict()
 
 
 class Continuation:
-    """What one LossHead continues."""
+    """Knows whether the training of one LossHead continues a head as another program left it, and warns of this once. It also
+    completes errors that another program's training causes."""
 
     def __init__(self, client: lossd.Client, head: str, steps: StepTracker, description: lossd.HeadDescription) -> None:
         self._client, self._head, self._steps = client, head, steps
         self._description = description
         self._begun = False
-        self._loaded = False  # load_state() was called since the last step
+        self._loaded = False  # whether load_state() was called after the last step
 
     def found(self, description: lossd.HeadDescription) -> None:
         """Updates the description of the head."""
@@ -323,17 +357,17 @@ class Continuation:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether this program has restored the head, and no step followed."""
+        """Whether this program has restored the head, and has applied no step after that."""
         return self._loaded or _head_calls.has_loaded(self._head, self._description.state)
 
     def forget(self) -> None:
-        """Forgets that the head was restored, because a step has followed."""
+        """Forgets that the head was restored. Called when a step was applied."""
         self._loaded = False
         _head_calls.forget_loaded(self._head, self._description.state)
 
     def begin(self) -> None:
-        """Called before a forward in training. The first call warns if training continues a head that this program did not
-        create."""
+        """Called before a forward in training. The first call warns if the head was trained before, and this program has
+        neither trained nor restored it."""
         if self._begun:
             return
         self._begun = True
@@ -341,8 +375,8 @@ class Continuation:
             _modes.warn(self._words())
 
     def explain(self, error: errors.LossdError) -> None:
-        """Completes an error about a microbatch id that another LossHead used, or about a step that has changed: adds the
-        cause, if it is known, and what to do."""
+        """Adds to an error its cause, if it is known, and what to do. It knows two kinds of errors: another LossHead has used
+        the microbatch id, or the head's open step is another one now."""
         if isinstance(error, errors.FailedPrecondition) and error.field == "open.microbatch_id":
             error.add(
                 ". Another LossHead has sent this microbatch of the step: several trainers of one head need "
@@ -367,7 +401,8 @@ class Continuation:
             error.add(f"{since}. LossHead.sync() takes the head as it is now")
 
     def is_loaded_on_server(self) -> bool:
-        """Whether any client has restored the head, and no step followed. For trainers that cannot ask each other."""
+        """Whether a client has restored the head, and no step was applied after that. Asks the server. For trainers without a
+        process group, which cannot ask each other."""
         description = self._client.describe_head(self._head)
         history = description.history
         return bool(history.loaded and history.checkpoint and history.checkpoint_step == description.state.step)
@@ -382,7 +417,8 @@ class Continuation:
             if len(_trained) > _MOST:
                 _trained.popitem(last=False)
         run = self._description.history.run
-        # The run's name contains this process's id; a name that programs share would not.
+        # This process's id in the name of the run shows that the run is this program's own. A name that several programs
+        # share does not contain the id.
         return before or (run == self._client.run and f":{os.getpid()}-" in run)
 
     def _is_used(self) -> bool:
@@ -406,41 +442,41 @@ def _at(unix_seconds: int) -> str:
     return f" at {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(unix_seconds))}" if unix_seconds else ""
 
 
-# Loops that train a head and never apply its steps: how they are noticed. The warning is issued once for each LossHead.
+# Watch warns of a training loop that never applies the head's steps, once for each LossHead. These are the limits:
 
-_BACKWARDS = 4  # this many backward passes without a HeadOptimizer
-_STEPS_OF_OTHERS = 2  # this many steps of another optimizer, without a step of the HeadOptimizer
-_DISCARDS = 4  # this many steps in a row that had a backward and were discarded
-# The limit within the first step if no other optimizer shows that the step should be over: either only the head is trained,
-# or torch (1.13) does not report the steps of optimizers.
+_BACKWARDS = 4  # the number of backward passes, if no HeadOptimizer was made for the head
+_STEPS_OF_OTHERS = 2  # the number of steps of another optimizer, if the HeadOptimizer has made none
+_DISCARDS = 4  # the number of discarded steps that had a backward, if the HeadOptimizer has made no step
+# The number of backward passes before the first step of the HeadOptimizer. This limit counts only if no other optimizer can
+# show that a step is over: only the head is trained, or torch (1.13) does not report the steps of optimizers.
 _BACKWARDS_OF_A_STEP = 64
 
 # Registers a function that is called after each step of any optimizer; torch 2.0 or later.
 _HOOK = getattr(importlib.import_module("torch.optim.optimizer"), "register_optimizer_step_post_hook", None)
 
 _forgetting_lock = threading.Lock()
-# Server and head; this and the next two are guarded by _forgetting_lock.
+# The heads for which a HeadOptimizer was made, by server and head name. _forgetting_lock guards this and the next two.
 _with_optimizer: OrderedDict[tuple[str, str], None] = OrderedDict()
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _hooked = False
 
 
 class Watch:
-    """Counts backward passes, steps and discarded steps of a LossHead's head."""
+    """Counts backward passes, steps and discarded steps of a LossHead, and warns if its loop never applies a step."""
 
     def __init__(self, target: str, head: str) -> None:
         self._key = target, head
-        self._backwards = 0  # since the last step of the head
-        # For each other optimizer: steps, backward passes.
+        self._backwards = 0  # the number of backward passes since the last step of the head
+        # For each other optimizer: the number of its steps, and the value of _backwards at its last step.
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._discards = 0  # since the last step of the head
-        self._has_stepped = False
-        self._said = False
+        self._discards = 0  # the number of discarded steps since the last step of the head
+        self._has_stepped = False  # whether the head had a step
+        self._said = False  # whether the warning was issued
         with _forgetting_lock:
             _watches.add(self)
 
     def had_backward(self, head_alone: bool) -> None:
-        """A loss of the head had its backward. `head_alone`: nothing but the head is trained."""
+        """A loss of the head had its backward. `head_alone`: only the head is trained, no trunk."""
         self._backwards += 1
         if self._said:
             return
@@ -463,12 +499,12 @@ class Watch:
         self.excused()
 
     def excused(self) -> None:
-        """There is a good reason why the head has no step, so the counts begin again."""
+        """Begins the counts again, because the head has had a step, or has a good reason to have none."""
         self._backwards = self._discards = 0
         self._others.clear()
 
     def discarded(self) -> None:
-        """The contents of the open step are discarded."""
+        """zero_grad() discards the contents of the open step."""
         if self._backwards == 0:
             return
         self._discards += 1
@@ -477,6 +513,7 @@ class Watch:
                       "has made none, so the head does not learn: add head_optimizer.step() before head_optimizer.zero_grad()")
 
     def another_stepped(self, optimizer: Any) -> None:
+        """An optimizer that does not step a head has made a step."""
         steps, backwards = self._others.get(optimizer, (0, 0))
         if self._said or self._backwards <= backwards:
             return
@@ -487,7 +524,8 @@ class Watch:
                       "head_optimizer.step() after optimizer.step()")
 
     def explain(self, error: errors.ResourceExhausted) -> None:
-        """Adds an explanation if the server's ledger is full: it has an entry for every row of the open step."""
+        """Adds an explanation to the error of a full ledger. The server's ledger has an entry for every row of the open step,
+        so it fills up if no step is applied."""
         if "ledger" in error.message and self._backwards > 0:
             error.add(f". The open step of head {self._key[1]!r} has had {self._backwards} backward passes of this LossHead "
                       "and no step(): if the loop never calls step() of its HeadOptimizer, add that first")
@@ -498,7 +536,7 @@ class Watch:
 
 
 def optimizer_made(target: str, head: str) -> None:
-    """A HeadOptimizer was made."""
+    """Notes that a HeadOptimizer was made for this head."""
     global _hooked
     with _forgetting_lock:
         _with_optimizer.pop((target, head), None)
@@ -519,10 +557,9 @@ def _after_step(optimizer: Any, *_: Any) -> None:
         watch.another_stepped(optimizer)
 
 
-# What the state_dict of a trainer holds of a head: the name of a checkpoint on the server, which is written at that time.
-#
-# A state is a dictionary of strings and numbers. Restoring it loads the checkpoint, unless the head still has these values.
-# It raises if that is not possible.
+# A state is what a trainer's state_dict holds of a head: a dictionary of strings and numbers that names a checkpoint on the
+# server. Saving a state writes the checkpoint. Restoring a state loads the checkpoint, unless the head still has the same
+# values, and raises if that is not possible.
 
 State: TypeAlias = "dict[str, Any]"
 _VERSION = 1
@@ -534,20 +571,21 @@ class _Moment:
 
     incarnation: int
     step: int
-    weights_version: int  # 0 if an older server does not number versions
+    weights_version: int  # 0: an older server, which does not number the versions of weights
 
     def is_that_of(self, other: _Moment) -> bool:
-        """Whether the values are certainly equal."""
+        """Whether the head has certainly the same values at both times."""
         return self.weights_version != 0 and self == other
 
 
 class HeadStates:
-    """Saves and restores one head. With several ranks, all of them restore, and any of them may save."""
+    """Saves one head to the server's checkpoints, and restores it. With several ranks, all of them call restore(), and any of
+    them may call save()."""
 
     def __init__(self, client: lossd.Client, head: str, parallel: DataParallel, kept: bool) -> None:
-        """`kept`: whether states hold the head. If not, the head is saved elsewhere."""
+        """`kept`: whether states name a checkpoint. False: the program saves the head in another way, and states are empty."""
         self._client, self._head, self._parallel, self._kept = client, head, parallel, kept
-        self._last: tuple[str, _Moment] | None = None  # the last checkpoint, and the values that it holds
+        self._last: tuple[str, _Moment] | None = None  # the last checkpoint that was saved or restored, and its values
 
     def save(self) -> State:
         """Saves the head, unless it still has the values that were saved or restored last. Returns the state."""
@@ -568,10 +606,9 @@ class HeadStates:
         return {**state, "checkpoint": checkpoint, "step": moment.step, "incarnation": moment.incarnation}
 
     def restore(self, state: State) -> bool:
-        """Restores the head. RuntimeError, NotFound and so on if the head does not have the values of `state` afterwards.
-        Collective.
+        """Restores the head from the checkpoint that `state` names. Returns False if it names none. Collective.
 
-        False if the state does not hold the head.
+        Raises RuntimeError, NotFound or another error if the head does not have the values of `state` afterwards.
         """
         if state.get("version") != _VERSION:
             raise RuntimeError(f"the state of head {self._head!r} has version {state.get('version')!r}; this lossd reads "
@@ -607,7 +644,7 @@ class HeadStates:
 
 
 def as_tensor(state: State) -> torch.Tensor:
-    """The state as a tensor, because many programs expect every entry of a module's state_dict to be a tensor."""
+    """The state as a uint8 tensor of JSON, because many programs expect every entry of a state_dict to be a tensor."""
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
 

@@ -24,7 +24,7 @@ from lossd.torch._input import known_arguments
 from lossd.torch._modes import Pass, checkpoint_pass, outside_of_compile
 from lossd.torch.head import LossHead
 
-_MOST_PREFETCHED = 4  # the most lookups that were begun by prefetch() and not used yet
+_MOST_PREFETCHED = 4  # how many lookups of prefetch() are kept until a forward uses them
 
 
 class ServedEmbedding(torch.nn.Module):
@@ -36,18 +36,18 @@ class ServedEmbedding(torch.nn.Module):
         loss.backward()
         head_optimizer.step()                             # HeadOptimizer(head, ...): one for both
 
-    Forward asks the server for the rows. Backward sends their gradients as a microbatch of its own, and the server adds each
-    to the gradient of the head's weight in the open step exactly once. So the trainer has neither the weight nor its
-    gradient, and no optimizer of the trainer has it.
+    Forward asks the server for the rows. Backward sends the gradients of the rows as a microbatch of its own. The server adds
+    each of them exactly once to the gradient of the head's weight in the open step. So the trainer has neither the weight nor
+    its gradient, and none of the trainer's own optimizers has the weight.
 
-    An embedding that is made from a LossHead shares its steps, and one HeadOptimizer serves both. An embedding that is made
-    from a client and a name is a trainer of the head by itself. That is either an embedding of its own (an untied model) with
-    HeadOptimizer(embedding, ...), or the first stage of a pipeline whose last stage, another process, has the LossHead; then
-    both are given rank= and world_size=.
+    There are two ways to make an embedding. An embedding from a LossHead shares the steps of the LossHead, and one
+    HeadOptimizer serves both. An embedding from a client and a head's name is a trainer of that head. Either the head serves
+    only this embedding (an untied model), with HeadOptimizer(embedding, ...). Or the embedding is the first stage of a
+    pipeline, and another process, the last stage, has the LossHead of the same head; then give rank= and world_size= to both.
 
-    Under torch.no_grad(), and if the head is not trained, the rows have no gradient. In evaluation mode a backward is
-    refused, like that of a LossHead's loss. Under activation checkpointing gradients are sent once. The rows have the dtype
-    `dtype`, or else autocast's dtype, or else torch's default one.
+    Under torch.no_grad(), and if the head is not trained, the rows have no gradient. In evaluation mode a backward raises,
+    like the backward of a LossHead's loss. Under activation checkpointing the gradients are sent once. The rows have the
+    dtype `dtype`, or else autocast's dtype, or else torch's default dtype.
 
     With CUDA tensors, backward may return before the gradients are sent. HeadOptimizer waits for them.
 
@@ -63,19 +63,19 @@ class ServedEmbedding(torch.nn.Module):
                  streams: int | None = None, timeout: float | None = None) -> None:
         """
         Args:
-          head: the LossHead of the same matrix in this program; or a client.
+          head: the LossHead in this program that has the same matrix; or a client.
           head_name: only with a client: the head's name on the server.
           scale: a factor of the rows, and of their gradients.
-          padding_idx: as in torch.nn.Embedding: gradients of rows with this id are left out. The row itself is that of the
-            weight.
-          dtype: the dtype of the rows: float32, float16 or bfloat16; or float64, whose rows are sent in float32. None: see
-            above.
+          padding_idx: as in torch.nn.Embedding: gradients of rows with this id are left out. Unlike there, the row itself has
+            the values of the weight.
+          dtype: the dtype of the rows: float32, float16, bfloat16 or float64. float64 rows are sent in float32. None: see the
+            class comment.
           device: the device for the rows. None: the device of the ids. If the ids are on the CPU, the lookup does not wait
             for the GPU.
-          n_microbatches, scale_grads: the arguments of the schedule of torch.distributed.pipelining, if the LossHead is in
-            another process, where PipelineLoss gets them.
-          train_head, process_group, averaged_over, rank, world_size, state: as in LossHead, only with a client; a LossHead
-            has its own.
+          n_microbatches, scale_grads: only if the LossHead is in another process: the arguments of the schedule of
+            torch.distributed.pipelining, as given to PipelineLoss in that process.
+          train_head, process_group, averaged_over, rank, world_size, state: as in LossHead, and only with a client. With a
+            LossHead, its own values apply.
           streams, timeout: as in lossd.Client.embed_async.
 
         TypeError or ValueError if an argument is wrong; NotFound if there is no such head. A head with a draft vocabulary
@@ -109,9 +109,9 @@ class ServedEmbedding(torch.nn.Module):
         if not math.isfinite(scale):
             raise ValueError(f"scale is {scale}; it must be finite")
         if own:
-            self.head = head  # a part of this module, so this module's state_dict has its state
+            self.head = head  # a submodule, so this module's state_dict has the head's state
         else:
-            object.__setattr__(self, "head", head)  # a part of another module
+            object.__setattr__(self, "head", head)  # not a submodule: it is a part of another module already
         self._shares = not own
         self.num_embeddings, self.embedding_dim = head.vocab_size, head.hidden_size
         self.padding_idx = _padding(padding_idx, head.vocab_size)
@@ -129,18 +129,20 @@ class ServedEmbedding(torch.nn.Module):
         self.__deepcopy__(None)
 
     def requires_grad_(self, requires_grad: bool = True) -> ServedEmbedding:
-        """Sets whether the head is trained, like LossHead.requires_grad_(); for a tied matrix at both ends."""
+        """Sets whether the head is trained, like LossHead.requires_grad_(). For a tied matrix this concerns embedding and
+        LossHead."""
         self.head.requires_grad_(requires_grad)
         return self
 
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As in any module. A module that contains this one calls it in requires_grad_(), which is noticed here."""
+        """As in any module. If requires_grad_() of a module that contains this one calls it, then that requires_grad_()
+        applies to the head, too."""
         _modes.heed_requires_grad(self.head)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
-        """The text in repr(): the head, its shape, and the options that do not have their defaults."""
+        """The text in repr(): the head, its shape, and the options whose values are not the defaults."""
         options = {"scale": (self.scale, 1.0), "padding_idx": (self.padding_idx, None), "dtype": (self.dtype, None),
                    "device": (self.device, None)}
         unusual = [f"{name}={value}" for name, (value, usual) in options.items() if value != usual]
@@ -154,8 +156,8 @@ class ServedEmbedding(torch.nn.Module):
 
     @outside_of_compile
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows (..., D) of ids (...), integers in [0, V). InvalidArgument names the place and value of an id that is
-        not."""
+        """The rows (..., D) of ids (...), which must be integers in [0, V). InvalidArgument names the place and the value of
+        a wrong id."""
         head = self.head
         head.client.check_usable()
         head.row_gradients.settle(wait=False)  # raises the error of an earlier gradient, if there is one
@@ -174,10 +176,10 @@ class ServedEmbedding(torch.nn.Module):
     def prefetch(self, ids: torch.Tensor) -> None:
         """Asks for the rows of ids (...) early. A forward with the same ids uses them, unless the weights have changed since.
 
-        Use it if the trainer knows the ids of its next microbatch. The ids may be another tensor with the same values. The
-        rows have the dtype and device that forward would give them now, so call it under the same autocast, or give the
-        module a dtype. At most 4 lookups are kept until they are used; one more replaces the oldest. Errors are not raised
-        here: forward asks again and raises them.
+        Use it if the trainer knows the ids of its next microbatch. Forward may get another tensor with the same values. The
+        rows get the dtype and device that forward would give them now. So call prefetch() under the same autocast as forward,
+        or give the module a dtype. At most 4 lookups are kept until a forward uses them; a fifth replaces the oldest. If a
+        prefetched lookup fails, forward asks again, and raises the error if it fails again.
         """
         self.head.client.check_usable()
         self._prefetched.add(self._lookup(ids))
@@ -190,12 +192,12 @@ class ServedEmbedding(torch.nn.Module):
                        self.padding_idx, self._transport, self._prefetched)
 
     def _dtype_on(self, device: torch.device) -> torch.dtype:
-        """The dtype of rows that are asked for on this device now."""
+        """The dtype that rows on this device have now."""
         return self.dtype or _input.autocast_dtype(device) or torch.get_default_dtype()
 
 
 class _Lookup:
-    """Some ids: gets their rows from the server, and sends the rows' gradients back."""
+    """One lookup of ids: it gets their rows from the server, and sends the rows' gradients back."""
 
     def __init__(self, head: LossHead, ids: NDArray[np.int32], shape: torch.Size, dtype: torch.dtype, device: torch.device,
                  scale: float, padding_idx: int | None, transport: dict[str, Any], prefetched: _Prefetched) -> None:
@@ -211,12 +213,12 @@ class _Lookup:
 
     @property
     def key(self) -> bytes:
-        """A key that lookups of the same rows share."""
+        """A key that is equal for two lookups of the same ids with the same shape, dtype and device."""
         text = f"{tuple(self._shape)} {self._wire} {self._device}".encode()
         return hashlib.blake2b(self.ids.tobytes() + text, digest_size=16).digest()
 
     def begin(self, step: int | None, is_waited_for: bool = False) -> _Coming:
-        """Asks for the rows. `is_waited_for`: this thread waits for them next."""
+        """Asks the server for the rows. `step`: as in rows(). `is_waited_for`: whether this thread waits for the rows next."""
         head = self.head
         place = _input.place_on(self._device, head.client)
         memory = _input.empty(self._shape, self._wire, self._device, place)
@@ -228,7 +230,7 @@ class _Lookup:
             ready=None if is_waited_for else _input.settled(memory), **self._transport))
 
     def rows(self, step: int | None) -> torch.Tensor:
-        """The rows, scaled, of the present weights. `step` must be open; None: any step."""
+        """The rows of the present weights, multiplied by `scale`. `step`: the step that must be open. None: any step may be."""
         memory = self._prefetched.take(self)
         if memory is None:
             coming = self.begin(step, is_waited_for=True)
@@ -244,7 +246,7 @@ class _Lookup:
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def send(self, gradient: torch.Tensor) -> None:
-        """Sends the gradient of the rows, which the server adds to the open step."""
+        """Sends the gradient of the rows. The server adds it to the head's gradient in the open step."""
         head, steps = self.head, self.head.steps
         head.row_gradients.settle(wait=False)
         undo = head.scale.of_rows(head.step)
@@ -267,14 +269,14 @@ class _Lookup:
 
 
 def _waits_in_backward(device: torch.device) -> bool:
-    """Whether backward waits until the gradient is sent. autograd reuses host memory after a backward. Memory of a GPU is
-    kept until the gradient is sent, while the trainer continues."""
+    """Whether backward waits until the gradient is sent. For host memory it does, because autograd reuses this memory after
+    backward. GPU memory is kept until the gradient is sent, and the trainer continues meanwhile."""
     return device.type != "cuda"
 
 
 class _Rows(torch.autograd.Function):
-    """The place of the rows in autograd's graph. It saves no tensors, so a checkpoint need not compute anything again for
-    it."""
+    """The rows of a lookup in autograd's graph; backward sends their gradient. It saves no tensors, so activation
+    checkpointing does not have to compute anything again for it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, lookup: _Lookup, step: int | None) -> torch.Tensor:
@@ -296,14 +298,14 @@ class _Rows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Coming:
-    """Rows that were asked for."""
+    """Rows that were asked for and that the client is receiving."""
 
-    memory: torch.Tensor  # [..., D], on the device, or in host memory that is copied there
-    pending: lossd.PendingRows
+    memory: torch.Tensor  # [..., D], which the client writes: on the device, or in host memory that is copied to it later
+    pending: lossd.PendingRows  # the call
 
 
 class _Prefetched:
-    """Lookups that prefetch() has begun. Thread-safe; bounded."""
+    """The lookups that prefetch() has begun and no forward has used. Thread-safe; bounded."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -327,7 +329,8 @@ class _Prefetched:
             each.pending.cancel()
 
     def take(self, lookup: _Lookup) -> torch.Tensor | None:
-        """The memory of the rows, if they were prefetched and belong to the present weights."""
+        """Waits for the rows of a prefetched lookup and returns their memory. None if they were not prefetched, if the call
+        has failed, or if the weights have changed since."""
         with self._lock:
             if not self._coming:
                 return None
@@ -351,7 +354,7 @@ def _check_client(client: Any, head_name: Any) -> None:
 
 
 def _padding(padding_idx: Any, vocab_size: int) -> int | None:
-    """padding_idx as a number in [0, V)."""
+    """`padding_idx` as a number in [0, V). TypeError or ValueError if it is no row."""
     if padding_idx is None:
         return None
     if not isinstance(padding_idx, numbers.Integral) or isinstance(padding_idx, bool):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LossHead: a torch module that computes linear + softmax cross-entropy on a lossd server."""
+"""LossHead: a torch module that computes linear + softmax cross-entropy on a lossd server. PendingHeadLoss: a loss that the
+server is computing."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from lossd.torch._step_tracker import StepTracker
 from lossd.types import Gradients, Reduction, Rest
 
 _PPO = lossd.Objective("ppo")
-# An ignore_index for calls without targets, where any class may be a row's target and the caller's ignore_index may be a
-# class.
+# The ignore_index of calls without targets. In these calls any class may become a row's target, also the class that has the
+# number of the module's ignore_index. -1 is never a class.
 _NO_CLASS = -1
 
 
@@ -35,20 +36,20 @@ class LossHead(torch.nn.Module):
         loss = head(hidden, targets)  # (..., D) and (...)
         loss.backward()
 
-    The weights, their gradient and their optimizer are on the server: the module has no parameters. HeadOptimizer applies the
-    steps.
+    The weights, their gradient and their optimizer are on the server, so the module has no parameters. HeadOptimizer applies
+    the steps.
 
     Forward computes the loss and both gradients at once. The hidden states' gradient is returned in backward; the weights'
     gradient is accumulated on the server. If the loss is multiplied after this module (loss / 4), the factor is applied to
     the hidden states' gradient in backward, and to the weights' gradient at the step. So the factor must be the same for all
-    losses of a step. With `deferred=True`, and always with reduction "none", the server keeps the hidden states, and computes
-    the gradients in backward from the gradients that arrive there. That computes the logits twice.
+    losses of a step. With `deferred=True`, and always with reduction "none", the server keeps the hidden states. It then
+    computes the gradients in backward, from the gradient of the loss, and computes the logits twice.
 
     Under torch.no_grad() only the loss is computed, and nothing is accumulated. Hidden states that need no gradient get none.
-    Under autocast, hidden states are sent in autocast's dtype.
+    Under autocast, hidden states are sent in autocast's dtype. The server computes in float32, or in the head's compute dtype.
+    Second derivatives are not available.
 
-    Not thread-safe, but one client may serve several modules. The server computes in float32, or as the head
-    says. Second derivatives are not available.
+    Not thread-safe, but several modules may share one client.
     """
 
     @known_arguments
@@ -72,32 +73,33 @@ class LossHead(torch.nn.Module):
           normalizer: what a mean is divided by. None: the number (with class weights: the weight) of valid targets of the
             microbatch. For means over several microbatches or trainers, give the number for the whole batch.
           grad_output: the gradient that the loss will get in backward. It may be assigned between calls. It is needed only if
-            losses of one step are multiplied by different factors, or if hidden states are float16 and the loss is scaled up.
+            losses of one step are multiplied by different factors, or if hidden states are float16 and the loss is multiplied
+            by more than 1.
           deferred: compute gradients in backward.
           train_head: accumulate the head's gradients. False for a frozen head.
           extras: values that forward returns in addition to the loss. With extras it returns (loss, LossExtras).
           process_group: the ranks over which the trunk's gradients are averaged: a torch.distributed group, or a DeviceMesh
-            of one dimension. Trunk and head then get the gradients of one process on the rows of all ranks, and the average
-            of the ranks' losses is its loss. Forward in training, step(), load_grad_norm() and zero_grad() are collective
-            then; with normalizer= forward needs no communication. None: gradients are not averaged. It must be given if
-            torch.distributed has more than one rank.
+            of one dimension. Then trunk and head get the same gradients as in one process that has the rows of all ranks, and
+            the average of the ranks' losses is the loss of that process. Forward in training, step(), load_grad_norm() and
+            zero_grad() are collective then; with normalizer= forward needs no communication. None: gradients are not
+            averaged. This argument must be given if torch.distributed has more than one rank.
           averaged_over: the number by which the sum of the trunk's gradients over process_group is divided. None: the number
             of ranks, as in DistributedDataParallel and fully_shard. 1: the gradients are added up, as over tensor-parallel
             ranks.
-          rank, world_size: the number of this trainer among the trainers of the head, and how many there are. Each of them
-            numbers its own microbatches. None: those of process_group, else 0 and 1.
-          state: what the state_dict() of this module and of its HeadOptimizer hold of the head. "checkpoint": the name of a
-            checkpoint, which state_dict() has the server write and load_state_dict() restores. "none": nothing.
+          rank, world_size: the number of this trainer among the trainers of the head, and the number of trainers. Each
+            trainer numbers its own microbatches. None: the rank and the size of process_group, else 0 and 1.
+          state: what the state_dict() of this module, and of its HeadOptimizer, contains of the head. "checkpoint": the name
+            of a checkpoint, which the server writes in state_dict() and restores in load_state_dict(). "none": nothing.
           streams, slice_bytes, timeout: as in lossd.Client.compute_loss_async.
           ignore_index, label_smoothing: as in torch.nn.functional.cross_entropy.
-          z_loss: the weight of lse^2, which is added to the loss of every row.
+          z_loss: this factor times lse^2 is added to the loss of every row; lse is the log-sum-exp of its logits.
           softcap: logits become softcap * tanh(logits / softcap). 0: no softcap.
           logit_scale: a factor of the logits, before the softcap (1 / temperature).
           gradients: "exact", "filtered", "sampled" or "auto". None: the kind with which the head was created.
           filter_epsilon, sample_threshold, max_gradient_error: options of gradients that are not exact; see
             lossd.LossOptions.
           refuse_unlisted: only for a head with a draft vocabulary (create_head(class_list=)): raise lossd.InvalidArgument for
-            a target that is not among its classes. False: the row is ignored.
+            a target that is not among the head's classes. False: the row is ignored.
         """
         super().__init__()
         _input.check_words(client, head, reduction, state)
@@ -121,9 +123,9 @@ class LossHead(torch.nn.Module):
         self.shift = shift
         self.normalizer = normalizer
         self.grad_output = grad_output
-        self.has_optimizer = False  # a HeadOptimizer was made for this head
-        # A factor of the head's gradient alone, applied by HeadOptimizer at the step, in addition to the factor of
-        # process_group.
+        self.has_optimizer = False  # whether a HeadOptimizer was made for this module
+        # HeadOptimizer multiplies the head's gradient, and not the trunk's, by this factor at the step. The factors in
+        # `scale` are applied in addition.
         self.grad_scale = 1.0
         if process_group is _data_parallel.UNSAID:
             _data_parallel.check_said(head)
@@ -135,10 +137,11 @@ class LossHead(torch.nn.Module):
         description = _describe(client, head)
         self.hidden_size: int = description.spec.hidden_size
         self.vocab_size: int = description.spec.vocab_size
-        # If the head has a draft vocabulary (create_head(class_list=)): its classes, with the numbers that targets have.
+        # If the head has a draft vocabulary (create_head(class_list=)): the numbers of its classes in the larger vocabulary,
+        # which targets use.
         self._classes = np.array(description.spec.class_list, np.int32) if description.spec.class_list else None
         self.has_draft_vocabulary = self._classes is not None
-        self._most_label = description.spec.full_vocab_size or self.vocab_size  # labels are smaller than this
+        self._most_label = description.spec.full_vocab_size or self.vocab_size  # all labels must be smaller than this
         self.frozen_on_server = description.spec.frozen
         self.train_head = bool(train_head) and not description.spec.frozen
         self.deterministic = description.slice_limits.row_grid > 0
@@ -146,14 +149,14 @@ class LossHead(torch.nn.Module):
                                  self.parallel.size if world_size is None else world_size)
         self.continuation = _step_tracker.Continuation(client, head, self.steps, description)
         self.watch = _step_tracker.Watch(client.target, head)
-        # Gradients of a ServedEmbedding that are being sent.
+        # The gradients that a ServedEmbedding of this module is sending.
         self.row_gradients = RowGradients(self.steps, self.continuation.explain)
         self.transport: dict[str, Any] = {"streams": streams, "slice_bytes": slice_bytes, "timeout": timeout}
         self._class_weights: NDArray[Any] | None = None
         self._states = _step_tracker.HeadStates(client, head, self.parallel, kept=state == "checkpoint")
-        # The number of microbatches in the open step that are not this module's, and the tracker of the LossHead of this
-        # program that left them, if one did. With several trainers, only microbatches of an earlier LossHead with the same
-        # rank are counted.
+        # left_over: the number of microbatches in the open step that this module has not sent. earlier: the tracker of the
+        # earlier LossHead of this program that sent them, or None. With several trainers, left_over counts only microbatches
+        # of an earlier LossHead with the same rank.
         self.left_over, self.earlier = self._left_over(description)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -181,12 +184,13 @@ class LossHead(torch.nn.Module):
 
     def named_modules(self, memo: set[torch.nn.Module] | None = None, prefix: str = "",
                       remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As in any module. A module that contains this one calls it in requires_grad_(), which is noticed here."""
+        """As in any module. If requires_grad_() of a module that contains this one calls it, then that requires_grad_()
+        applies to this head, too."""
         _modes.heed_requires_grad(self)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def extra_repr(self) -> str:
-        """The text in repr(): the head, its shape, and the options that do not have their defaults."""
+        """The text in repr(): the head, its shape, and the options whose values are not the defaults."""
         own = {"reduction": (self.reduction, "mean"), "shift": (self.shift, False), "deferred": (self.deferred, False)}
         usual = lossd.LossOptions()
         options = {field.name: (getattr(self.options, field.name), getattr(usual, field.name)) for field in fields(usual)}
@@ -196,20 +200,21 @@ class LossHead(torch.nn.Module):
 
     @property
     def step(self) -> int:
-        """The step that is open, as this module knows it."""
+        """The number of the open step, as this module knows it."""
         return self.steps.step
 
     def sync(self) -> None:
-        """Takes over the head as the server has it now. Call it after a checkpoint was loaded or another trainer applied a
-        step.
+        """Reads the head's state from the server again. Call it after a checkpoint was loaded into the head, or another trainer
+        has applied a step.
 
-        What this module had accumulated in the open step counts as lost, and the step starts again.
+        The module forgets what it had accumulated in the open step, and begins the step that is open on the server.
         """
         self.begin_again()
         self.watch.excused()
 
     def begin_again(self) -> None:
-        """Like sync(), but for a step that this program discards itself."""
+        """Like sync(), for a step that this program discards itself. Unlike sync(), the warnings about steps that are never
+        applied (Watch) go on counting."""
         self.row_gradients.drop()
         description = self.client.describe_head(self.head_name)  # if this call fails, nothing has changed
         self.client.acknowledge_restart(self.head_name)
@@ -221,7 +226,8 @@ class LossHead(torch.nn.Module):
 
     @property
     def gradient_scale(self) -> float:
-        """The factor that makes the server's gradient of the open step the gradient of the loss, with grad_scale."""
+        """The factor by which the server's gradient of the open step must be multiplied to be the gradient of the loss. It
+        contains grad_scale."""
         return self.grad_scale * self.scale.applied(self.step)
 
     def save_state(self) -> dict[str, Any]:
@@ -257,15 +263,17 @@ class LossHead(torch.nn.Module):
     @outside_of_compile
     def start(self, hidden: torch.Tensor, targets: torch.Tensor, *, row_weights: torch.Tensor | None = None,
               normalizer: float | None = None, microbatch: int | None = None) -> PendingHeadLoss:
-        """Begins the computation, so that the trainer can do other work meanwhile. wait() of the result returns the loss.
+        """Begins the computation and returns at once, so that the trainer can do other work meanwhile. The result's wait()
+        returns the loss.
 
         Args:
           hidden: (..., D), float32, float16 or bfloat16, on any device. It must not change before wait() returns, or with
             lazy() before backward has ended, because it is sent without a copy.
-          targets: (...), integers. Targets on the CPU do not wait for the GPU, also if the model is on a GPU.
+          targets: (...), integers. If the targets are on the CPU, the call does not wait for the GPU, even if the model is on
+            a GPU.
           row_weights: (...), factors of the rows' losses and gradients. They do not change the normalizer.
-          normalizer: replaces the module's normalizer. With process_group, it is that of all ranks.
-          microbatch: the number, within the step, of a failed microbatch that is sent again.
+          normalizer: replaces the module's normalizer. With process_group, it is the divisor for the rows of all ranks.
+          microbatch: only to send a failed microbatch again: its number within the step.
         """
         return self._start(hidden, targets, {"row_weights": row_weights}, normalizer, microbatch, self.options, shift=self.shift)
 
@@ -296,9 +304,9 @@ class LossHead(torch.nn.Module):
 
         Args:
           hidden: (..., D), as in start().
-          actions: (...), the classes that were sampled after each hidden state; ignore_index where there is none.
-          advantages, old_logprobs, ref_logprobs: (...), those that the objective needs (lossd.Objective). They get no
-            gradient.
+          actions: (...), the class that was sampled at each hidden state; ignore_index where there is none.
+          advantages, old_logprobs, ref_logprobs: (...). Give exactly those that the objective needs (lossd.Objective). They
+            get no gradient.
           objective: lossd.Objective(...); by default PPO's.
           row_weights, normalizer, microbatch: as in start(). Without `normalizer`, a mean is divided by the number of
             actions.
@@ -327,7 +335,8 @@ class LossHead(torch.nn.Module):
     def distill(self, hidden: torch.Tensor, teacher_hidden: torch.Tensor, distillation: lossd.Distillation,
                 targets: torch.Tensor | None = None, *, row_weights: torch.Tensor | None = None,
                 normalizer: float | None = None, microbatch: int | None = None) -> LossOutput:
-        """Returns the loss of rows that are compared with the softmax of a teacher, a frozen head of the same server.
+        """Returns the distillation loss of rows: it compares their softmax with that of a teacher, a frozen head on the same
+        server.
 
             loss = head.distill(hidden, teacher_trunk(tokens).detach(), lossd.Distillation("teacher", temperature=2.0))
             loss.backward()
@@ -336,8 +345,8 @@ class LossHead(torch.nn.Module):
           teacher_hidden: (..., D of the teacher), on the device of `hidden`; it is sent in the dtype of `hidden`.
           targets: (...); rows whose target is ignore_index are ignored. None: no row is ignored, not even the last position
             of a module with shift=True. Required for distillation.target_weight and for the extras "accuracy" and "logprob".
-            If distillation.target_weight is 0, the loss does not depend on targets: class weights are not used, and with a
-            draft vocabulary rows with any target count.
+            If distillation.target_weight is 0, the loss does not depend on the values of the targets. Then class weights are
+            not used, and with a draft vocabulary a row counts even if its target is not among the head's classes.
           row_weights, normalizer, microbatch: as in start().
         """
         if self.deferred:
@@ -369,10 +378,10 @@ class LossHead(torch.nn.Module):
           target_classes: (..., K), integers: classes of the vocabulary in any order; -1 marks an unused entry. K is at most
             256.
           target_weights: (..., K), finite and not negative, 0 where target_classes is -1. They get no gradient.
-          targets: (...); rows whose target is ignore_index are ignored; extras such as "logprob" refer to the targets of the
-            other rows. None: the target is the class with the largest weight, and only rows that name no class are ignored.
-          rest: where the probability that a row's weights leave over goes (lossd.LossOptions): "none", "renormalized" or
-            "one_class".
+          targets: (...). Rows whose target is ignore_index are ignored, and extras such as "logprob" refer to the target of a
+            row. None: the target of a row is the class with the largest weight, and rows without a class are ignored.
+          rest: what is done if the weights of a row have a sum below 1: "none", "renormalized" or "one_class" (see
+            lossd.LossOptions).
           row_weights, normalizer, microbatch: as in start().
         """
         if self.shift:
@@ -391,7 +400,7 @@ class LossHead(torch.nn.Module):
     def depth_losses(self, hidden: torch.Tensor | Sequence[torch.Tensor], targets: torch.Tensor, *,
                      weights: Sequence[float] | None = None, row_weights: torch.Tensor | None = None,
                      normalizers: Sequence[float] | None = None, microbatch: int | None = None) -> DepthLosses:
-        """Returns the losses of several hidden states of each token with this head, in one call: multi-token prediction.
+        """Returns the losses for multi-token prediction, where each token has several hidden states (depths), in one call.
 
             found = head.depth_losses([main, mtp_1, mtp_2], next_tokens, weights=[1.0, 0.3, 0.3])
             found.loss.backward()  # losses[0] + 0.3 * losses[1] + 0.3 * losses[2]
@@ -400,15 +409,15 @@ class LossHead(torch.nn.Module):
         options and reduction apply to each depth; deferred=True and reduction "none" are not allowed (RuntimeError).
 
         Args:
-          hidden: (K, ..., D), or K tensors (..., D) of one shape, dtype and device, which are sent without being copied
-            together.
-          targets: (K, ...), the targets of each depth. Or (...), the targets of depth 0: then the target of depth k is that k
-            positions further along the last dimension, and its last k positions have none.
+          hidden: (K, ..., D), or K tensors (..., D) of the same shape, dtype and device. K tensors are sent without being
+            copied into one.
+          targets: (K, ...), the targets of each depth. Or (...), the targets of depth 0: then depth k has the same targets,
+            shifted by k positions along the last dimension, and its last k positions have no target.
           weights: K factors of the depths' losses, finite and not negative. None: 1 each.
           row_weights: (K, ...), or (...) for all depths; as in start().
           normalizers: K numbers by which the means of the depths are divided. None: the module's normalizer for each depth,
             or else the number (with class weights: the weight) of valid targets of the depth. With process_group, they are
-            those of all ranks.
+            the divisors for the rows of all ranks.
           microbatch: as in start().
         """
         if self.deferred:
@@ -432,18 +441,18 @@ class LossHead(torch.nn.Module):
             job.start()
             return _depths.losses_of(job)
         except BaseException:
-            job.cancel()  # after an interrupt; otherwise it has already ended
+            job.cancel()  # has an effect after an interrupt; after an error of the job, the job has ended
             raise
 
     def _number(self, plan: _modes.Plan, microbatch: int | None) -> int:
-        """The number of the next microbatch."""
+        """The number of the next microbatch. `microbatch`: the number of a failed one that is sent again, or None."""
         number = self.steps.number(microbatch) if plan.joins_step else self.steps.number_apart()
         if self.deterministic:
             self.steps.check_order(number)
         return number
 
     def _normalizers(self, labels: Sequence[NDArray[np.int32]], given: Sequence[float] | None, training: bool) -> list[float]:
-        """_normalizer() for several depths, with one communication for all of them."""
+        """The divisor for each depth, as _normalizer() computes it, with one communication for all depths."""
         ranks = self.parallel.averaged_over if training else 1
         if self.reduction != "mean":
             return [1.0 / ranks] * len(labels)
@@ -459,9 +468,16 @@ class LossHead(torch.nn.Module):
                normalizer: float | None, microbatch: int | None, options: lossd.LossOptions,
                teacher_hidden: torch.Tensor | None = None, soft: dict[str, NDArray[Any]] | None = None,
                shift: bool = False, is_waited_for: bool = False) -> PendingHeadLoss:
-        """Begins a computation. `rows`: the row weights and the values that an objective needs, by name. `soft`: soft
-        targets, by name. `targets` use the ignore_index of `options`, and are shifted if `shift` is true. `is_waited_for`:
-        this thread calls wait() next."""
+        """Begins a computation.
+
+        Args:
+          rows: "row_weights", and the values that an objective needs, by name.
+          options: its ignore_index applies to `targets`.
+          teacher_hidden: the hidden states for the teacher of a distillation.
+          soft: soft targets, by the argument names of Client.compute_loss.
+          shift: whether to shift `targets`.
+          is_waited_for: whether this thread calls wait() next.
+        """
         _input.check_tensors(hidden, targets, rows)
         plan = _modes.plan(self.train_head, self.training, hidden)
         together = plan.counts_with_ranks
@@ -487,7 +503,8 @@ class LossHead(torch.nn.Module):
         return PendingHeadLoss(job)
 
     def _normalizer(self, labels: NDArray[np.int32], options: lossd.LossOptions, given: float | None, training: bool) -> float:
-        """The divisor of this rank's sum. In training, the average of the ranks' losses is the loss of all rows."""
+        """The divisor of this rank's sum of losses. In training it is chosen so that the average of the ranks' losses is the
+        loss of all rows."""
         ranks = self.parallel.averaged_over if training else 1
         if self.reduction != "mean":
             return 1.0 / ranks if self.reduction == "sum" else 1.0
@@ -503,7 +520,7 @@ class LossHead(torch.nn.Module):
         return self.reduction == "mean" and given is None and self.normalizer is None
 
     def _count(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> float:
-        """The number of rows that are not ignored; with class weights, the sum of the weights of their targets."""
+        """The number of rows that are not ignored; with class weights, the sum of the class weights of their targets."""
         found = labels[self.has_target(labels, options)]
         if not options.use_class_weights or not _uses_targets(options):
             return float(len(found))
@@ -514,27 +531,29 @@ class LossHead(torch.nn.Module):
         return float(self._class_weights[found].sum(dtype=np.float64))
 
     def has_target(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> NDArray[np.bool_]:
-        """For each row, whether the server does not ignore it: its label is a class of the head, or any label if the loss
-        does not use it."""
+        """For each row, whether the server counts it. The server ignores a row whose label is ignore_index. With a draft
+        vocabulary it also ignores a row whose label is no class of the head, unless the loss does not use labels."""
         valid: NDArray[np.bool_] = labels != options.ignore_index
         if self._classes is None or not _uses_targets(options):
             return valid
         return valid & listed(labels, self._classes)
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
+        """The values of left_over and earlier for a new module."""
         earlier = _step_tracker.succeed(_step_tracker.Feeder(
             head.state.incarnation, self.head_name, self.steps.rank, self.steps.world_size), self.steps)
         sent = 0 if earlier is None else earlier.sent
         if not self.steps.alone:
-            has_some = head.step_microbatches + head.step_contributions + head.retained_microbatches > 0  # not after a reset
+            has_some = head.step_microbatches + head.step_contributions + head.retained_microbatches > 0  # false after a reset of the head
             return (sent, earlier) if has_some else (0, None)
         return max(head.step_microbatches + head.step_contributions, min(sent, head.retained_microbatches)), earlier
 
     def join_step(self) -> None:
         """Called before this trainer adds something to the open step.
 
-        If everything in the step was left by an earlier LossHead of this program, starts the step again. RuntimeError if
-        something is another trainer's. Warns what training continues.
+        If an earlier LossHead of this program has left everything that is in the step, discards it with a warning.
+        RuntimeError if something in the step may be another trainer's. Also warns if training continues a head that another
+        program left (Continuation.begin).
         """
         if not self.left_over:
             return self.continuation.begin()
@@ -553,13 +572,13 @@ class LossHead(torch.nn.Module):
 
 
 def _uses_targets(options: lossd.LossOptions) -> bool:
-    """False if a target only says whether its row counts, because it is not ignore_index (LossOptions.refuse_unlisted in
-    loss.proto)."""
+    """Whether the loss depends on the values of targets. If not (distillation with target_weight 0), a target only shows
+    whether its row is ignored: LossOptions.refuse_unlisted in loss.proto describes this."""
     return options.distillation is None or options.distillation.target_weight != 0
 
 
 class PendingHeadLoss:
-    """A loss that is being computed."""
+    """A loss that the server is computing. LossHead.start() and start_policy() return it; wait() gets the loss."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -583,17 +602,16 @@ class PendingHeadLoss:
         return self._output
 
     def cancel(self) -> None:
-        """Asks the computation to end early with lossd.Cancelled; no effect when it is done. wait() returns when it has
-        ended."""
+        """Asks the computation to end early. Then wait() raises lossd.Cancelled, unless the computation was done before."""
         self._job.cancel()
 
     @outside_of_compile
     def lazy(self) -> torch.Tensor:
-        """Returns the loss at once, as a tensor whose value is NaN until its backward, which waits for the server.
+        """Returns the loss at once, as a tensor whose value is NaN until its backward. The backward waits for the server.
 
-        Use it if the trainer does other work between a loss and its backward, as pipeline schedules do. Without gradients
-        there is no backward that could wait; then this is wait(). RuntimeError with extras and in deferred mode, whose
-        results are needed before.
+        Use it if the trainer does other work between a loss and its backward, as pipeline schedules do. If the loss needs no
+        backward, lazy() waits like wait(). RuntimeError with extras and in deferred mode, because both need results of the
+        server before backward.
         """
         if self._output is None:
             self._output = self._job.lazy_output()
@@ -602,14 +620,14 @@ class PendingHeadLoss:
 
 
 def _waited(begin: Callable[[], PendingHeadLoss]) -> LossOutput:
-    """Begins a computation and returns its loss. If this is interrupted, the computation ends, too."""
+    """Begins a computation, waits for it, and returns its loss. If the wait is interrupted, cancels the computation."""
     pending: PendingHeadLoss | None = None
     try:
         pending = begin()
         return pending.wait()
     except BaseException:
         if pending is not None:
-            pending.cancel()  # after an interrupt; otherwise it has already ended
+            pending.cancel()  # has an effect after an interrupt; after an error, the computation has ended
         raise
 
 

@@ -30,18 +30,18 @@ class HeadOptimizer(torch.optim.Optimizer):
     Learning-rate schedulers work as with any optimizer: each step reads the hyper-parameters from param_groups[0].
 
     Gradient clipping and GradScaler work through `stand_in`, a scalar parameter that stands for all of the server's
-    parameters. load_grad_norm() sets its gradient to the norm of the server's gradient. Whatever multiplies the stand-in's
-    gradient afterwards multiplies the server's gradient at step(). So a norm over the trainer's parameters and the stand-in
-    is the global norm, and clipping them clips both:
+    parameters. load_grad_norm() sets the stand-in's gradient to the norm of the server's gradient. If other code then
+    multiplies the stand-in's gradient by a factor, step() multiplies the server's gradient by the same factor. So the norm
+    over the trainer's parameters and the stand-in is the global norm, and clipping both clips the trunk and the head:
 
         head_optimizer.load_grad_norm()
         torch.nn.utils.clip_grad_norm_([*model.parameters(), head_optimizer.stand_in], 1.0)
         optimizer.step(); head_optimizer.step()
 
-    The step is refused if a microbatch is missing on the server. If there are several trainers (LossHead's process_group),
-    each of them calls step(), and the server applies the step once. All must have computed the same number of microbatches,
-    unless `expected_microbatches` says otherwise. Without a group (LossHead's world_size), each calls step() after all of
-    them have finished their backward passes.
+    The step is refused if a microbatch is missing on the server. If there are several trainers, each trainer calls step(), and
+    the server applies the step once. All trainers must have computed the same number of microbatches, unless
+    `expected_microbatches` lists others. Trainers without a process_group (LossHead's world_size) must call step() only after
+    all of them have finished their backward passes.
     """
 
     steps_a_head = True
@@ -54,19 +54,19 @@ class HeadOptimizer(torch.optim.Optimizer):
                  continues: bool = False) -> None:
         """
         Args:
-          head: a LossHead or a ServedEmbedding. A LossHead and a ServedEmbedding that was made from it have one optimizer
-            together.
+          head: a LossHead or a ServedEmbedding. A LossHead and a ServedEmbedding that was made from it share one optimizer:
+            give either of them.
           lr, betas, eps, weight_decay: as in torch.optim.AdamW.
           lr, momentum, dampening, nesterov, weight_decay: as in torch.optim.SGD, with algorithm="sgd".
           decay_vectors: apply weight decay to bias and norm parameters, too.
           lazy_rows: rows of the weight whose gradient of the step is 0 in every element keep their values and moments, as in
             torch.optim.SparseAdam (docs/training/lazy-rows.md). It is a hyper-parameter: `param_groups[0]["lazy_rows"]`.
-          skip_non_finite: if the gradient of a step is not finite, close the step without an update instead of refusing it;
-            then `last.skipped` is true.
-          device: the device of the stand-in; GradScaler needs that of the model.
-          continues: continue with the moments and the count of steps that the server has for the head, as another program
-            left them. False: begin like a new torch optimizer at the first step, unless this program has restored a state
-            before: by load_state_dict() of this object or of the LossHead, or by Client.load_checkpoint.
+          skip_non_finite: if the gradient of a step is not finite, close the step without an update; then `last.skipped` is
+            true. False: step() raises.
+          device: the device of the stand-in. GradScaler needs it to be the model's device.
+          continues: continue with the moments and the count of steps that another program left on the server. False: begin
+            like a new torch optimizer at the first step, unless this program has restored a state of the head before, by
+            load_state_dict() of this object or of the LossHead, or by Client.load_checkpoint.
         """
         if isinstance(head, ServedEmbedding):
             head = head.head
@@ -87,7 +87,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.skip_non_finite = skip_non_finite
         self.last: lossd.StepResult | None = None  # the server's answer to the last step
         self._continues = continues
-        self._notes: Notes | None = None  # the notes of the norm that was loaded last
+        self._notes: Notes | None = None  # the notes of the gradient that the stand-in got last
 
     def __repr__(self) -> str:
         group = self.param_groups[0]
@@ -102,11 +102,12 @@ class HeadOptimizer(torch.optim.Optimizer):
             "another HeadOptimizer(head, lr=...), or save its state_dict(), which has the server save the weights")
 
     def load_grad_norm(self) -> float:
-        """Sets the stand-in's gradient to the norm of the gradient of the open step, with LossHead.grad_scale, and returns
-        it.
+        """Sets the stand-in's gradient to the norm of the gradient of the open step, and returns the norm. The norm contains
+        LossHead.grad_scale.
 
-        Call it after the last backward. Reading the stand-in's gradient, as clipping and GradScaler do, loads it, too. If
-        that gradient was already multiplied, returns its present value. Collective if the LossHead has a process_group.
+        Call it after the last backward. A read of the stand-in's gradient, as in clipping and GradScaler, loads the norm,
+        too. If the stand-in's gradient was already multiplied, returns its present value instead. Collective if the LossHead
+        has a process_group.
         """
         held = self.stand_in.held
         if not isinstance(held, Gradient) or held.notes.moment != self.head.steps.moment or not held.notes.touched:
@@ -114,7 +115,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         return 0.0 if held is None else float(held)
 
     def _gradient_now(self, held: torch.Tensor | None) -> torch.Tensor | None:
-        """The stand-in's gradient, if `held` is the gradient that it had."""
+        """The stand-in's gradient. `held`: the gradient that it has had until now. Returns `held` if other code has changed it,
+        or if the open step has not changed since it was loaded. Else loads a new one."""
         head = self.head
         if not head.train_head or (held is not None and not isinstance(held, Gradient)):
             return held
@@ -125,19 +127,20 @@ class HeadOptimizer(torch.optim.Optimizer):
         return self._load()
 
     def _load(self) -> Gradient | None:
-        """Loads the norm. None, as for any parameter, if nothing was accumulated."""
+        """The norm of the open step's gradient, as a new gradient of the stand-in. None, as for any parameter, if nothing was
+        accumulated."""
         head = self.head
         if not head.train_head:
             return None
         with head.parallel.before_total(values=3 * head.parallel.size):
             self._check_settled("load_grad_norm()")
             has_gradients = head.steps.has_gradients or self._others_have_rows()
-        _, scale, _ = self._together(has_gradients, head.gradient_scale)  # rows of other ranks count, too
+        _, scale, _ = self._together(has_gradients, head.gradient_scale)  # if only other ranks have rows, there is a gradient, too
         if scale is None:
             return None
         norm = head.client.grad_norm(head.head_name, head.step) * scale
         if not math.isfinite(norm):
-            head.watch.excused()  # GradScaler will not call step()
+            head.watch.excused()  # GradScaler skips this step, so step() will not be called
         self._notes = Notes(norm, head.steps.moment)
         return Gradient.of(torch.full((), norm, device=self.stand_in.device), self._notes)
 
@@ -152,10 +155,10 @@ class HeadOptimizer(torch.optim.Optimizer):
         return description.step_microbatches > 0 or description.step_contributions > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards what was accumulated in the open step, if anything was, also what an interrupted loop left there.
+        """Discards what was accumulated in the open step, also what an interrupted loop left there.
 
-        After that, the backward of a loss that was computed before raises. So call zero_grad() before forward or after
-        step(). Collective if the LossHead has a process_group.
+        Afterwards, the backward of a loss that was computed before zero_grad() raises. So call zero_grad() before forward or
+        after step(). Collective if the LossHead has a process_group.
         """
         if self.head.parallel.any(self.head.steps.sent > 0 or self.head.left_over > 0):
             self.head.watch.discarded()
@@ -163,7 +166,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.stand_in.grad = self._notes = None
 
     def discard(self) -> None:
-        """Discards everything that was accumulated in the open step, with failed microbatches. The step stays open.
+        """Discards everything that was accumulated in the open step, and forgets failed microbatches. The step stays open.
 
         Collective if the LossHead has a process_group.
         """
@@ -172,10 +175,10 @@ class HeadOptimizer(torch.optim.Optimizer):
         if head.earlier is not None:
             head.earlier.succeeded()
         head.begin_again()
-        head.parallel.barrier()  # after this, nothing more arrives from the other ranks
+        head.parallel.barrier()  # after this, the other ranks send nothing more for the old contents
         if head.parallel.rank == 0:
             head.client.zero_gradients(head.head_name, head.step)
-        head.parallel.barrier()  # before this, nothing new arrives
+        head.parallel.barrier()  # before this, no rank sends anything new
         self.stand_in.grad = self._notes = None
 
     @torch.no_grad()
@@ -184,8 +187,10 @@ class HeadOptimizer(torch.optim.Optimizer):
         """Applies the step on the server and opens the next one.
 
         Args:
-          expected_microbatches: the wire ids that must be complete. None: the ids of this trainer, and as many of each other
-            trainer; with a process_group, of each other rank that has computed any.
+          expected_microbatches: the wire ids that must be complete. None: the ids of this trainer, and the same number of ids
+            of each other trainer. With a process_group, ranks that have computed no microbatch are left out.
+
+        Returns the value of `closure`, if there is one.
         """
         loss = None
         if closure is not None:
@@ -205,7 +210,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             return loss  # like a parameter without a gradient
         expected = expected_microbatches
         if expected is None:
-            whole = head.steps.world_size == head.parallel.size  # otherwise it is not known which trainers have none
+            whole = head.steps.world_size == head.parallel.size  # else it is not known which trainers have microbatches
             expected = head.steps.expected(with_gradients if whole else None)
         self.last = self._apply(expected, multiplier_of_all, begins=not continuing)
         self._continues = True
@@ -217,9 +222,11 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def _together(self, has_gradients: bool, multiplier: float,
                   continues: bool = False) -> tuple[list[bool], float | None, bool]:
-        """Returns which ranks have gradients, their multiplier (None: no rank has gradients), and whether a rank continues.
+        """Exchanges these values with the other ranks. Returns for each rank whether it has gradients, the multiplier of the
+        gradients (None: no rank has gradients), and whether any rank continues.
 
-        A rank without gradients has had no losses that could be multiplied, so it takes the multiplier of the others.
+        A rank without gradients does not know the factor of the losses, so it takes the multiplier of the first rank that has
+        gradients.
         """
         parallel = self.head.parallel
         totals = parallel.totals(*parallel.at_own_rank(has_gradients),
@@ -240,27 +247,27 @@ class HeadOptimizer(torch.optim.Optimizer):
                 expected_rows=head.steps.expected_rows(), begin_optimizer=begins)
         except errors.LossdError as error:
             if begins and error.field == "begin_optimizer" and head.steps.world_size > head.parallel.size:
-                # Another trainer, which knew of a checkpoint, was the first.
+                # Another trainer, which knew of a restored checkpoint, has sent this step first.
                 return self._apply(expected, multiplier, begins=False)
             head.continuation.explain(error)
             raise
 
     def _others_continue(self) -> bool:
-        """Whether training continues, for trainers that cannot ask each other: all of them give the same answer at the first
-        step."""
+        """Whether training continues from a checkpoint that any client has restored. Only for trainers without a process
+        group, which cannot ask each other: all of them must give the server the same answer at the first step."""
         head = self.head
         return head.steps.world_size > head.parallel.size and head.continuation.is_loaded_on_server()
 
     def state_dict(self) -> dict[str, Any]:
-        """The hyper-parameters, and under "head" the result of LossHead.save_state(), for which the server saves the head."""
+        """The hyper-parameters, and under "head" the result of LossHead.save_state(). The server saves the head for it."""
         begun = self._continues or self.head.continuation.is_loaded
         return {**super().state_dict(), "head": {**self.head.save_state(), "begun": begun}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also restores the head. KeyError if the state does not name it.
+        """Restores the hyper-parameters, and the head on the server. KeyError if the state does not name the head.
 
-        If the state was saved before the optimizer's first step, as Accelerate's prepare() does it and then restores it, this
-        optimizer still begins with its first step.
+        Accelerate's prepare() saves a state before the first step and restores it. After such a state this optimizer still
+        begins at its first step, like a new one.
         """
         if "head" not in state_dict:
             raise KeyError(f"the state of this HeadOptimizer does not say where head {self.head.head_name!r} was saved: it "
@@ -273,11 +280,11 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.stand_in.grad = self._notes = None
 
     def _check_settled(self, what: str) -> None:
-        """RuntimeError if the open step does not have what the trainer expects.
+        """RuntimeError if the open step is not complete (StepTracker.check_settled).
 
-        A failed microbatch is passed over if others succeeded and the server has accumulated nothing of it. That is so if the
-        server has only the rows of the others, which apply_step checks again. This is not possible with several trainers,
-        which do not know each other's rows, nor with a deterministic server, which waits for the microbatch.
+        Failed microbatches are passed over, so that the step can be applied without them, if other microbatches have succeeded
+        and the server has exactly the rows of those. apply_step checks this again. It is not possible with several trainers,
+        which do not know each other's rows, nor with a deterministic server, which waits for the failed microbatch.
         """
         head = self.head
         head.row_gradients.settle()
@@ -296,8 +303,8 @@ class HeadOptimizer(torch.optim.Optimizer):
                            weight_decay=group["weight_decay"], lazy_rows=lazy_rows)
 
     def _multiplier(self) -> float:
-        """The factor by which the stand-in's gradient was multiplied since it was loaded. RuntimeError if that is not
-        known."""
+        """The factor by which the stand-in's gradient was multiplied after it was loaded. RuntimeError if the factor is not
+        known, or must not be applied to the server's gradient."""
         held, notes, name = self.stand_in.held, self._notes, self.head.head_name
         if held is None:
             return 1.0

@@ -21,17 +21,18 @@ class PipelineLoss:
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=PipelineLoss(head, n_microbatches=8))
 
     After a step, a schedule divides the gradients of its stages by the number of microbatches (scale_grads=True, its
-    default), which is right for losses that are means. It does not divide the head's gradient; HeadOptimizer divides that
-    when it applies the step. Give this class the same arguments as the schedule. If several replicas of the pipeline train
-    one head, give the LossHead the process group of their last stages.
+    default), which is right for losses that are means. The schedule does not divide the head's gradient; HeadOptimizer
+    divides it when it applies the step. So give this class the same arguments as the schedule. If several replicas of the
+    pipeline train one head, give the LossHead the process group of their last stages.
 
-    Microbatches then have the same weight even if they have different numbers of valid targets, as with a mean of torch. For
-    the mean over all valid targets of a step, give `normalizer`, their number:
+    By default all microbatches have the same weight, even if they have different numbers of valid targets. For the mean over
+    all valid targets of a step, give their number as `normalizer`:
 
         loss_fn = PipelineLoss(head, n_microbatches=8, normalizer=lambda: (targets != -100).sum())
 
-    The server works on a microbatch while the schedule lets the stage do other work before that microbatch's backward
-    (PendingHeadLoss.lazy). lossd.torch.schedules has a 1F1B in which the stage does a forward in this time.
+    Unless the LossHead is deferred, a call returns at once (PendingHeadLoss.lazy). The server computes the microbatch while the schedule lets the stage do
+    other work, and the microbatch's backward waits for the server. lossd.torch.schedules has a 1F1B in which the stage does a
+    forward in this time.
 
     schedule.eval() gets losses only, and nothing is accumulated.
     """
@@ -43,9 +44,9 @@ class PipelineLoss:
         Args:
           n_microbatches, scale_grads: the same as the schedule's.
           normalizer: the number of valid targets (with class weights: their weight) of all microbatches of a step, of all
-            replicas together; or a function that returns it and is called for each microbatch. The trunk and the head get the
-            gradients of the mean over these targets, and the average of the microbatches' losses is that mean
-            (scale_grads=False: their sum). None: each microbatch is divided by its own number.
+            replicas together; or a function that returns this number and is called for each microbatch. The trunk and the
+            head get the gradients of the mean over these targets. The average of the microbatches' losses is this mean
+            (with scale_grads=False their sum is). None: each microbatch's loss is divided by its own number of targets.
         """
         if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1:
             raise ValueError(f"n_microbatches is {n_microbatches!r}; it must be a positive integer")
@@ -79,7 +80,8 @@ class PipelineLoss:
         return loss
 
     def _share(self) -> float | None:
-        """The divisor of a microbatch. The schedule's division turns it into the divisor of the step."""
+        """The divisor of a microbatch's sum of losses; None: the LossHead chooses. Together with the schedule's division by
+        the number of microbatches, the sum is divided by `normalizer`."""
         if self.normalizer is None:
             return None
         total = self.normalizer() if callable(self.normalizer) else self.normalizer
@@ -87,7 +89,8 @@ class PipelineLoss:
 
 
 def _number(value: Any) -> float:
-    """ValueError or TypeError if the value is not a number of targets, or a tensor with one."""
+    """The number of targets that `value`, a number or a tensor with one element, has. ValueError or TypeError if there is
+    none."""
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):

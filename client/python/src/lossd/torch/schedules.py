@@ -18,15 +18,16 @@ _REORDERED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "Sched
 
 
 class Overlapped1F1B(Schedule1F1B):
-    """1F1B as if the server were `slack` more stages after the last one. It takes Schedule1F1B's arguments and `slack`.
+    """A 1F1B schedule that treats the server like `slack` additional stages after the last one. It takes the arguments of
+    Schedule1F1B, and `slack`.
 
     In Schedule1F1B, the last stage needs the gradient of a loss as soon as it has the loss, and would wait for the server.
     Here every stage runs `slack` more forwards before its first backward. So the server computes the loss of a microbatch
-    while the last stage does a forward and a backward of each of `slack` other microbatches. If the server takes longer, the
-    last stage waits for the rest of the time.
+    while the last stage does a forward and a backward of each of `slack` other microbatches. If the server takes longer than
+    that, the last stage waits for it.
 
-    Stage i of n keeps the activations of n - i + slack microbatches, `slack` more than in 1F1B, but at most those of a step.
-    Losses and gradients are the same.
+    Stage i of n keeps the activations of n - i + slack microbatches, `slack` more than in Schedule1F1B, but at most those of
+    all microbatches of a step. Losses and gradients are the same.
     """
 
     def __init__(self, *args: Any, slack: int = 1, **options: Any) -> None:
@@ -34,29 +35,30 @@ class Overlapped1F1B(Schedule1F1B):
         _check_slack(slack)
         super().__init__(*args, **options)
         _keep_pace_where_needed(args[0] if args else options["stage"])
-        # Schedule1F1B derives the number of forwards before the first backward from this. torch has no public name for it.
+        # From this private member Schedule1F1B computes the number of forwards before the first backward.
         self._num_stages: int = self._num_stages + slack
 
 
 def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
-    """Returns a function that makes schedules of `kind`, with its arguments, that give the server time to compute the head.
+    """Returns a function that makes a schedule like `kind` that gives the server time to compute the head. The function takes
+    the arguments of `kind`.
 
         schedule = overlapped(ScheduleInterleaved1F1B, slack=2)(stages, n_microbatches=8, loss_fn=loss_fn)
 
-    Each rank runs its forwards and its backwards in the order of `kind`, but runs `slack` more forwards before every
-    backward. If a rank has several stages, the forward of any of them counts. A rank keeps the activations of `slack` more of
-    these forwards, and the server has the time of `slack` forwards and backwards of one stage. Losses and gradients are the
-    same.
+    Each rank runs its forwards in the order of `kind`, and its backwards, too, but runs `slack` more forwards before every
+    backward. If a rank has several stages, forwards of all of them count. A rank keeps the activations of `slack` more
+    forwards than with `kind`. The server gets the time of `slack` forwards and backwards of one stage. Losses and gradients
+    are the same.
 
     Args:
       kind: Schedule1F1B (then this makes an Overlapped1F1B), ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble or
         ScheduleZBVZeroBubble.
-      slack: positive.
+      slack: the number of additional forwards before every backward; a positive integer.
 
     Raises:
-      ValueError: `slack` is not positive, or it is not possible with `kind`: ScheduleGPipe and ScheduleLoopedBFS run all
+      ValueError: `slack` is not a positive integer, or `kind` is another schedule. ScheduleGPipe and ScheduleLoopedBFS run all
         forwards before they need a gradient, and ScheduleDualPipeV merges a forward and a backward into one action.
-      RuntimeError: this version of torch runs several stages of a rank in steps that all ranks do together.
+      RuntimeError: this version of torch has no table of the actions of each rank, which could be put into another order.
     """
     _check_slack(slack)
     if kind is Schedule1F1B or kind is Overlapped1F1B:
@@ -71,7 +73,8 @@ def overlapped(kind: Any, slack: int = 1) -> Callable[..., Any]:
                            "take a newer torch, or Overlapped1F1B")
 
     def prepare(schedule: Any, actions: dict[int, list[Any]], format: str = "compute_only") -> None:
-        """Adds communication to the table of each rank, unless the table has it already."""
+        """Replaces the schedule's method that adds communication to the table of each rank. Puts the actions into the new
+        order before, unless the table already has communication."""
         if format == "compute_only":
             schedule.pipeline_order = actions = {rank: delayed(of_rank, slack) for rank, of_rank in actions.items()}
         try:
@@ -96,14 +99,15 @@ def keep_pace(stage: Any) -> None:
     """Makes the thread of a stage wait for the end of each forward and backward before it begins the next one. No effect on a
     CPU.
 
-    It is needed if a process computes a part of a head next to its stage (lossd.torch.colocate() on GPUs). Another stage may
-    wait for this part of the head, and this stage's work on the GPU may wait for the other stage. CUDA queues about a
-    thousand kernels after work that waits. The next call of this stage blocks, and holds a lock of CUDA's driver while it
-    does. Then the part of the head cannot begin, and all processes stand still. The schedules of this module do this
-    themselves if colocate() was called before; with other schedules, call it once for each of their stages.
+    Call it once for each stage of a process that computes a part of a head next to its stages (lossd.torch.colocate() on
+    GPUs). The schedules of this module call it themselves if colocate() was called before.
+
+    Without it, all processes can stand still. Another stage may wait for this process's part of the head, while work of this
+    stage on the GPU waits for that other stage. CUDA queues about a thousand kernels behind work that waits. The launch of
+    one more kernel blocks, and holds a lock of CUDA's driver meanwhile. Then the part of the head cannot begin.
 
     Args:
-      stage: a stage of torch.distributed.pipelining. One forward or backward of it must not have more than these thousand
+      stage: a stage of torch.distributed.pipelining. One forward or backward of it must not have more than about a thousand
         kernels.
     """
     if torch.device(stage.device).type != "cuda":
@@ -132,11 +136,11 @@ def _keep_pace_where_needed(stage: Any) -> None:
 
 
 def delayed(actions: Sequence[Any], slack: int) -> list[Any]:
-    """The actions of one rank in another order: each action that is not a forward comes `slack` forwards later, or after the
-    last forward if fewer are left. A None in `actions` means that there is nothing to do, and is left out.
+    """The actions of one rank in another order: each action that is not a forward is moved behind `slack` more forwards, or
+    behind the last forward if fewer are left. A None in `actions` means that there is nothing to do, and is left out.
     """
     found: list[Any] = []
-    # (the number of forwards after which it runs, the action), in the order of `actions`.
+    # For each action that is not a forward: the number of forwards that must precede it, and the action. In the given order.
     waiting: deque[tuple[int, Any]] = deque()
     forwards = 0
     for action in actions:

@@ -13,20 +13,21 @@ class TiedEmbedding:
     """Keeps the weight of a trainer's embedding and the weight of a head the same matrix.
 
     The server owns the matrix and applies its steps. The embedding is a copy, which must not be in an optimizer of the
-    trainer. Once a step, after the last backward and before HeadOptimizer's load_grad_norm() or step(), the embedding's
-    gradient is added to the head's; after the step, the new weight is copied back:
+    trainer. Call add_gradient() once a step, after the last backward and before HeadOptimizer's load_grad_norm() or step():
+    it adds the embedding's gradient to the head's. Call pull() after the step: it copies the new weight back.
 
         loss.backward()
         tied.add_gradient()
         head_optimizer.step()
         tied.pull()
 
-    Each of the two transfers takes the time to send a matrix [V, D]. Under a wrapper that averages gradients over ranks
-    (LossHead's process_group), every rank adds its copy.
+    add_gradient() and pull() each take the time to send a matrix [V, D]. Under a wrapper that averages gradients over ranks
+    (LossHead's process_group), every rank calls them, and adds its own copy of the averaged gradient.
     """
 
     def __init__(self, head: LossHead, weight: torch.nn.Parameter) -> None:
-        """`weight` is the embedding's, [V, D]. Call push() or pull() at the beginning to make both equal."""
+        """`weight` is the weight of the embedding, [V, D]. Call push() or pull() at the beginning to make it equal to the
+        head's weight."""
         if tuple(weight.shape) != (head.vocab_size, head.hidden_size):
             raise ValueError(f"weight has shape {tuple(weight.shape)}; head {head.head_name!r} has "
                              f"{(head.vocab_size, head.hidden_size)}")
@@ -34,7 +35,7 @@ class TiedEmbedding:
         self.weight = weight
 
     def add_gradient(self) -> None:
-        """Adds the embedding's gradient to the head's, exactly once, and sets it to None.
+        """Adds the embedding's gradient to the head's, exactly once, and sets the embedding's gradient to None.
 
         If the call fails, the gradient stays, and the call may be repeated. If the head is not trained, nothing is added.
         """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face transformers: the language-model head of a causal model on a lossd server."""
+"""lossd for Hugging Face transformers: moves the language-model head of a causal model to a lossd server. patch() and attach()
+are for a Trainer, RemoteHeadCausalLM is for loops of your own."""
 
 from lossd.transformers._patch import patch
 from lossd.transformers._remote import RemoteHeadCausalLM

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The head of a causal language model of transformers: ModelHead finds it in the model, and ServedHead takes its place."""
+"""The head of a causal language model of transformers. ModelHead finds the head in a model, checks it, and writes it to a
+server. ServedHead then takes its place in the model."""
 
 from __future__ import annotations
 
@@ -21,56 +22,71 @@ from lossd.transformers._logits import HeadPath
 
 
 class ServedHead(torch.nn.Module):
-    """A linear layer whose weight is on a lossd server.
+    """A linear layer whose weight is on a lossd server. patch() puts it in the place of a model's head.
 
-    It has one parameter of one element for each parameter of the server's head, with the name that the layer's parameter had.
-    These parameters are stand-ins: if they are frozen, the head is frozen; the optimizer's group that has them applies to the
-    head; and `to()` also moves the copies. Their values and gradients are 0. If the head shares its weight with the input
-    embeddings, there is no stand-in for the weight: the embeddings stand for it.
+    For each parameter of the server's head, the module has a stand-in: a parameter of one element, with the name that the
+    layer's parameter had. The values and gradients of stand-ins are 0. They have three purposes:
 
-    Its state_dict holds the weight, which is read from the server, and load_state_dict writes it there. So checkpoints of the
-    model are complete. If it is called without gradients, as by generate(), it computes logits with a copy of the weight,
-    which it keeps until the weight changes.
+      - To freeze or unfreeze a stand-in freezes or unfreezes the head.
+      - The head is optimized with the settings of the optimizer's parameter group that contains its stand-ins.
+      - Copies of the head's tensors are made on the stand-ins' device and in their dtype, so `to()` concerns them, too.
+
+    With tied="share" there is no stand-in for the weight: the weight of the input embeddings has these purposes.
+
+    The state_dict of the module holds the weight, which is read from the server; load_state_dict writes it to the server. So
+    checkpoints of the model are complete. If the module is called without gradients, as by generate(), it computes logits
+    with a copy of the weight, which it keeps until the server's weight changes.
     """
 
     def __init__(self, loss_head: LossHead, layer: torch.nn.Linear, tied: TiedEmbedding | None,
                  bias_aliases: list[torch.nn.Parameter], serves_rows: bool = False) -> None:
-        """`serves_rows`: the input embeddings are rows of the same weight on the server (ServedRows)."""
+        """
+        Args:
+          layer: the model's own head, which this module replaces.
+          tied: for tied="share": keeps the input embeddings in the trainer equal to the weight. Else None.
+          bias_aliases: parameters of other modules of the model that were the layer's bias (_aliases_of_bias).
+          serves_rows: for tied="rows": the input embeddings are rows of the weight on the server (ServedRows). Never true
+            together with `tied`.
+        """
         super().__init__()
         self.out_features, self.in_features = layer.weight.shape
-        # loss_head is not a submodule, because the state of this module is the tensors below.
+        # object.__setattr__ keeps loss_head from becoming a submodule: the state of this module holds the head's tensors, not
+        # the state of the LossHead.
         object.__setattr__(self, "loss_head", loss_head)
-        object.__setattr__(self, "tied", tied)  # keeps the input embeddings equal to the weight, if they share it
+        object.__setattr__(self, "tied", tied)
         self._names = ["weight"] + ["bias"] * (layer.bias is not None)
         for name in self._names:
             if not (tied is not None and name == "weight"):
                 old = getattr(layer, name)
+                # Written directly, because register_parameter() of this class raises.
                 self._parameters[name] = torch.nn.Parameter(
                     old.new_zeros(1), requires_grad=old.requires_grad and loss_head.train_head)
-        # The parameters that an optimizer made before patch() may have. This does not keep them alive.
+        # The layer's own parameters: an optimizer that was made before patch() may contain them. Weak references do not keep
+        # them alive.
         object.__setattr__(self, "_before", {name: weakref.ref(getattr(layer, name)) for name in self._names})
-        object.__setattr__(self, "_aliases", bias_aliases)  # parameters of other modules that are the same as the bias
+        object.__setattr__(self, "_aliases", bias_aliases)
         self.serves_rows = serves_rows
         self._shared: weakref.ref[torch.Tensor] | None = None  # the weight that was last read for a state_dict
-        self._shared_version: tuple[Any, ...] | None = None  # of _shared, like _version
-        self._loaded: torch.Tensor | None = None  # the weight that load_state_dict() has written last
-        self._copies: dict[str, torch.Tensor] = {}
-        self._version: tuple[Any, ...] | None = None  # of the copies: incarnation, weights_version, dtype, device
-        self._captured: list[torch.Tensor] | None = None
-        self._with_logits = False
+        self._shared_version: tuple[Any, ...] | None = None  # the version of _shared, in the form of _version
+        self._loaded: torch.Tensor | None = None  # the weight that the present load_state_dict() has written
+        self._copies: dict[str, torch.Tensor] = {}  # the head's tensors in this process, by name
+        self._version: tuple[Any, ...] | None = None  # the version of _copies: incarnation, weights_version, dtype, device
+        self._captured: list[torch.Tensor] | None = None  # within capturing(): the inputs of calls
+        self._with_logits = False  # within capturing(): whether calls return logits
         self.could_train = loss_head.train_head  # whether the server and patch() allow training
-        self._trained = loss_head.train_head  # as it was last set in the LossHead
-        self.armed: bool | None = None  # whether an attached trainer is in its train(); None: no trainer was attached
-        self.counts_items = True  # whether num_items_in_batch is used
-        self.keeps_hidden = False  # a trainer computes the loss itself, after a forward without labels
-        self.kept: torch.Tensor | None = None  # the hidden states of that forward
-        self.evaluation_logits = True  # whether the loss of an evaluation comes with logits
+        self._trained = loss_head.train_head  # the value that settle() has last given to the LossHead's train_head
+        # Whether a trainer that attach() was called with is within its train(). None: attach() was not called.
+        self.armed: bool | None = None
+        self.counts_items = True  # whether the loss is divided by num_items_in_batch, if that is given
+        self.keeps_hidden = False  # whether a forward without labels keeps its hidden states, for a trainer's own loss
+        self.kept: torch.Tensor | None = None  # the hidden states that the last such forward has kept
+        self.evaluation_logits = True  # whether the model's output in an evaluation has logits beside the loss
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, head={self.loss_head.head_name!r}, on a lossd server"
 
     def copy_error(self) -> TypeError:
-        """The error for copying the model."""
+        """The error that an attempt to copy the model raises."""
         return TypeError(
             f"head {self.loss_head.head_name!r} is on a lossd server, so a copy of the model cannot have it: leave lm_head out "
             "of peft's modules_to_save (it is trained on the server unless it is frozen), and average or copy the trunk alone")
@@ -83,20 +99,20 @@ class ServedHead(torch.nn.Module):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if self.tied is not None and name == "weight":
-            return  # the embeddings have it already
+            return  # nothing to do: the input embeddings have the weight
         raise RuntimeError(f"the {name} of head {self.loss_head.head_name!r} is on a lossd server and cannot be replaced here: "
                            f"client.write_tensor({self.loss_head.head_name!r}, {name!r}, values) writes it")
 
     @property
     def stand_ins(self) -> dict[str, torch.nn.Parameter]:
-        """For each tensor of the server, the parameter of the model that stands for it."""
+        """For each tensor of the server's head, by name, the parameter of the model that stands for it."""
         found: dict[str, Any] = dict(self._parameters)
         if self.tied is not None:
             found["weight"] = self.tied.weight
         return found
 
     def tensors_of(self, name: str) -> list[Any]:
-        """The parameters by which an optimizer may refer to a tensor of the server."""
+        """All parameters by which an optimizer may refer to the server's tensor `name`."""
         return [each for each in (self.stand_ins[name], self._before[name](), *(self._aliases if name == "bias" else []))
                 if each is not None]
 
@@ -105,7 +121,8 @@ class ServedHead(torch.nn.Module):
         return self.could_train and self.stand_ins["weight"].requires_grad
 
     def settle(self) -> None:
-        """Applies the mode of the model, and what was frozen or unfrozen since the last call, to the server's head."""
+        """Applies two things to the LossHead: the model's mode (training or evaluation), and whether the stand-in of the
+        weight was frozen or unfrozen since the last call. RuntimeError if a head that cannot be trained was unfrozen."""
         if self.loss_head.training != self.training:
             self.loss_head.train(self.training)
         wanted = self.tied is None and self.stand_ins["weight"].requires_grad
@@ -122,7 +139,7 @@ class ServedHead(torch.nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        if self._captured is not None:  # some models ask for its dtype before they call the head
+        if self._captured is not None:  # some models read only the weight's dtype before they call the head
             return self.stand_ins["weight"]
         return self._copy("weight", self.stand_ins["weight"])
 
@@ -131,7 +148,8 @@ class ServedHead(torch.nn.Module):
         return self._copy("bias", self.stand_ins["weight"]) if "bias" in self._names else None
 
     def check_trained(self) -> None:
-        """RuntimeError if a trainer computes a loss for training, but would not train the head."""
+        """RuntimeError if a trainer computes a loss for training and the head would not be trained, because attach() was not
+        called and there is no HeadOptimizer."""
         trained = self.loss_head.has_optimizer if self.armed is None else self.armed
         if torch.is_grad_enabled() and self.training and self.loss_head.train_head and not trained:
             raise RuntimeError(
@@ -141,7 +159,8 @@ class ServedHead(torch.nn.Module):
 
     @contextlib.contextmanager
     def capturing(self, with_logits: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Within the block, calls append their inputs to the list. They return no logits unless `with_logits`."""
+        """Within the block, calls of the module append their inputs to the list that this yields. They return zeros instead
+        of logits, unless `with_logits`."""
         self._captured, self._with_logits = [], with_logits
         try:
             yield self._captured
@@ -157,15 +176,15 @@ class ServedHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden, weight, self._copy("bias", hidden) if "bias" in self._names else None)
 
     def in_graph(self, *losses: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The losses, with a backward that gives each stand-in a gradient of 0, because wrappers wait for a gradient of every
-        parameter."""
+        """The losses, with a backward that gives each stand-in a gradient of 0. Wrappers such as DistributedDataParallel wait
+        for a gradient of every parameter."""
         wanted = [each for each in self._parameters.values() if each is not None and each.requires_grad]
         if not wanted or not torch.is_grad_enabled():
             return losses
         return tuple(_InGraph.apply(loss, *wanted) for loss in losses)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the layer, as the server has them."""
+        """The head's tensors, read from the server, on the device and in the dtype of the stand-ins."""
         return self._read(self._names, self.stand_ins["weight"])
 
     def _read(self, names: list[str], like: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -175,7 +194,8 @@ class ServedHead(torch.nn.Module):
                     for name in names}
 
     def _copy(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """A copy of the tensor in the dtype and on the device of `like`."""
+        """A copy of the server's tensor `name` in the dtype and on the device of `like`. RuntimeError in training, where logits
+        that are computed here could not train the head."""
         head = self.loss_head
         self.settle()
         if torch.is_grad_enabled() and self.training and head.train_head:
@@ -196,8 +216,8 @@ class ServedHead(torch.nn.Module):
         return state.incarnation, state.weights_version, like.dtype, like.device
 
     def shared_weight(self) -> torch.Tensor:
-        """The server's weight, for a state_dict. All modules with this weight get the same tensor, as long as it is still in
-        use."""
+        """The server's weight, for a state_dict. The head and the input embeddings (ServedRows) get the same tensor, as long
+        as the caller still has it."""
         like = self.stand_ins["weight"]
         version = self._version_like(like)
         shared = None if self._shared is None or self._shared_version != version else self._shared()
@@ -207,7 +227,8 @@ class ServedHead(torch.nn.Module):
         return shared
 
     def load_shared_weight(self, weight: torch.Tensor) -> None:
-        """Writes the weight of a state_dict to the server, once if several modules have it. Collective with process_group."""
+        """Writes the weight of a state_dict to the server. If the state_dict has the same tensor for several modules, writes
+        it once. Collective with process_group."""
         if self._loaded is not None and (weight is self._loaded or (
                 weight.data_ptr() == self._loaded.data_ptr() and weight.shape == self._loaded.shape)):
             return
@@ -234,7 +255,7 @@ class ServedHead(torch.nn.Module):
                               missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str]) -> None:
         for name in self._names:
             if self.tied is not None and name == "weight":
-                continue  # loaded() writes it
+                continue  # loaded() writes the embeddings' weight later
             if prefix + name not in state_dict:
                 if not (self.serves_rows and name == "weight"):  # the state of the input embeddings has it
                     missing_keys.append(prefix + name)
@@ -251,7 +272,8 @@ class ServedHead(torch.nn.Module):
         head.parallel.barrier()
 
     def loaded(self) -> None:
-        """Called after a state_dict of the model was loaded. If the embeddings share their weight, writes it to the head."""
+        """Called after a state_dict of the model was loaded. With tied="share", writes the embeddings' weight to the server's
+        head."""
         self._loaded = None
         if self.tied is not None:
             if self.loss_head.parallel.rank == 0:
@@ -260,10 +282,12 @@ class ServedHead(torch.nn.Module):
 
 
 class _InGraph(torch.autograd.Function):
+    """The identity for a loss. Its backward also gives each of `parameters` a gradient of 0."""
+
     @staticmethod
     def forward(context: Any, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         context.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
-        return loss.clone()  # the caller may change it
+        return loss.clone()  # a copy, because the caller may change the result in place
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -272,8 +296,7 @@ class _InGraph(torch.autograd.Function):
 
 
 def served_head(model: Any) -> ServedHead:
-    """The ServedHead of a model that patch() was called with; the model may be inside a PEFT model. ValueError if it has
-    none."""
+    """The ServedHead of a model. The model may be inside a PEFT model. ValueError if patch() was not called with the model."""
     base = base_of(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
     if not isinstance(head, ServedHead):
@@ -283,31 +306,35 @@ def served_head(model: Any) -> ServedHead:
 
 
 def base_of(model: Any) -> Any:
-    """The model of transformers; `model` may be a model of peft around it."""
+    """The model of transformers that `model` is, or that a PEFT model `model` contains."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-# Finds the head of a causal language model of transformers, checks it, and writes it to a server.
-
+# What to do with a head that shares its weight with the input embeddings. "refuse": raise an error. "part": make them two
+# matrices. "share": the trainer has a copy of the weight as its embeddings (TiedEmbedding). "rows": only the server has the
+# weight, and the embeddings ask it for rows (ServedRows).
 Tied = Literal["refuse", "part", "share", "rows"]
 
 
+# What to do if the server has a head of this name already (Client.create_head).
 IfExists = Literal["error", "keep", "reset"]
 
 
 @dataclass
 class ModelHead:
-    """The output embeddings of a model."""
+    """The head of a model before it moves to a server: the model's output embeddings."""
 
-    layer: Any  # a torch.nn.Linear, or another layer that the model has as its head
-    embedding: Any  # the weight of the input embeddings
-    shared: bool  # head and embeddings have the same weight, and keep it
-    serves_rows: bool  # head and embeddings have the same weight, and only the server will have it
+    layer: Any  # the head itself: a torch.nn.Linear, or another layer that computes the same
+    embedding: Any  # the weight of the input embeddings, a parameter
+    shared: bool  # tied="share": head and input embeddings have the same weight, and the trainer keeps a copy of it
+    serves_rows: bool  # tied="rows": head and input embeddings have the same weight, and only the server keeps it
 
     @staticmethod
     def of(model: Any, tied: Tied) -> ModelHead:
-        """Finds the head. ValueError if the model has none that a server can compute, or if it is tied to the input
-        embeddings and `tied` is "refuse".
+        """Finds the head of a model. With tied="part", also changes the model's configuration to weights that are not tied.
+
+        ValueError if the model has no head that a server can compute, or if the head's weight is that of the input embeddings
+        and `tied` is "refuse".
         """
         try:
             layer, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -340,7 +367,8 @@ class ModelHead:
 
 @torch.no_grad()
 def check_linear(model: str, layer: Any) -> None:
-    """ValueError unless the layer computes the same as a torch.nn.Linear and has its weight in this process."""
+    """ValueError unless the layer computes the same as a torch.nn.Linear and its whole weight is in this process. `model`: the
+    model's class, for the error."""
     if hasattr(layer, "base_layer") or hasattr(layer, "modules_to_save"):
         raise ValueError(
             f"the head of this {model} is wrapped by peft as {type(layer).__name__}, an adapter or a copy of it, which a "
@@ -366,7 +394,7 @@ def check_linear(model: str, layer: Any) -> None:
 
 
 def existing(if_exists: IfExists, exist_ok: bool) -> IfExists:
-    """What to do with a head that exists, according to both arguments."""
+    """The value of if_exists, also if the caller gave the deprecated exist_ok=True instead."""
     if if_exists not in ("error", "keep", "reset"):
         raise ValueError(f"if_exists is {if_exists!r}; it must be 'error', 'keep' or 'reset'")
     if not exist_ok:
@@ -387,8 +415,8 @@ class LogitOptions(TypedDict):
 
 def head_options(model: Any, head: ModelHead, path: HeadPath | None, softcap: float | None,
                  logit_scale: float | None) -> LogitOptions:
-    """How the model transforms its head's logits: as measured, or else as given, or else as its configuration says.
-    ValueError if a given value differs from the measured one."""
+    """How the model transforms its head's logits. If `path` was measured, it has the values; ValueError if a given value
+    differs. Else a given value is taken, or, if it is None, the value in the model's configuration."""
     if path is not None:
         for name, given, measured in (("softcap", softcap, path.softcap), ("logit_scale", logit_scale, path.logit_scale)):
             if given is not None and not math.isclose(given, measured, rel_tol=1e-3, abs_tol=1e-6):

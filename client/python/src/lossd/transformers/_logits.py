@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how a model computes its logits and its loss from the output of its head (HeadPath), instead of reading its
-configuration.
+"""measure(): finds out by experiment how a model computes its logits and its loss from the output of its head (HeadPath).
 
-A probe in the place of the head returns known logits, from very small to as large as in trained models. The model's output
-then shows the scale, the softcap, and which loss it computes from labels. ValueError if a model does anything else; it names
-what the model does.
+A probe is put in the place of the head. It returns known values, from very small ones to values as large as in trained models.
+The model's output then shows by which scale and softcap the model transforms them, and which loss it computes from labels. If
+a model does anything that lossd cannot do, a ValueError names it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import torch
 from lossd.torch import ServedEmbedding
 
 IGNORED = -100  # the same as in transformers
-_SEQUENCES, _POSITIONS = 2, 8  # the shape of the probe's batch
-_SMALLEST, _LARGEST = -2.0, 2.0  # powers of 10: the smallest and the largest of the probe's logits
-_ITEMS = 7  # the value of num_items_in_batch in the measurement
+_SEQUENCES, _POSITIONS = 2, 8  # the shape of the batch of tokens with which a model is measured
+_SMALLEST, _LARGEST = -2.0, 2.0  # powers of 10: the smallest and the largest absolute value of the probe's logits
+_ITEMS = 7  # the value of num_items_in_batch with which a model is measured
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,16 @@ class HeadPath:
     """What the model does with the output of its head."""
 
     logit_scale: float = 1.0
-    softcap: float = 0.0  # 0: none
-    shift: bool = True  # the hidden state of position i predicts the label of position i + 1
-    counts_items: bool = True  # the sum of the losses is divided by num_items_in_batch
-    # The head's input divided by the base model's last hidden states; NaN: they are not proportional.
+    softcap: float = 0.0  # 0: no softcap
+    shift: bool = True  # whether the hidden state of position i predicts the label of position i + 1
+    counts_items: bool = True  # whether the sum of the losses is divided by num_items_in_batch, if that is given
+    # The factor between the base model's last hidden states and the head's input. NaN: they are not proportional.
     input_factor: float = math.nan
 
 
 class HeadPlace:
-    """The places of the head in a model: it is a child of one or several modules."""
+    """The places of the head in a model, where another module can be put. The head is a child of one or several modules.
+    ValueError if it is a child of none, or is the input embeddings' module itself."""
 
     def __init__(self, model: Any, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -73,7 +73,8 @@ class _Probe(torch.nn.Module):
         self.given: torch.Tensor | None = None
         self.classes = layer.weight.shape[0]
         self.in_features, self.out_features = layer.weight.shape[1], layer.weight.shape[0]
-        # Only the dtype and the device are right, like a ServedHead's weight while it captures. Computing with it fails.
+        # Some models read the weight's dtype and device. These are right; the values and the shape are not. ServedHead.weight
+        # is the same within capturing().
         self.weight = torch.nn.Parameter(layer.weight.new_zeros(1), requires_grad=False)
         self.bias = None
 
@@ -85,14 +86,14 @@ class _Probe(torch.nn.Module):
         given = torch.where(torch.rand(shape, generator=generator) < 0.5, -1.0, 1.0) * 10.0 ** powers
         rows = given.view(-1, self.classes)
         place = torch.arange(self.classes)
-        rows[place % len(rows), place] = 0.0  # every class has a 0 somewhere
+        rows[place % len(rows), place] = 0.0  # every class has a 0 in some row, which shows whether the model adds something
         self.given = given.to(hidden.device)
-        return self.given.clone()  # the model may change it
+        return self.given.clone()  # a copy, because the model may change it in place
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The values of one forward."""
+    """The values of one forward with a probe in the place of the head."""
 
     given: torch.Tensor  # the output of the probe, fp32 [B, T, V]
     hidden: torch.Tensor  # the input of the probe, [B, T, D]
@@ -145,7 +146,7 @@ def _forward(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch, seed: 
 
 
 def _hints(model: Any) -> tuple[list[float], list[float]]:
-    """Exact scales and softcaps that the configuration names."""
+    """The scales and the softcaps that the model's configuration names. They are exact, and measured values are not."""
     config = model.config.get_text_config()
     scales = [1.0, float(getattr(config, "logit_scale", None) or 1.0)]
     divisor = float(getattr(config, "logits_scaling", None) or 1.0)
@@ -153,7 +154,8 @@ def _hints(model: Any) -> tuple[list[float], list[float]]:
 
 
 def _transform(name: str, seen: _Seen, hints: tuple[list[float], list[float]]) -> tuple[float, float]:
-    """The scale s and softcap c such that logits = c tanh(s z / c), or s z with c = 0. ValueError if there are none."""
+    """The scale s and the softcap c with which the model makes logits c tanh(s z / c), or s z (c = 0), from the head's output
+    z. ValueError if there are no such values. `hints`: exact values to prefer, from _hints()."""
     z, y = seen.given.double().flatten(), seen.logits.flatten()
     zeros = y[z == 0.0]
     if not torch.isfinite(y).all() or float(zeros.abs().max()) > 1e-6:
@@ -181,6 +183,7 @@ def _transform(name: str, seen: _Seen, hints: tuple[list[float], list[float]]) -
 
 
 def _capped(z: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Fits scale s and softcap c to y = c tanh(s z / c), in turn: c to the largest value, s to the small ones."""
     small = (z != 0.0) & (z.abs() < 10.0 ** (_SMALLEST + 0.5))
     largest = z.abs().argmax()
     far, top = abs(float(z[largest])), abs(float(y[largest]))
@@ -198,6 +201,7 @@ def _capped(z: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
 
 
 def _near(seen: _Seen) -> float:
+    """The tolerance for losses that should be equal."""
     return 1e-4 * max(1.0, abs(seen.loss))
 
 
@@ -210,7 +214,8 @@ def _cross_entropies(seen: _Seen, labels: torch.Tensor, shift: bool) -> torch.Te
 
 
 def _labels(name: str, batch: ProbeBatch, first: _Seen, second: _Seen) -> tuple[bool, float]:
-    """Whether labels are shifted, and the constant that the model adds to their mean cross-entropy."""
+    """Whether the model shifts labels, and the constant that it adds to their mean cross-entropy. `first`, `second`: forwards
+    with different logits, which the constant does not depend on."""
     for shift in (True, False):
         means = [float(_cross_entropies(seen, batch.labels, shift).mean()) for seen in (first, second)]
         if abs((first.loss - second.loss) - (means[0] - means[1])) <= _near(first):
@@ -226,6 +231,7 @@ def _auxiliary(model: Any, seen: _Seen) -> float:
 
 def _counts_items(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch, first: _Seen, shift: bool,
                   constant: float) -> bool:
+    """HeadPath.counts_items. `constant`: as _labels() returns it."""
     if not takes_any(model) and not takes(model, "num_items_in_batch"):
         return False
     loss = _forward(model, layer, place, batch, 1, num_items_in_batch=torch.tensor(_ITEMS)).loss - constant
@@ -238,7 +244,8 @@ def _counts_items(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch, f
 
 
 def _without_labels(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch, first: _Seen) -> float:
-    """HeadPath.input_factor. ValueError if the model needs its labels to compute hidden states, except in a known way."""
+    """Checks that the model's hidden states do not depend on labels, other than as inputs_without_labels() knows, and returns
+    HeadPath.input_factor. ValueError if they do."""
     name = type(model).__name__
     probe = _Probe(layer, 1)
     try:
@@ -253,6 +260,7 @@ def _without_labels(model: Any, layer: Any, place: HeadPlace, batch: ProbeBatch,
 
 
 def _input_factor(model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> float:
+    """HeadPath.input_factor. `hidden`: the head's input for these inputs of the model."""
     try:
         last = model.base_model(**inputs).last_hidden_state
     except Exception:  # the base model takes other inputs or has other outputs
@@ -276,26 +284,27 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def random_tokens_loss(loss_of: Callable[..., Any], model: Any, classes: int) -> float:
-    """The loss of a few random tokens, which `loss_of` computes (transformers or the server)."""
+    """The loss of a few random tokens. `loss_of`: a function of the model's inputs and labels that computes it."""
     batch = ProbeBatch.of(model, classes)
     with as_in_evaluation(model):
         return float(loss_of(**batch.inputs, labels=batch.labels))
 
 
-# A few tokens and labels with which a model is measured.
+# The tokens and labels with which a model is measured.
 
 @dataclass(frozen=True)
 class ProbeBatch:
-    """The inputs of a model for some sequences of random tokens, without tokens that the configuration calls special."""
+    """The inputs of a model for two short sequences of random tokens. Tokens that the configuration calls special do not
+    occur."""
 
     inputs: dict[str, torch.Tensor]
     labels: torch.Tensor  # [B, T], int64; a few are ignored
 
     @staticmethod
     def of(model: Any, classes: int) -> ProbeBatch:
-        """The labels are smaller than `classes`. There are 16 tokens."""
+        """Makes a batch for a model. Tokens and labels are smaller than `classes`, the number of the head's classes."""
         embedding = model.get_input_embeddings()
-        if isinstance(embedding, ServedEmbedding):  # of ServedRows, which has no weight in this process
+        if isinstance(embedding, ServedEmbedding):  # a ServedRows, which has no weight in this process
             rows, device = embedding.num_embeddings, embedding.weight_device
         else:
             rows, device = embedding.weight.shape[0], embedding.weight.device
@@ -309,7 +318,7 @@ class ProbeBatch:
 
         inputs, labels = {"input_ids": draw().to(device)}, draw().to(device)
         labels[0, :2] = labels[1, 5] = IGNORED
-        if takes(model, "token_type_ids") and takes(model, "pixel_values"):  # says which positions are text
+        if takes(model, "token_type_ids") and takes(model, "pixel_values"):  # token types, which tell text from images
             inputs["token_type_ids"] = torch.zeros_like(labels)
         return ProbeBatch(inputs, labels)
 
@@ -320,15 +329,16 @@ def takes(model: Any, name: str) -> bool:
 
 
 def takes_any(model: Any) -> bool:
-    """Whether the model's forward takes further keyword arguments, which it passes on to the loss."""
+    """Whether the model's forward takes any other keyword arguments (**kwargs). It passes them on to the loss."""
     return any(each.kind is inspect.Parameter.VAR_KEYWORD
                for each in inspect.signature(type(model).forward).parameters.values())
 
 
 def inputs_without_labels(model: Any, labels: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs with which a model that does not get its labels computes the same as with them.
+    """The inputs with which a model computes the same hidden states without labels as with them.
 
-    In an encoder-decoder, the decoder's input is the labels, shifted to the right.
+    Most models need no other inputs. An encoder-decoder makes its decoder's input from the labels, shifted to the right, so
+    this adds that input.
     """
     if labels is None or not takes(model, "decoder_input_ids"):
         return inputs
@@ -361,6 +371,7 @@ def as_in_evaluation(model: Any) -> Iterator[None]:
 
 
 def _special_tokens(config: Any) -> set[int]:
+    """The token ids that a configuration names, also in its nested configurations."""
     found: set[int] = set()
     waiting = [config.to_dict()]
     while waiting:

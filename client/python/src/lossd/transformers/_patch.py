@@ -40,29 +40,29 @@ def patch(
         lossd.transformers.attach(trainer)
         trainer.train()
 
-    The model keeps its class, configuration, generate() and save_pretrained(), which reads the head's weights from the
-    server. If it is called with labels, it returns a ModelOutput whose loss comes from the server. The output has logits only
-    in evaluation mode under torch.no_grad().
+    The model keeps its class, configuration, generate() and save_pretrained(); save_pretrained() reads the head's weights
+    from the server. If the model is called with labels, it returns a ModelOutput whose loss comes from the server. The output
+    has logits only in evaluation mode under torch.no_grad().
 
-    patch() measures with a few tokens how the model transforms its head's logits (scale, softcap), and whether it shifts
-    labels. ValueError if lossd cannot do the same.
+    patch() measures with a few tokens how the model transforms its head's logits (scale, softcap), and whether the model
+    shifts labels. ValueError if lossd cannot do the same.
 
     Args:
-      if_exists: what to do if a head of this name exists. "error": raise AlreadyExists. "keep": write the model's weights to
-        it, and keep its step. "reset": reset it to step 0, with the model's weights.
+      if_exists: what to do if the server has a head of this name. "error": raise AlreadyExists. "keep": write the model's
+        weights to that head, and keep its step. "reset": reset that head to step 0, with the model's weights.
       exist_ok: deprecated; True means if_exists="keep".
-      freeze: do not train the head. A head whose weight does not require a gradient is frozen, too; later requires_grad_() of
-        the model's head decides.
+      freeze: do not train the head. A head whose weight does not require a gradient is created frozen, too. If the head is
+        not frozen here, requires_grad_() of the model's head may freeze and unfreeze it later.
       tied: what to do with a head that shares its weight with the input embeddings. "rows": only the server has the weight,
-        and the input embeddings ask it for rows (lossd.torch.ServedEmbedding), so the trainer has no copy. "share": the
-        trainer has a copy as its embeddings, and gradient and weight are sent once a step (TiedEmbedding). "part": the two
-        become different matrices; the server trains the head, and the trainer trains the embeddings. "refuse": ValueError. A
-        model whose weights are not shared keeps its embeddings.
+        and the input embeddings ask the server for rows (lossd.torch.ServedEmbedding), so the trainer has no copy. "share":
+        the trainer has a copy of the weight as its embeddings, and gradient and weight are sent once a step (TiedEmbedding).
+        "part": head and embeddings become different matrices; the server trains the head, and the trainer trains the
+        embeddings. "refuse": raise ValueError. A model whose weights are not shared keeps its embeddings.
       compute_dtype, optimizer_state, logits: as in RemoteHeadCausalLM.
-      verify: measure, and compare the loss of the tokens with the server's. False: trust `softcap` and `logit_scale`, or else
-        the configuration, and assume that labels are shifted.
-      evaluation_logits: whether the loss comes with logits in evaluation mode under torch.no_grad(). They are computed in
-        this process, with a copy of the weight.
+      verify: measure as described above, and compare the loss of a few random tokens before and after. False: trust `softcap`
+        and `logit_scale`, or else the configuration, and assume that labels are shifted.
+      evaluation_logits: whether the output also has logits in evaluation mode under torch.no_grad(). The logits are computed
+        in this process, with a copy of the weight.
       process_group, averaged_over: as in LossHead. With torch.distributed every rank calls patch(), and rank 0 of the group
         creates the head.
       softcap, logit_scale: as in LossHead. None: as measured.
@@ -127,8 +127,8 @@ def _loss_of(model: Any) -> Any:
 
 
 def _aliases_of_bias(model: Any, layer: Any) -> list[torch.nn.Parameter]:
-    """The parameters of other modules that are the layer's bias. They are not trained here, because the server trains the
-    bias."""
+    """Replaces the layer's bias in other modules of the model by frozen copies, because the server trains the bias. Returns
+    the copies."""
     found = []
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
@@ -145,10 +145,10 @@ def _no_resize(name: str, *_: Any, **__: Any) -> Any:
 
 @dataclasses.dataclass
 class TokenOutput(ModelOutput):
-    """The output that trl's trainers need of a model with fused_lm_head=True: values for each predicted token, 0 if it is
-    ignored.
+    """The output that trl's trainers need from a model with fused_lm_head=True. Except for loss and aux_loss, each tensor has a
+    value for each predicted token, and 0 for an ignored one.
 
-    The mean of the logits is NaN, because the server does not compute it. Trainers only log it.
+    mean_logits is NaN, because the server does not compute the mean of the logits. Trainers only log it.
     """
 
     loss: torch.Tensor | None = None
@@ -162,9 +162,9 @@ class TokenOutput(ModelOutput):
 
 
 def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> None:
-    """Makes model.forward compute losses on the server, even if something has replaced model.forward before.
+    """Makes model.forward compute losses on the server. It replaces model.forward also if a trainer has replaced it before.
 
-    With fused_lm_head=True, which trl's trainers use, the logits are divided by `temperature`.
+    If a trainer of trl calls the model with fused_lm_head=True, the logits are divided by `temperature`.
     """
     inner = functools.partial(type(model).forward, model)
 
@@ -174,7 +174,7 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
         served.settle()
         if labels is None and shift_labels is None:
             return _without_loss(served, inner, args, inputs) if served.keeps_hidden else inner(*args, **inputs)
-        if num_items_in_batch is not None:  # trainers give it
+        if num_items_in_batch is not None:  # only trainers give this argument
             served.check_trained()
         with_logits = served.evaluation_logits and not self.training and not torch.is_grad_enabled()
         own = inputs_without_labels(self, labels, inputs)
@@ -203,13 +203,15 @@ def wrap_forward(model: Any, served: ServedHead, temperature: float = 1.0) -> No
 
 
 def the_one(model: str, captured: list[torch.Tensor]) -> torch.Tensor:
+    """The hidden states with which a forward has called the head. RuntimeError unless it was called exactly once."""
     if len(captured) != 1:
         raise RuntimeError(f"{model} used its head {len(captured)} times in one forward; lossd knows models that use it once")
     return captured[0]
 
 
 def _without_loss(served: ServedHead, inner: Any, args: Any, inputs: Any) -> Any:
-    """The output for a trainer that has kept the labels and computes the loss from the model's output."""
+    """The output of a forward without labels, for a trainer that computes the loss itself (_Smoother). Keeps the hidden states
+    in served.kept."""
     served.check_trained()
     with_logits = served.evaluation_logits and not served.training and not torch.is_grad_enabled()
     with served.capturing(with_logits) as captured:
@@ -229,12 +231,13 @@ def _loss(served: ServedHead, hidden: torch.Tensor, labels: Any, shift_labels: A
 
 def summed_loss(served: ServedHead, hidden: torch.Tensor, targets: torch.Tensor, shift: bool, num_items: Any,
                 **changes: Any) -> torch.Tensor:
-    """The mean over the valid targets, or their sum divided by `num_items`. `changes` are other attributes of the
-    LossHead."""
+    """The mean of the losses over the valid targets, or their sum divided by `num_items`. `changes`: attributes that the
+    LossHead has only during this call."""
     head = served.loss_head
     predicted = targets[..., 1:] if shift else targets
     count = float(num_items) if num_items is not None else float((predicted != IGNORED).sum())
-    # The trainer already makes losses average over ranks. LossHead would do it, too, and divides the normalizer that it gets.
+    # The trainer's losses are already made for an average over ranks. LossHead divides its normalizer for the same purpose, so
+    # that division is undone here.
     ranks = head.parallel.averaged_over if torch.is_grad_enabled() else 1
     with _as(head, shift=shift, **changes):
         loss = head(hidden, targets.to(hidden.device), normalizer=count * ranks)
@@ -261,15 +264,15 @@ def _tokens(served: ServedHead, hidden: torch.Tensor, labels: Any, shift_labels:
 
 
 def _at_temperature(options: lossd.LossOptions, temperature: float) -> lossd.LossOptions:
-    """The options for logits that are divided by `temperature`. c tanh(z / c) / T is c/T tanh(z/T / (c/T)), so the softcap is
-    divided, too."""
+    """The options for logits that are divided by `temperature` T. With scaled logits z and softcap c, c tanh(z / c) / T equals
+    (c/T) tanh((z/T) / (c/T)): both the scale and the softcap are divided by T."""
     return dataclasses.replace(
         options, logit_scale=options.logit_scale / temperature, softcap=options.softcap / temperature)
 
 
 @contextlib.contextmanager
 def _as(head: LossHead, **changes: Any) -> Iterator[None]:
-    """Gives a LossHead other attributes within the block."""
+    """Within the block, the LossHead has other values of some attributes."""
     before = {name: getattr(head, name) for name in changes}
     for name, value in changes.items():
         setattr(head, name, value)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server. Also the hyper-parameters of a head's
-steps under a Trainer, and its steps under DeepSpeed."""
+"""RemoteHeadCausalLM: a module around a causal model whose head is on a lossd server. For attach(), also ParameterGroup, the
+hyper-parameters of a head's steps under a Trainer, and ZeroSteps, a head's steps under DeepSpeed."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ class RemoteHeadCausalLM(torch.nn.Module):
         remote = RemoteHeadCausalLM(model, client, "lm")
         loss = remote(input_ids, labels=labels, attention_mask=mask)
 
-    It takes over the model. The head's weights, and with move_norm the final norm's, are moved to a new head on the server,
-    and the model has them no more; save_back() restores them. It measures with a few tokens how the model transforms its
-    head's logits (scale, softcap) and whether it shifts labels. ValueError if lossd cannot do the same.
+    The module takes over the model. It moves the head's weights, and with move_norm the final norm's weights, to a new head
+    on the server. Then the model does not have them any more; save_back() puts them back. The module measures with a few
+    tokens how the model transforms its head's logits (scale, softcap), and whether the model shifts labels. ValueError if
+    lossd cannot do the same.
 
-    `loss_head` is the LossHead. HeadOptimizer(remote.loss_head, ...) applies its steps.
+    The attribute `loss_head` is the LossHead. HeadOptimizer(remote.loss_head, ...) applies its steps.
     """
 
     @known_arguments
@@ -63,14 +64,16 @@ class RemoteHeadCausalLM(torch.nn.Module):
         Args:
           if_exists: as in patch().
           move_norm: also move the final norm to the server.
-          tied: what to do with a head that shares its weights with the input embeddings. "rows" is only for patch(). "part":
-            the two become different matrices; the server trains the head, and the trainer trains the embeddings. "share":
-            they stay one matrix, which the server trains; see the attribute `tied` (lossd.torch.TiedEmbedding), and leave the
-            embeddings out of the trainer's optimizer.
+          tied: what to do with a head that shares its weights with the input embeddings. "refuse": raise ValueError. "part":
+            head and embeddings become different matrices; the server trains the head, and the trainer trains the embeddings.
+            "share": they stay one matrix, which the server trains. Then use the attribute `tied`
+            (lossd.torch.TiedEmbedding) in each step, and leave the embeddings out of the trainer's optimizer. "rows" is only
+            for patch().
           compute_dtype: the type of the head's matrix products. None: the server chooses (bf16 on a GPU).
           logits: as in Client.create_head.
-          verify: measure, and compare the losses of a few random tokens before and after; ValueError if they differ. False:
-            trust `softcap` and `logit_scale`, or else the configuration, and assume that labels are shifted.
+          verify: measure as described above, and compare the losses of a few random tokens before and after; ValueError if
+            they differ. False: trust `softcap` and `logit_scale`, or else the configuration, and assume that labels are
+            shifted.
           softcap, logit_scale: as in LossHead. None: as measured.
           reduction, normalizer, grad_output, deferred, train_head, extras, state: as in LossHead.
           process_group, averaged_over, rank, world_size, streams, slice_bytes, timeout: as in LossHead.
@@ -113,8 +116,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
             self._verify(expected, classes)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **inputs: Any) -> Any:
-        """Returns the loss (with extras: what the LossHead returns). `inputs` are the inputs of the model without its
-        head."""
+        """Returns the loss, or (loss, LossExtras) if there are extras. `inputs`: further inputs of the model's base model."""
         if "num_items_in_batch" in inputs:
             raise TypeError("RemoteHeadCausalLM is for loops of your own: for a Trainer use "
                             "lossd.transformers.patch(model, client, name), and attach(trainer) after making it")
@@ -122,7 +124,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
         return self.loss_head(hidden, labels)
 
     def save_back(self) -> Any:
-        """Copies the weights back from the server, and returns the model with its head again, trained."""
+        """Copies the trained weights back from the server, and returns the model with a head of its own again."""
         client, name = self.loss_head.client, self.loss_head.head_name
         bias, dtype, device = self._layer
         layer = torch.nn.Linear(self.loss_head.hidden_size, self.loss_head.vocab_size, bias=bias, dtype=dtype,
@@ -148,7 +150,7 @@ class RemoteHeadCausalLM(torch.nn.Module):
 
 
 def _factor(model: str, path: HeadPath) -> float:
-    """HeadPath.input_factor. ValueError if the head's input is not the base model's last hidden states times a factor."""
+    """path.input_factor. ValueError if the head's input is not the base model's last hidden states times a factor."""
     if not math.isfinite(path.input_factor):
         raise ValueError(f"the head of {model} does not get the last hidden states of its base model; "
                          "lossd.transformers.patch() takes what the head gets")
@@ -156,7 +158,7 @@ def _factor(model: str, path: HeadPath) -> float:
 
 
 class _NoHead(torch.nn.Module):
-    """Takes the place of the head."""
+    """Takes the place of the head in the model. A call raises."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("the head of this model is on a lossd server: call the RemoteHeadCausalLM, or save_back()")
@@ -164,14 +166,14 @@ class _NoHead(torch.nn.Module):
 
 @dataclass
 class _FinalNorm:
-    """The norm that a model applies to its last hidden states."""
+    """The norm that a model applies to its last hidden states, before the head."""
 
-    owner: torch.nn.Module
-    name: str
-    module: torch.nn.Module
+    owner: torch.nn.Module  # the module that has the norm as a child
+    name: str  # the norm's name in `owner`
+    module: torch.nn.Module  # the norm
     kind: lossd.types.Norm
     epsilon: float
-    gain_offset: float  # Gemma's RMSNorm multiplies by 1 + weight
+    gain_offset: float  # the gain is this plus the module's weight: 1 for Gemma's RMSNorm, else 0
 
     @staticmethod
     def find(model: Any) -> _FinalNorm:
@@ -199,10 +201,10 @@ class _FinalNorm:
             set_values(self.module.bias, client.read_tensor(head, "norm_shift"))
 
 
-# The hyper-parameters of a head's steps are those of the parameter group, in the trainer's optimizer, that has the head's
-# weight.
+# The head is stepped with the hyper-parameters of one parameter group of the trainer's optimizer: the group that has the
+# head's weight.
 
-_NAMES = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")
+_NAMES = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov")  # the hyper-parameters
 
 
 def algorithm_of(optimizer: Any) -> Literal["adamw", "sgd"]:
@@ -219,12 +221,19 @@ def algorithm_of(optimizer: Any) -> Literal["adamw", "sgd"]:
 
 
 class ParameterGroup:
-    """The group of the trainer's optimizer that has the head's weight."""
+    """The parameter group of the trainer's optimizer that has the head's weight."""
 
     def __init__(self, served: ServedHead, optimizer: Any, parameters: Sequence[Sequence[Any]], head_lr: float | None,
                  head_weight_decay: float | None) -> None:
-        """`parameters`: for each group of the optimizer, its parameters; the group itself may hold other tensors by now.
-        ValueError if the head is in no group."""
+        """
+        Args:
+          parameters: for each group of the optimizer, its parameters. The groups themselves may hold other tensors by now, as
+            under ZeRO.
+          head_lr, head_weight_decay: the caller's own values for the head, or None.
+
+        ValueError if the head's weight is in no group and there is no head_lr, or if the groups of weight and bias do not go
+        together.
+        """
         self._optimizer, self._head_lr, self._head_weight_decay = optimizer, head_lr, head_weight_decay
         found = {name: _index(parameters, served.tensors_of(name)) for name in served.stand_ins}
         index = found["weight"]
@@ -254,7 +263,8 @@ class ParameterGroup:
         return float(self._group.get("initial_lr", self._first_lr))
 
     def copy_to(self, optimizer: HeadOptimizer) -> None:
-        """Copies the present hyper-parameters, as a scheduler may have changed them."""
+        """Copies the group's present hyper-parameters to the head's optimizer. Called before each step, because a scheduler
+        may have changed them."""
         group, ours = self._group, optimizer.param_groups[0]
         for name in _NAMES:
             if name in group:
@@ -267,19 +277,21 @@ class ParameterGroup:
 
 
 def _index(parameters: Sequence[Sequence[Any]], wanted: Sequence[Any]) -> int | None:
+    """The first group that has one of the `wanted` parameters; None if no group has."""
     for index, group in enumerate(parameters):
         if any(each is one for each in group for one in wanted):
             return index
     return None
 
 
-# Steps under DeepSpeed, whose engine clips and steps inside backward().
+# Steps under DeepSpeed. Its engine clips and steps inside backward(), in the trainer's place.
 #
-# ZeRO steps the trainer's optimizer once for each of its groups, and clips by a norm that it computes from its partitions. So
-# the head is stepped in ZeRO's own step, and the norm of its gradient is included in ZeRO's norm.
+# DeepSpeed's optimizer ZeRO steps the trainer's optimizer once for each parameter group, and clips by a norm that it computes
+# from its partitions. So ZeRO's own step is changed to step the head, too, and ZeRO's norm to include the head's gradient.
 
 def check(trainer: Any, tied: bool) -> None:
-    """ValueError if a head on a server does not work with the way in which the trainer shards its model."""
+    """ValueError if the trainer shards or copies its model in a way that does not work with a head on a server. `tied`: whether
+    the model was patched with tied="share"."""
     if getattr(trainer, "is_fsdp_enabled", False):
         raise ValueError("fsdp= of TrainingArguments shards the head's place in the model as well; use DistributedDataParallel "
                          "(torchrun without fsdp=), DeepSpeed's ZeRO 1 or 2, or fully_shard in a loop of your own")
@@ -300,14 +312,14 @@ def check(trainer: Any, tied: bool) -> None:
 
 
 class ZeroSteps:
-    """The steps of a head under DeepSpeed's engine."""
+    """Makes DeepSpeed's engine step and clip a head together with its model."""
 
     def __init__(self, engine: Any, norm: Any, apply: Any, discard: Any) -> None:
         """
         Args:
-          norm: () -> the norm of the head's gradient, which it loads into the stand-in.
-          apply: (multiplier) -> steps the head with its gradient times `multiplier`.
-          discard: () -> discards the gradient of a step that DeepSpeed skips.
+          norm: norm() loads the norm of the head's gradient into the stand-in, and returns it.
+          apply: apply(multiplier) steps the head with its gradient times `multiplier`.
+          discard: discard() discards the head's gradient. It is called for a step that DeepSpeed skips.
         """
         self._optimizer, self._norm, self._apply, self._discard = engine.optimizer, norm, apply, discard
         self.base = engine.basic_optimizer
@@ -336,15 +348,16 @@ class ZeroSteps:
 
     @staticmethod
     def are_in(engine: Any) -> bool:
-        """Whether this engine's steps already include the head's."""
+        """Whether a ZeroSteps was made for this engine before."""
         return getattr(engine.optimizer, "steps_a_head_of_lossd", False)
 
     def _join_norm(self) -> None:
+        """Makes ZeRO's norm include the head's gradient. Both are scaled by DeepSpeed's loss scale."""
         of_trunk = self._optimizer.scaled_global_norm
 
         def scaled_global_norm(*args: Any, **options: Any) -> Any:
             norm, head = of_trunk(*args, **options), self._norm() * float(self._optimizer.loss_scale)
-            if float(norm) < 0.0:  # DeepSpeed's sign for a norm that is not finite
+            if float(norm) < 0.0:  # DeepSpeed returns a negative number for a norm that is not finite
                 return norm
             if isinstance(norm, torch.Tensor):
                 return torch.sqrt(norm.double() ** 2 + head ** 2).to(norm.dtype)
@@ -353,7 +366,7 @@ class ZeroSteps:
         self._optimizer.scaled_global_norm = scaled_global_norm
 
     def _multiplier(self) -> float:
-        """The factor of unscale_and_clip_grads() in ZeRO."""
+        """The clipping factor that ZeRO's unscale_and_clip_grads() applies, without the loss scale."""
         norm = getattr(self._optimizer, "_global_grad_norm", None)
         if norm is None or self.clips <= 0.0:
             return 1.0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ServedRows: the input embeddings of a model that share their weight with the head on a lossd server. They ask it for
-rows."""
+"""ServedRows: the input embeddings of a model whose weight is also the weight of the head on a lossd server (tied="rows"). They
+ask the server for rows. InputPlaces puts them into the model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 from lossd.torch import ServedEmbedding
 from lossd.transformers._head_module import ServedHead
 
-_PROBES = 64  # the number of rows with which a module is measured
+_PROBES = 64  # the number of rows that are looked up to measure an embedding module
 
 
 class ServedRows(ServedEmbedding):
     """Takes the place of a torch.nn.Embedding whose weight is also the weight of the served head.
 
-    Its state_dict holds the weight, read from the server, as the same tensor that the head's state_dict holds;
-    load_state_dict writes it there. The head's stand-in parameter stands for both, so freezing it freezes both.
+    The module's state_dict holds the weight, read from the server, as the same tensor that the head's state_dict holds;
+    load_state_dict writes the weight to the server. The head's stand-in parameter also stands for the embeddings, so to
+    freeze it freezes both.
     """
 
     def __init__(self, served: ServedHead, scale: float, padding_idx: int | None) -> None:
         super().__init__(served.loss_head, scale=scale, padding_idx=padding_idx)
-        object.__setattr__(self, "served", served)  # it is already a module of the model
+        object.__setattr__(self, "served", served)  # not a submodule: the model has it as its head already
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise self.served.copy_error()
@@ -37,11 +38,11 @@ class ServedRows(ServedEmbedding):
 
     @property
     def weight_device(self) -> torch.device:
-        """The device on which the weight would be."""
+        """The device on which the weight would be if it were in this process."""
         return self.served.device
 
     def requires_grad_(self, requires_grad: bool = True) -> ServedRows:
-        """Calls requires_grad_() of the head, whose stand-in parameter stands for both."""
+        """Freezes or unfreezes the head and these embeddings together."""
         self.served.requires_grad_(requires_grad)
         return self
 
@@ -65,13 +66,14 @@ class ServedRows(ServedEmbedding):
 
 
 class InputPlaces:
-    """The places of the input embeddings in a model, and the factor by which each multiplies the rows of the weight."""
+    """The modules of a model, other than the head, that have the head's weight as their embedding. For each: its places in
+    the model, and the factor by which it multiplies the rows of the weight."""
 
     def __init__(self, model: Any, layer: Any, weight: torch.nn.Parameter) -> None:
-        """ValueError if a module has the weight but does more than look up its rows."""
+        """`layer`: the head. ValueError if a module has the weight but does more than look up its rows and scale them."""
         self._model = type(model).__name__
-        self._places: list[tuple[torch.nn.Module, str, Any]] = []
-        self._scales: dict[int, float] = {}  # by the module's id()
+        self._places: list[tuple[torch.nn.Module, str, Any]] = []  # the parent, the name in the parent, the module
+        self._scales: dict[int, float] = {}  # for the id() of each module: its factor
         for parent in model.modules():
             for name, child in parent.named_children():
                 if child is not layer and any(each is weight for each in child._parameters.values()):
@@ -79,8 +81,8 @@ class InputPlaces:
                     self._scales[id(child)] = self._measured(child, weight)
 
     def put(self, served: ServedHead) -> None:
-        """Puts ServedRows in the modules' places."""
-        made: dict[int, ServedRows] = {}  # one for each module, which may be in several places
+        """Puts ServedRows in the places of the modules."""
+        made: dict[int, ServedRows] = {}  # by the id() of the module that it replaces, which may have several places
         for parent, name, module in self._places:
             if id(module) not in made:
                 made[id(module)] = ServedRows(served, self._scales[id(module)], module.padding_idx)
@@ -88,12 +90,13 @@ class InputPlaces:
             setattr(parent, name, made[id(module)])
 
     def put_back(self) -> None:
-        """Puts the modules back."""
+        """Puts the model's own modules back."""
         for parent, name, module in self._places:
             setattr(parent, name, module)
 
     @torch.no_grad()
     def _measured(self, module: Any, weight: torch.Tensor) -> float:
+        """The factor by which the module multiplies rows of the weight. ValueError if it does anything else with them."""
         kind = type(module).__name__
         if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None or module.scale_grad_by_freq:
             raise ValueError(f"{self._model} uses the weight of its head in a {kind} that is no plain embedding, so the server "
@@ -108,7 +111,7 @@ class InputPlaces:
                              f"{_PROBES} ids")
         fitted = float((given.double() * rows.double()).sum() / rows.double().square().sum())
         named = float(getattr(module, "embed_scale", None) or 1.0)
-        # Prefers an exact value, if the module names it.
+        # min() takes the first of equally good candidates: 1, and the factor that the module names, come before the fitted one.
         candidates = [1.0, named, float(torch.tensor(named, dtype=weight.dtype)), fitted]
         scale = min(candidates, key=lambda each: float((given - rows * each).double().norm()))
         tolerance = 4 * torch.finfo(weight.dtype).eps

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attach(): makes a Trainer train the head on the server together with its model."""
+"""attach(): makes a transformers.Trainer train the head on the server together with its model. Rotation keeps the checkpoints
+of the trainer and those of the server together."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from lossd.transformers._remote import ParameterGroup, algorithm_of
 
 
 def serve_losses(trainer: Any, served: ServedHead) -> None:
-    """Makes label smoothing of TrainingArguments happen on the server. Predictions get logits; evaluations that need only a
-    loss do not."""
+    """Changes a trainer in two ways: label smoothing of TrainingArguments is computed on the server, and an evaluation that
+    needs only a loss gets no logits (prediction_loss_only)."""
     if trainer.label_smoother is not None:
         trainer.label_smoother = _Smoother(served, trainer.label_smoother.epsilon, trainer.label_smoother.ignore_index)
     compute, predict = trainer.compute_loss, trainer.prediction_step
@@ -49,7 +50,8 @@ def serve_losses(trainer: Any, served: ServedHead) -> None:
 
 
 class _Smoother:
-    """Replaces transformers' LabelSmoother. Uses the hidden states of the forward before."""
+    """Replaces the LabelSmoother of transformers. It computes the smoothed loss on the server, from the hidden states that the
+    forward before it has kept (ServedHead.kept)."""
 
     def __init__(self, served: ServedHead, epsilon: float, ignore_index: int) -> None:
         self.served, self.epsilon, self.ignore_index = served, epsilon, ignore_index
@@ -64,9 +66,9 @@ class _Smoother:
         return summed_loss(self.served, hidden, labels, shift_labels, num_items_in_batch, options=options)
 
 
-# The trainer's checkpoints, and the server's checkpoints that they name: saved, restored and removed together.
+# A checkpoint of the trainer names a checkpoint of the server. Both are saved, restored and removed together.
 
-FILE = "lossd_head.json"  # a file in a checkpoint of the trainer, with the result of LossHead.save_state()
+FILE = "lossd_head.json"  # a file in each checkpoint of the trainer; it has the result of LossHead.save_state() as JSON
 
 
 class Rotation:
@@ -77,11 +79,13 @@ class Rotation:
     """
 
     def __init__(self, trainer: Any, served: ServedHead) -> None:
-        self.saved: dict[str, Any] | None = None  # the last saved state; None: none since the last checkpoint
-        self.restored: dict[str, Any] | None = None  # the state from which training continued
+        # The head's state that was saved with the optimizer for the present checkpoint. None: not saved for it yet.
+        self.saved: dict[str, Any] | None = None
+        self.restored: dict[str, Any] | None = None  # the head's state from which training continues; None: it begins
         self._trainer, self._served = trainer, served
-        self._elsewhere: set[str] = set()  # checkpoints that are named by a folder outside of the trainer's
-        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # old versions do not have it
+        # Checkpoints of the server that a folder outside of the trainer's output_dir names. They are never removed.
+        self._elsewhere: set[str] = set()
+        save, finalize = trainer._save_checkpoint, getattr(trainer, "_finalize_training", None)  # None in old versions
         save_optimizer, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
 
         def save_checkpoint(model: Any, trial: Any) -> Any:
@@ -97,7 +101,7 @@ class Rotation:
             self.saved = None
             result = save_optimizer(output_dir)
             if trainer.is_world_process_zero():
-                state = self.saved or served.loss_head.save_state()  # DeepSpeed saves optimizers without calling their hooks
+                state = self.saved or served.loss_head.save_state()  # DeepSpeed saves an optimizer without calling its hooks
                 Path(output_dir, FILE).write_text(json.dumps(state))
             return result
 
@@ -115,6 +119,7 @@ class Rotation:
         trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
 
     def _restore(self, checkpoint: Path) -> None:
+        """Restores the head for a checkpoint of the trainer, unless the state of the optimizer has restored it already."""
         if self.restored is None and (checkpoint / FILE).exists():
             self.restored = json.loads((checkpoint / FILE).read_text())
             self._served.loss_head.load_state(self.restored)
@@ -123,8 +128,8 @@ class Rotation:
 
     @contextlib.contextmanager
     def _following(self, trial: Any) -> Iterator[None]:
-        """If the trainer removes checkpoints within the block, removes theirs from the server afterwards. Only one rank does
-        it."""
+        """If the trainer removes checkpoints within the block, then the server's checkpoints that they name are removed after
+        it. Only the trainer's first rank does this."""
         folder = Path(self._trainer._get_output_dir(trial=trial))
         before = _named(folder)
         yield
@@ -138,26 +143,26 @@ class Rotation:
             try:
                 self._served.loss_head.client.delete_checkpoint(name)
             except lossd.NotFound:
-                pass  # another client has already removed it
+                pass  # another client has already removed the checkpoint
             except lossd.LossdError as error:
                 warnings.warn(f"checkpoint {name!r} stays on the server, although the trainer has removed its own: {error}",
                               RuntimeWarning, stacklevel=2)
 
 
 def _named(folder: Path) -> dict[Path, str]:
-    """For each checkpoint in a folder, the checkpoint of the server that it names."""
+    """For each checkpoint of a trainer in a folder, by path: the name of the server's checkpoint."""
     found = {}
     for path in folder.glob(f"checkpoint-*/{FILE}"):
         try:
             name = json.loads(path.read_text())["checkpoint"]
         except (OSError, ValueError, KeyError):
-            continue  # it is just being written or removed
+            continue  # the trainer is just writing or removing the file
         if name:
             found[path.parent] = name
     return found
 
 
-_STATE_KEY = "lossd_head"  # the key in the state of the trainer's optimizer
+_STATE_KEY = "lossd_head"  # the key of the head's state in the state_dict of the trainer's optimizer
 _logger = logging.getLogger(__name__)
 
 
@@ -166,18 +171,20 @@ def attach(trainer: Any, *, head_lr: float | None = None, head_weight_decay: flo
            skip_non_finite: bool = False) -> HeadOptimizer | None:
     """Makes a transformers.Trainer, or a subclass of it, train the head of a model that patch() was called with.
 
-    Call it after making the trainer and before train(). The head is stepped once with each step of the trainer's optimizer
-    (torch's AdamW or SGD), with the hyper-parameters of the group that had its weight. It is clipped by the global norm of
-    model and head. It is saved and restored with the trainer's checkpoints, as checkpoints on the server, which are removed
-    together with the trainer's (save_total_limit). Returns the head's optimizer, or None if the head is frozen. A second call
-    returns the same optimizer.
+    Call it after making the trainer and before train(). Returns the head's optimizer, or None if the head is frozen. A second
+    call returns the same optimizer.
 
-    Trainers of trl get log-probabilities and entropies of tokens from the server, for logits at their temperature.
+    The head is stepped once with each step of the trainer's optimizer (torch's AdamW or SGD), with the hyper-parameters of
+    the parameter group that has the head's weight. Gradients are clipped by the global norm of model and head. Each
+    checkpoint of the trainer comes with a checkpoint of the head on the server. Both are restored together, and removed
+    together (save_total_limit).
+
+    Trainers of trl get log-probabilities and entropies of tokens from the server, for logits at the trainer's temperature.
 
     Args:
-      head_lr: the learning rate of the head. The trainer's scheduler scales it like the learning rate of the head's group.
-        None: the group's learning rate.
-      head_weight_decay: the weight decay of the head. None: that of the group.
+      head_lr: the learning rate of the head. The trainer's scheduler scales it like the learning rate of the parameter group
+        that has the head's weight. None: the group's learning rate.
+      head_weight_decay: the weight decay of the head. None: the group's weight decay.
       skip_non_finite: as in HeadOptimizer.
     """
     wanted = (head_lr, head_weight_decay, skip_non_finite)
@@ -189,7 +196,7 @@ def attach(trainer: Any, *, head_lr: float | None = None, head_weight_decay: flo
         return earlier.optimizer
     served = served_head(trainer.model)
     _check(trainer, served, head_lr, head_weight_decay)
-    # trl's trainers have replaced it by theirs.
+    # Again after patch(), because trl's trainers replace model.forward.
     wrap_forward(base_of(trainer.model), served, getattr(trainer, "temperature", 1.0))
     serve_losses(trainer, served)
     served.settle()
@@ -206,7 +213,8 @@ def attach(trainer: Any, *, head_lr: float | None = None, head_weight_decay: flo
 
 
 def _check(trainer: Any, served: ServedHead, head_lr: float | None, head_weight_decay: float | None) -> None:
-    """ValueError if the trainer would need something that the server does not compute."""
+    """ValueError if head_lr or head_weight_decay is not finite or is negative, or if the trainer needs something that the
+    server does not compute."""
     for name, value in (("head_lr", head_lr), ("head_weight_decay", head_weight_decay)):
         if value is not None and not 0.0 <= value < float("inf"):
             raise ValueError(f"{name} is {value}; it must be finite and at least 0")
@@ -222,8 +230,8 @@ def _check(trainer: Any, served: ServedHead, head_lr: float | None, head_weight_
 
 
 class _Attached(TrainerCallback):
-    """The only object that steps the head: once in each global step of the trainer, however often its optimizer is
-    stepped."""
+    """What attach() adds to a trainer. It alone steps the head: once in each global step of the trainer, however often the
+    trainer's optimizer is stepped."""
 
     def __init__(self, trainer: Any, served: ServedHead, wanted: tuple[float | None, float | None, bool]) -> None:
         self.trainer, self.served, self.wanted = trainer, served, wanted
@@ -231,15 +239,16 @@ class _Attached(TrainerCallback):
         if served.trains:
             self.optimizer = HeadOptimizer(served.loss_head, lr=0.0, skip_non_finite=wanted[2], device=served.device)
             self.rotation = Rotation(trainer, served)
-        self.armed = False  # whether the trainer's optimizer is complete, so that its state includes the head
+        self.armed = False  # whether the trainer is within train(). Only then the head is stepped and is part of the state
         self._group: ParameterGroup | None = None
         self._zero: _remote.ZeroSteps | None = None
-        self._applied = -1  # the global step of the trainer in which the head was last stepped
+        self._applied = -1  # the trainer's global step in which the head was last stepped; -1: it was not
 
     def wrap(self, head_optimizer: HeadOptimizer) -> None:
+        """Changes the trainer so that its optimizer steps the head, and its clipping includes the head's norm."""
         trainer = self.trainer
         if trainer.is_deepspeed_enabled:
-            return  # DeepSpeed's engine is created in train()
+            return  # train() creates DeepSpeed's engine, and on_train_begin() then calls bind_engine()
         if trainer.optimizer is not None:
             self.bind(trainer.optimizer)
         create, clip = trainer.create_optimizer, trainer.accelerator.clip_grad_norm_
@@ -261,6 +270,7 @@ class _Attached(TrainerCallback):
         trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the trainer's optimizer step the head before its own step, and save and restore the head with its state."""
         assert self.optimizer is not None
         self.optimizer.algorithm = algorithm_of(optimizer)
         parameters = [group["params"] for group in optimizer.param_groups]
@@ -272,7 +282,7 @@ class _Attached(TrainerCallback):
         optimizer.register_load_state_dict_pre_hook(self.take_state)
 
     def bind_engine(self, engine: Any) -> None:
-        """Binds the head to DeepSpeed's engine."""
+        """Makes DeepSpeed's engine step the head. Under DeepSpeed this takes the place of bind()."""
         assert self.optimizer is not None
         self._zero = _remote.ZeroSteps(engine, self.load_norm, self.step, self.optimizer.discard)
         self.optimizer.algorithm = algorithm_of(self._zero.base)
@@ -280,20 +290,21 @@ class _Attached(TrainerCallback):
 
     @staticmethod
     def _leave_out(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
-        """Removes the shared matrix from the optimizer, because the server steps it."""
+        """Removes the embeddings' weight from the trainer's optimizer. With tied="share" the server steps it."""
         for group in optimizer.param_groups:
             group["params"] = [each for each in group["params"] if each is not weight]
 
     def load_norm(self) -> float:
-        """Called after the last backward of a step: adds the gradient of shared embeddings to the head's, and returns its
-        norm."""
+        """Returns the norm of the head's gradient. Called after the last backward of a step. With tied="share", first adds the
+        gradient of the embeddings to the head's."""
         assert self.optimizer is not None
         if self.served.tied is not None:
             self.served.tied.add_gradient()
         return self.optimizer.load_grad_norm()
 
     def step(self, multiplier: float = 1.0) -> None:
-        """Steps the head, unless it was already stepped in this global step of the trainer."""
+        """Steps the head with its gradient times `multiplier`, unless it was already stepped in this global step of the
+        trainer."""
         now = self.trainer.state.global_step
         if not self.armed or not self.served.trains or self._applied == now:
             return
@@ -309,11 +320,13 @@ class _Attached(TrainerCallback):
         self._applied = now
 
     def add_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """A hook of the trainer's optimizer: adds the head's state to its state_dict."""
         if self.armed:
             self.rotation.saved = state[_STATE_KEY] = self.served.loss_head.save_state()
         return state
 
     def take_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """A hook of the trainer's optimizer: restores the head from a state_dict, and returns the state_dict without it."""
         if _STATE_KEY in state:
             self.served.loss_head.load_state(state[_STATE_KEY])
             self.rotation.restored = state[_STATE_KEY]
