@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread block does with a row of fp32 dot products, or a part of it: compute statistics, and write
-// its gradient in the compute dtype. Shared by the kernels for whole rows (row_loss.cu) and for blocks of
-// classes (recomputed_rows.cu). row_loss.cu explains the formulas.
+// Functions with which a thread block works on a row of fp32 dot products, or on a part of a row: they
+// compute its statistics, and write its gradient in the compute dtype. The kernels for whole rows
+// (row_loss.cu) and for blocks of classes (recomputed_rows.cu) share them. row_loss.cu explains the formulas.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 

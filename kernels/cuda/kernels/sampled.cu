@@ -24,7 +24,7 @@ inline int GroupsOf(const SampleRowsParams& p) {
 
 // What all threads know of their row. a is the size of an element, w its width (see "the list").
 struct RowScale {
-  float kappa;      // upper bound of the row's gradient, over the gradient unit
+  float kappa;      // upper bound of the row's gradient, divided by the gradient unit
   float factor;     // factor of the elements
   float relative;   // a divided by |element|
   float threshold;  // the threshold for a
@@ -289,7 +289,8 @@ __device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const Gro
   return taken;
 }
 
-// The value of an entry, over the gradient unit: the element, or the threshold if the element is smaller.
+// The value of an entry, divided by the gradient unit: the element, or the threshold if the element is
+// smaller.
 __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float element) {
   const float value = element * s.factor;
   const float size = fabsf(element) * s.relative;
