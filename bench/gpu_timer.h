@@ -133,7 +133,7 @@ inline double CopyBandwidth(Timer& timer) {
   return 2.0 * static_cast<double>(kCopyBytes) / t.median / 1e6;  // GB/s
 }
 
-using Json = nlohmann::json;  // the type in which results are collected
+using Json = nlohmann::json;  // the type of the benchmarks' results
 
 // Starts the results: {"card", "date" (UTC), "commit", "copy_gbps" (measured now)}. Prints the card and its
 // bandwidth.

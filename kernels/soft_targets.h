@@ -8,7 +8,8 @@
 // - s the sum of all weights,
 // - r the rest (Rest),
 // - T the total probability of all classes that the row does not name.
-//  The loss of the row is
+//
+// The loss of the row is
 //   -sum q_v log p_v - r log T
 // and its derivative with respect to the logit of class v is
 //   (s + r) p_v - q_v         of a class that the row names,
