@@ -271,7 +271,7 @@ class GpuMonitor {
   const std::unique_ptr<Nvml> nvml_;
   NvmlDevice device_ = nullptr;
   NvmlEventSet events_ = nullptr;  // null: the GPU reports no events
-  bool lost_ = false;              // used by the thread alone
+  bool lost_ = false;              // used only by the thread
   bool shared_ = false;            // used only by the thread: on_shared was called
 
   mutable absl::Mutex mutex_;

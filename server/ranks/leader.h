@@ -163,7 +163,7 @@ class Leader final : private v1::RankService::Service {
   mutable absl::Mutex mutex_;
   bool forming_ ABSL_GUARDED_BY(mutex_) = false;
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last
+  absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last refusal
   Workers workers_ ABSL_GUARDED_BY(mutex_);
   // calls that have not sent a Hello
   std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);
