@@ -180,7 +180,7 @@ void TraceRecorder::Add(absl::string_view head, const Span& span) {
 size_t TraceRecorder::HeadNumber(absl::string_view head) {
   auto known = std::find(heads_.begin(), heads_.end(), head);
   if (known == heads_.end()) {
-    if (heads_.size() >= kMostHeads) head = kOtherHeads;  // so heads_ has at most kMostHeads + 1 names
+    if (heads_.size() >= kMostHeads) head = kOtherHeads;  // so that heads_ has at most kMostHeads + 1 names
     known = std::find(heads_.begin(), heads_.end(), head);
     if (known == heads_.end()) known = heads_.insert(heads_.end(), std::string(head));
   }

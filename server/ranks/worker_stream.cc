@@ -137,7 +137,7 @@ bool WorkerStream::Send(const v1::ToWorker& message) {
 
 void WorkerStream::SendAlone(const v1::ToWorker& message) {
   absl::MutexLock lock(&write_mutex_);
-  Send(message);  // if it fails, the reading thread notices the end of the stream too
+  Send(message);  // if it fails, the reading thread also notices the end of the stream
 }
 
 void WorkerStream::Refuse(const absl::Status& reason) {

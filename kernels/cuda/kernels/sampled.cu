@@ -51,7 +51,7 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
                                 : GradientFactor(p.terms, p.in, row, p.lse[row], p.target_logprob[row]);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
-  s.relative = isfinite(relative) ? relative : 0.0f;  // the loss is 0 or not finite: only the target is taken
+  s.relative = isfinite(relative) ? relative : 0.0f;  // kappa is 0 or not finite: only the target is taken
   s.threshold = threshold;
   s.width = s.relative / s.threshold;
   return s;
@@ -124,7 +124,7 @@ constexpr int kResident = 5;  // blocks on a multiprocessor
 // ---- the list: shared memory ----
 
 // The index in memory of a group. The groups of one thread are consecutive in the scan; in memory there are
-// gaps between them, to avoid bank conflicts.
+// gaps between them.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
 // The place on the line of widths where each group begins, and the groups that are read again.

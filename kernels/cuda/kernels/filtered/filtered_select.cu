@@ -267,7 +267,7 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
     for (int u = 0; u < kUnroll; ++u) {
       const int v = base + u * kThreads;
       float z[kSize], slack[kSize];
-      MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // past the row's end: masked
+      MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // logits past the row's end are masked
       const float max = LargestOf(z);
       KeepInRange(s, max, map.f);
       AddVector(p, map, target, z, v, max, s);
@@ -291,7 +291,8 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
   return s;
 }
 
-// Tests the logits of the listed vectors by the row's sum; the whole row if the list has overflowed.
+// Tests the logits of the listed vectors with the row's sum, or the logits of the whole row if the list has
+// overflowed.
 template <bool kGeneral, int kWarps>
 __device__ __forceinline__ void FindCandidates(const SelectRowsParams& p, const Map<kGeneral>& map,
                                                const Target& target, const float* logits, const List& list,
