@@ -285,7 +285,7 @@ namespace {
 namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
 
-// launches that are timed together, because one launch takes little longer than an event
+// The launches that are timed together, because one launch takes little longer than an event.
 constexpr int kLaunches = 16;
 constexpr size_t kDistinct = 1000003;  // random elements; the data repeat them
 

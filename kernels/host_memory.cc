@@ -71,7 +71,7 @@ void TakeLess(const std::optional<Bound>& bound, std::optional<Bound>* least) {
 struct Hierarchy {
   std::vector<std::string> limits;
   std::string usage;
-  // names of the entries of memory.stat that are page cache; page cache counts as free
+  // The names of the entries of memory.stat that are page cache; page cache counts as free.
   std::vector<std::string> reclaimable;
 };
 
@@ -169,7 +169,7 @@ std::optional<Bound> OfProcessLimit(const std::string& root, absl::string_view l
                                     absl::string_view field) {
   const std::optional<int64_t> used = FigureKib(root + "/proc/self/status", absl::StrCat(field, ":"));
   if (!used.has_value()) return std::nullopt;
-  // a line is "name soft_limit hard_limit unit"
+  // A line is "name soft_limit hard_limit unit".
   for (const std::string& line : Lines(root + "/proc/self/limits")) {
     absl::string_view rest = line;
     if (!absl::ConsumePrefix(&rest, limit)) continue;

@@ -119,7 +119,7 @@ class GroupHead final : public HeadKernels {
   std::unique_ptr<Replicas> replicas_;
   uint64_t next_first_ = 0;  // counts chunks, for Divide's first_member
   bool summed_ = true;       // the owners have all sums of gradients, and the other replicas have zeros
-  // not OK: a summation failed half-way, and the gradients have not been zeroed since
+  // Not OK: a summation failed half-way, and the gradients have not been zeroed since.
   absl::Status sum_lost_;
 };
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The reference implementation of the loss head (reference.h): optimizer, sampling, norm, and Compute.
 #include "kernels/reference/reference.h"
 
 #include <algorithm>

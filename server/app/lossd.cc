@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The functions of the library liblossd (lossd.h): servers, or ranks of servers, in the calling process.
 #include "server/app/lossd.h"
 
 #include <algorithm>
@@ -374,7 +375,7 @@ bool lossd_server::Stop() {
     folder_ = nullptr;
     return false;
   }
-  // both are destroyed without the mutex, because their threads may wait for it
+  // Both are destroyed without the mutex, because their threads may wait for it.
   std::shared_ptr<Server> served;
   std::shared_ptr<LocalRanks> computing;
   absl::MutexLock lock(&mutex_);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Settings and events of the process of a server (process.h): memory, signals, and the service manager.
 #include "server/app/process.h"
 
 #include <errno.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Server and RunWorker (server.h): how the parts of a server start, work together and end.
 #include "server/app/server.h"
 
 #include <grpcpp/grpcpp.h>
@@ -361,7 +362,7 @@ class WorkerApp {
   std::unique_ptr<Security> security_;
   std::unique_ptr<LocalRanks> ranks_;
   std::unique_ptr<metrics::HttpServer> http_;
-  // for health(): http_, after it has started
+  // For health(): http_, after it has started.
   std::atomic<const metrics::HttpServer*> http_watched_{nullptr};
   std::optional<KeepAlive> keep_alive_;
   absl::Mutex mutex_;

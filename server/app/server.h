@@ -178,7 +178,7 @@ class Server {
       direct_;  // for clients in this process; null: they connect like other clients
   std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
-  // http_ after it has started, for health().
+  // For health(): http_, after it has started.
   std::atomic<const metrics::HttpServer*> http_watched_{nullptr};
 };
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The parts of a server, made from its options (server_parts.h).
 #include "server/app/server_parts.h"
 
 #include <sys/socket.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// EventLog and TraceRecorder: recent events of the server, and traces of slices and chunks (events.h).
 #include "server/metrics/events.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The HTTP server of a lossd server: how it routes requests, its connections, and its pages (http_server.h).
 #include "server/metrics/http_server.h"
 
 #include <arpa/inet.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The metrics of a server for Prometheus (metrics.h), part by part in the order of the header.
 #include "server/metrics/metrics.h"
 
 #include <dlfcn.h>
@@ -57,7 +58,7 @@ int64_t CountOpenFiles() {
   std::error_code error;
   std::filesystem::directory_iterator entries("/proc/self/fd", error);
   if (error) return 0;
-  // without the descriptor of the listing itself
+  // The descriptor of the listing itself does not count.
   return std::distance(entries, std::filesystem::directory_iterator()) - 1;
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The samples for charts, the pieces of pages, and the status pages (status_page.h).
 #include "server/metrics/status_page.h"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Settings of the connection between the leader and a worker, and addresses of this host (channel.h).
 #include "server/ranks/channel.h"
 
 #include <arpa/inet.h>

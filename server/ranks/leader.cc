@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Leader, rank 0 of a server of several processes (leader.h): streams of workers, forming, and losses.
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>

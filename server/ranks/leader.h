@@ -165,7 +165,7 @@ class Leader final : private v1::RankService::Service {
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last refusal
   Workers workers_ ABSL_GUARDED_BY(mutex_);
-  // calls that have not sent a Hello
+  // Calls that have not sent a Hello.
   std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   FirstNews<absl::Status> loss_;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Converts between the messages of the ranks' protocol and the types of the kernels (messages.h).
 #include "server/ranks/messages.h"
 
 #include <cstring>

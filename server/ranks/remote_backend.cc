@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The leader's view of its workers: their heads, backends and files (remote_backend.h).
 #include "server/ranks/remote_backend.h"
 
 #include <algorithm>

@@ -173,7 +173,7 @@ absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
 
 struct CollectivesChoice {
   std::string collectives;  // the chosen library, as in kernels/rank_link.h
-  // why this is not the first library that the leader offers; empty if it is the first
+  // The reason why this is not the first library that the leader offers; empty if it is the first.
   std::string reason;
 };
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Memory for rows that the leader shares with workers of its host (rows.h).
 #include "server/ranks/rows.h"
 
 #include <fcntl.h>
@@ -242,7 +243,7 @@ absl::StatusOr<std::unique_ptr<MappedRows>> MappedRows::Connect(const std::strin
                                                                 kernels::Backend* backend) {
   LOSSD_TRY(wire::OwnedDescriptor connected, wire::ConnectRegionSocket(socket));
   if (absl::Status status = CheckListener(connected.get()); !status.ok()) {
-    // the other process may have sent data, which nothing reads
+    // The other process may have sent data, which nothing reads.
     access::CloseElsewhere(std::move(connected));
     return status;
   }

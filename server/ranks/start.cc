@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How several processes start as one server: their settings, and which process is which (start.h).
 #include "server/ranks/start.h"
 
 #include <google/protobuf/descriptor.h>

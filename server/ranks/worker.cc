@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Worker, a rank that is not the leader, with its heads and its files (worker.h).
 #include "server/ranks/worker.h"
 
 #include <grpcpp/grpcpp.h>

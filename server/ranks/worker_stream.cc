@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The leader's end of the connection to one worker (worker_stream.h).
 #include "server/ranks/worker_stream.h"
 
 #include <utility>

@@ -168,7 +168,7 @@ class WorkerStream {
     kernels::ChunkCallbacks callbacks;
     size_t row_bytes = 0;  // bytes of a row of hidden states
     bool is_part = false;
-    // for each slice: whether the message has named the place of the slice's gradients
+    // For each slice: whether the message has named the place of the slice's gradients.
     std::vector<bool> in_place;
     // All slices have been read for sending. Results may arrive only after that.
     bool is_read = false;

@@ -169,7 +169,7 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   sizes.most_classes = MostClassesOf(config, replica.count);
   sizes.fused = fused && config.compute_dtype != DType::kFloat32 && config.logits != Logits::kNone;
   sizes.hidden = config.hidden_size;
-  // all parts compute with the classes of the largest part, so they get the same rows and arena
+  // All parts are planned with the classes of the largest part, so they get the same rows and arena.
   sizes.vocab = sizes.most_classes;
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
   sizes.padded_vocab = RoundUp(sizes.vocab, kPad);

@@ -80,7 +80,7 @@ class HeadTensors {
   // Zeroes the gradients of another replica's shard. Enqueues its work on the compute stream.
   absl::Status ZeroGradientsOf(const Shard& shard);
   float class_weight_sum() const { return class_weight_sum_; }  // vocab_size without class weights
-  // the largest absolute value; 1 without class weights
+  // The largest absolute value of the class weights; 1 without class weights.
   float largest_class_weight() const { return largest_class_weight_; }
 
  private:

@@ -35,7 +35,7 @@ constexpr size_t SortScratchBytes(int64_t count) {
 // Where a norm kernel keeps a row between its passes over the row. Faster kernels come first.
 enum class NormRows : uint8_t {
   kRegisters,  // forward
-  // backward on Hopper (hopper/norm_backward.cu): in a ring in shared memory; one thread copies whole rows
+  // Backward on Hopper (hopper/norm_backward.cu): in a ring in shared memory; one thread copies whole rows.
   kBulkCopies,
   kWarpCopies,  // backward: in a ring in shared memory; each warp copies its part of a row
   kNowhere,     // works for any row: each pass reads the row again
@@ -58,7 +58,7 @@ inline absl::string_view Name(NormRows rows) {
 // device.
 struct NormPlan {
   NormRows rows = NormRows::kNowhere;
-  // why not the kernel that comes before `rows` in NormRows; "": `rows` is the first choice
+  // The reason why not the kernel that comes before `rows` in NormRows; "": `rows` is the first choice.
   absl::string_view reason;
 };
 

@@ -102,12 +102,12 @@ struct RowInputs {
   int64_t padded_rows = 0;               // the number of rows in matrices of these rows; at least `rows`
   const int32_t* targets = nullptr;      // classes in [0, vocab); -1: the target is on another device
   const int32_t* all_targets = nullptr;  // the targets on all devices; null: all targets are on this device
-  // the dot product W x of the target, in fp32; null: kernels take it from the logits
+  // The dot product W x of the target, in fp32; null: kernels take it from the logits.
   const float* target_dots = nullptr;
   const float* weights = nullptr;    // row weight
   const float* coef_loss = nullptr;  // dL/d(loss) with row weight and scale, divided by the gradient unit
   const float* coef_lse = nullptr;   // dL/dlse divided by the gradient unit
-  // dL/dentropy divided by the gradient unit, with the objective's bonus
+  // dL/dentropy divided by the gradient unit, with the objective's entropy bonus.
   const float* coef_entropy = nullptr;
   // Inputs of the objective; null if there is none.
   const float* advantages = nullptr;

@@ -173,7 +173,7 @@ struct PathContext {
   HeadConfig config;
   HeadSizes sizes;
   PathMemory memory;
-  // points to the pointer to the weight; the weight may move between chunks
+  // Points to the pointer to the weight; the weight may move between chunks.
   void* const* weight_place = nullptr;
   WeightAccumulators* accumulators = nullptr;
   const int32_t* keep = nullptr;         // [chunk_rows]: 0: the row must not be accumulated

@@ -393,7 +393,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
                                          static_cast<uint64_t>(head.first_class));
       }
       layout.accumulate |= accumulate;
-      // an absent row has no gradient, so nothing must be removed
+      // An absent row has no gradient, so nothing must be removed.
       layout.accumulate_all &= accumulate || absent;
     }
     layout.raw_rows += slice.rows;

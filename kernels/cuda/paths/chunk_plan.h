@@ -110,7 +110,7 @@ struct RowInputBlock {
   // [capacity] each, indexed by compact row.
   int32_t* target = nullptr;
   int32_t* accumulate = nullptr;
-  // 1: the row is accumulated or its dx is wanted; 0 for stand-in and absent rows
+  // 1: the row is accumulated or its dx is wanted; 0 for stand-in and absent rows.
   int32_t* with_gradient = nullptr;
   RowCheck* checks = nullptr;
   float* weight = nullptr;
@@ -149,7 +149,7 @@ struct RowOutputBlock {
   float* square = nullptr;            // divided by unit squared; only if the chunk may be sampled
   float* divergence = nullptr;        // before its weight; only with a teacher
   float* sample_threshold = nullptr;  // [1]
-  // [slices with compact rows]: first compact row that is not finite, or -1
+  // [slices with compact rows]: the first compact row that is not finite, or -1.
   int32_t* first_bad = nullptr;
   // [1]: not 0 if rows of a slice that must fail have already been added to the accumulators.
   int32_t* lost = nullptr;

@@ -33,8 +33,8 @@ struct HeadSizes {
   int64_t chunk_rows = 0;      // a multiple of 8, with PadRows(chunk_rows) == chunk_rows
   int64_t transfer_bytes = 0;  // of each buffer in which rows and tensors are converted
   bool fused = false;          // the loss of a chunk may be fused (hopper/fused_loss.h)
-  // the arena: memory of a head that recomputes logits, for its blocks (RecomputedArena in path_memory.h);
-  // else 0
+  // The arena: the memory for blocks of a head that recomputes logits (RecomputedArena in path_memory.h). 0
+  // for other heads.
   int64_t arena_bytes = 0;
   // For a head that is split by vocabulary. All parts have the same values, except `part`, first_class, vocab
   // and padded_vocab.

@@ -27,7 +27,7 @@ struct RowSelection {
   float epsilon = 0.0f;
   int32_t* pool = nullptr;  // [capacity] classes
   int32_t capacity = 0;
-  // [1], entries of the pool; 0 on entry; above `capacity` on return if the pool is too small
+  // [1]: entries of the pool; 0 on entry; above `capacity` on return if the pool is too small.
   int32_t* used = nullptr;
   SelectedRow* rows = nullptr;  // [rows]
 };
@@ -80,7 +80,7 @@ struct FilterRowsParams {
   void* hidden_gradient = nullptr;         // [rows, ld], or null: not wanted
   DType gradient_dtype = DType::kFloat32;  // `dtype` or fp32
   float gradient_scale = 1.0f;
-  // [rows]; rows where it is 0 get a gradient of 0 and keep their results
+  // [rows]; rows where it is 0 get a gradient of 0 and keep their results.
   const int32_t* with_gradient = nullptr;
   const int32_t* accumulate = nullptr;  // [rows]; the rows whose elements are listed
   float* dropped_mass = nullptr;        // [rows]

@@ -141,7 +141,7 @@ __device__ __forceinline__ void AddShortRun(const FilteredWeightParams& p, int64
   const int64_t first = tile * Tile<T>::kColumns + lane * kSize;
   float* to = p.weight_gradient + column * p.ld + first;
   float old[kSize] = {};
-  // loaded early, so that the value has arrived when the sum is complete
+  // The old value is loaded early, so that it has arrived when the sum is complete.
   if (first < p.ld) LoadFloats(to, old);
   float sums[kSize] = {};
   float bias = 0.0f;

@@ -47,8 +47,8 @@ cudaError_t LaunchFusedRules(const FusedLossParams& params, GradientRule* rules,
                              cudaStream_t stream);
 // The same computations in two steps, for a head that is split by vocabulary. LaunchFusedSums computes the
 // sums of the rows and, unless `exponentials` is null, the exponentials. Then the caller adds the sums over
-// classes on other devices (split_rows.h). LaunchFusedFinish computes row results, and either `rules` or
-// `exponentials`; at least one of the two must be null.
+// classes on other devices (split_rows.h). LaunchFusedFinish computes row results and, if it is not null,
+// `rules` or `exponentials`; at least one of the two must be null.
 cudaError_t LaunchFusedSums(const FusedLossParams& params, void* exponentials, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchFusedFinish(const FusedLossParams& params, void* exponentials, GradientRule* rules,

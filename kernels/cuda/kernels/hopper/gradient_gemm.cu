@@ -75,7 +75,7 @@ class Pace {
 
 // ---- kernel ----
 
-// parts of a tile's partial sums: one for each warpgroup
+// The parts of a tile's partial sums: one for each warpgroup.
 constexpr int kTileParts = kClusterBlocks * kConsumers;
 constexpr int kPartVectors = kPartialBytes / kTileParts / sizeof(float4);
 

@@ -34,7 +34,7 @@ struct GradientGemmParams {
   float scale = 1.0f;
   const float* factors = nullptr;  // [rows] or null: all 1
   void* scratch = nullptr;         // [kGradientGemmScratchBytes]
-  // the device's order, in host memory; null: clusters take tiles in any order
+  // The device's order, in host memory; null: clusters take tiles in any order.
   const ClusterOrder* order = nullptr;
 };
 

@@ -77,7 +77,7 @@ struct MarkedPanels {
 // Values of each row that must be known before the pass, [rows] each.
 struct RowReferences {
   const float* reference = nullptr;  // in units of log 2
-  // a bound for z before the softcap; the pass need not find a maximum that is smaller
+  // A bound for z before the softcap. The pass need not find a maximum that is smaller.
   const float* threshold = nullptr;
 };
 

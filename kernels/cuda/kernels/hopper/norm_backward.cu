@@ -196,7 +196,7 @@ class PairSum {
 constexpr int64_t kMostRows = int64_t{1} << 30;
 constexpr int64_t kFewestColumns = 1024;        // shorter rows leave too few threads for a group
 constexpr int64_t kFewestColumnsToPair = 2048;  // such rows, and longer ones, are shared by two blocks
-// the most columns of rows with two vectors a thread; longer rows have three
+// The most columns of rows with two vectors a thread; longer rows have three.
 constexpr int64_t kMostColumnsOfTwo = 8192;
 constexpr int64_t kFewestColumnsAlone = 10240;  // such rows, and longer ones, are shared only if necessary
 

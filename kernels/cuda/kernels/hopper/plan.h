@@ -120,7 +120,7 @@ struct EntropyRow {
   // The class with the largest logit, except the target, has a gradient of its own, because its d is known
   // more precisely than 16 bits.
   float top_gradient;  // its gradient, without the slope of the softcap
-  // this class; -1: not known, because the target's logit is larger, or the class is on another device
+  // This class; -1: not known, because the target's logit is larger, or the class is on another device.
   int32_t top;
 };
 
