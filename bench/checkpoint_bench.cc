@@ -63,7 +63,7 @@ std::vector<uint8_t> Noise(size_t bytes) {
   return noise;
 }
 
-// Drops the folder's files from the page cache. Data that is not on the disk yet stays there.
+// Drops the folder's files from the page cache. Data that is not on the disk yet stays in the page cache.
 void LeavePageCache(const std::string& folder) {
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     if (!entry.is_regular_file()) continue;

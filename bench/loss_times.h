@@ -421,9 +421,9 @@ class BareProducts {
 // and retains their hidden states. The second call is the backward with upstream gradients of each row's
 // loss, log-sum-exp and entropy; it computes the logits once more.
 //
-// Returns {"retain", "backward", "choices"} and, with `errors`, {"errors"}; choices and errors are those of
-// the backward. Each call is repeated with as many chunks in flight as the backend takes. The head's
-// gradients are not zeroed at the end.
+// Returns {"retain", "backward", "choices"} and, with `errors`, {"errors"}; choices and errors are of the
+// backward. Each call is repeated with as many chunks in flight as the backend takes. The head's gradients
+// are not zeroed at the end.
 nlohmann::json TimeDeferred(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
                             const LossData& data, kernels::DType dtype, const kernels::LossOptions& options,
                             int iterations, bool errors);

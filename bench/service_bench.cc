@@ -270,7 +270,7 @@ std::unique_ptr<app::Server> StartServer() {
                                   .split = *flags.split}));
 }
 
-// Measures a client over TCP. Its server is in this process, or is the one that --target names.
+// Measures a client over TCP. Its server is in this process, or is the server that --target names.
 Line MeasureService(const Shape& shape, int channels, double seconds) {
   const auto cpu = Must(kernels::CreateBackend({.backend = "cpu"})).backend;
   const Rows rows(shape, *cpu);  // plain memory, as a trainer has it

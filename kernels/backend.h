@@ -76,7 +76,7 @@ constexpr absl::string_view Name(MemoryKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-// Whether memory of this kind is always host memory, wherever the heads compute.
+// Whether memory of this kind is always host memory, even if the heads compute on a GPU.
 constexpr bool IsOfHost(MemoryKind kind) {
   return kind == MemoryKind::kStaging || kind == MemoryKind::kLedger || kind == MemoryKind::kHostValues;
 }
@@ -576,7 +576,7 @@ inline const int32_t* ClassesOf(const Slice& slice, int64_t row) {
 }
 
 // Whether row `row`, which has a target, is absent: its weight is 0, and its lse and entropy have no upstream
-// gradient. An absent row adds nothing to any gradient or loss, whatever its hidden state holds
+// gradient. An absent row adds nothing to any gradient or loss, even if its hidden state is not finite
 // (docs/math.md, "Rows of weight 0").
 inline bool IsAbsent(const Slice& slice, int64_t row) {
   return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&

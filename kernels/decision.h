@@ -26,7 +26,7 @@ enum class Decision : int32_t {
 Gradients GradientsOf(Gradients asked, Decision decision);
 
 // Options with which some rows of a chunk are computed again in the same way as the whole chunk was.
-// `gradients` and `sample_threshold` are those that the backend set in the Chunk.
+// `gradients` and `sample_threshold`: the values that the backend has set in the Chunk.
 LossOptions AsDecided(LossOptions asked, Gradients gradients, float sample_threshold);
 
 // Both functions describe how a chunk's gradients are computed: the first one before the logits are known,

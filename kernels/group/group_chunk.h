@@ -40,11 +40,11 @@ struct DivisionLimits {
 // Decides which of several members computes which slices of a chunk. A member is a device, or a replica of
 // several devices. A pure function; thread-safe.
 //
-// Slices stay whole and in order. Each slice, the largest first, goes to the member that has the fewest rows
-// so far, so the members' rows differ by at most one slice. If several members have equally few rows, the
-// first of them, counted from `first_member` on, gets the slice. A chunk that is not divided goes to
-// `first_member`. If a member's slices together have more rows than a part may have, they become several
-// parts. An empty chunk is one part without slices.
+// Slices are not divided, and keep their order. Each slice, the largest first, goes to the member that has
+// the fewest rows so far, so the members' rows differ by at most one slice. If several members have equally
+// few rows, the first of them, counted from `first_member` on, gets the slice. A chunk that is not divided
+// goes to `first_member`. If a member's slices together have more rows than a part may have, they become
+// several parts. An empty chunk is one part without slices.
 //
 // `homes`: for each slice, the member that must compute it, because its device has the hidden states; -1: any
 // member. Empty: any member for all slices. A chunk that is not divided goes to the home of most of its rows.

@@ -82,8 +82,8 @@ class GroupHead final : public HeadKernels {
   void PassBy(absl::Span<const int> ranks) override { heads_.PassBy(ranks); }
 
  private:
-  // Rows that one member owns: rows [first, first + rows) of the tensor. Of the rows that an operation asks
-  // for, they are those from index `offset` on.
+  // Rows that one member owns: rows [first, first + rows) of the tensor. Their first row has index `offset`
+  // among the rows that an operation asks for.
   struct Owned {
     int member = 0;
     int64_t first = 0;

@@ -85,7 +85,7 @@ class Every {
   absl::Time next_ = absl::InfinitePast();
 };
 
-// A text that one thread sets while others may already read it. Thread-safe.
+// A text that one thread sets once, while other threads may already read it. Thread-safe.
 class LateText {
  public:
   void Set(std::string text) ABSL_LOCKS_EXCLUDED(mutex_) {

@@ -95,7 +95,7 @@ struct ServerOptions {
   int64_t memory_reserve_bytes = int64_t{256} << 20;
   // The size of each device's teacher pool, for heads in host memory; 0: as large as the largest such head.
   int64_t teacher_pool_bytes = 0;
-  // The same microbatches give the same weights, bit for bit, in whatever order they arrive
+  // The same microbatches give the same weights, bit for bit, for any order in which they arrive
   // (docs/exactly-once.md).
   bool deterministic = false;
 

@@ -1013,7 +1013,7 @@ void Metrics::OnChunkLeft(const engine::ChunkReport& report) {
   if (trace_.recording()) TraceChunk(report, &trace_);
 }
 
-// Choices are logged elsewhere and have no metric.
+// Choices are logged by DeviceWatch (server/app) and have no metric.
 void Metrics::OnChoices(const engine::ChoicesReport&) {}
 
 void Metrics::OnContribution(const engine::ContributionReport& report) {

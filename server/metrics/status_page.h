@@ -34,7 +34,7 @@ namespace lossd::metrics {
 //
 // Both classes are thread-safe.
 
-// The series of the server. Rates are means over Sampler::kRateWindow; quantiles are those of the time
+// The series of the server. Rates are means over Sampler::kRateWindow; quantiles are over
 // Sampler::kQuantileWindow. NaN: there was nothing to measure. SeriesName has the names in the same order.
 enum class Series : uint8_t {
   kRows,        // per second

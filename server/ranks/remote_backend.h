@@ -186,7 +186,7 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
                                                     absl::Span<const v1::Hello> workers);
 
 // Chooses a library as ChooseCollectives does, sets it in the leader's own `link`, and logs it. If each
-// process has several `devices`, no two ranks may have the same GPU, whichever library is chosen.
+// process has several `devices`, no two ranks may have the same GPU, for any library.
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
                                            int devices, absl::Span<const v1::Hello> workers);
 

@@ -97,8 +97,8 @@ struct DivergenceParams {
 };
 // Writes the records of the classes here, target_weights and target_coefs.
 cudaError_t LaunchSoften(const DivergenceParams& params, cudaStream_t stream);
-// Writes value and slope of the classes here to the records. The other members of the records must already be
-// those of all classes.
+// Writes value and slope of the classes here to the records. The other members of the records must already
+// have the sums over all classes.
 cudaError_t LaunchSumDivergence(const DivergenceParams& params, cudaStream_t stream);
 // If the divergence D of a row is finite, replaces the teacher's logits of the row by dD/ds of the student,
 // without the student's logit scale.

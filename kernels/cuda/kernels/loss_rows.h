@@ -216,7 +216,7 @@ struct RowRecord {
   float weighted;
   int32_t arg;         // number in the vocabulary; INT32_MAX: not known
   float target;        // the target's logit as computed with the other logits
-  int32_t has_target;  // 0: the target is elsewhere, and `target` has no meaning
+  int32_t has_target;  // 0: the target is on another device, and `target` has no meaning
 };
 static_assert(sizeof(RowRecord) == 32);
 

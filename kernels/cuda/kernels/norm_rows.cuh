@@ -281,7 +281,7 @@ struct ColumnSums {
   float shift[kVectors][8] = {};
 
   // Calls visit(plane, vector of the row, four sums). Planes 0 and 1 are the halves of the gain's vectors,
-  // planes 2 and 3 those of the shift's.
+  // planes 2 and 3 the halves of the shift's vectors.
   template <typename Visit>
   __device__ __forceinline__ void ForEach(int vectors, const RowGroup<false>& group, int planes,
                                           Visit visit) const {

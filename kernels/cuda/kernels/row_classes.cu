@@ -12,13 +12,13 @@
 // the list, and it is sorted after every kSubTile classes.
 //
 // Selection from exponentials (SelectTopOfExponentialsKernel) works in the same way, in two steps.
-// Exponentials are compared by their bits. If z_a >= z_b, the bits of b's exponential exceed those of a's by
-// at most one. So the first k classes by logits are among those whose bits are at least the k-th largest bits
-// minus one. Most rows have only few more than k such classes. The kernel computes the logits of these
-// classes, each by one warp, and sorts them. If there are so many ties that the list would become too long,
-// the logits of the listed classes are computed earlier, and the first k are kept. The stored exponential of
-// the target may have any value, so the target's logit is always computed. The first threshold is the k-th of
-// the maxima that the threads find in their first classes.
+// Exponentials are compared by their bits. If z_a >= z_b, the bits of b's exponential exceed the bits of a's
+// exponential by at most one. So the first k classes by logits are among the classes whose bits are at least
+// the k-th largest bits minus one. Most rows have only few more than k such classes. The kernel computes the
+// logits of these classes, each by one warp, and sorts them. If there are so many ties that the list would
+// become too long, the logits of the listed classes are computed earlier, and the first k are kept. The
+// stored exponential of the target may have any value, so the target's logit is always computed. The first
+// threshold is the k-th of the maxima that the threads find in their first classes.
 //
 // Bytes: rows * V * 4 are read; from exponentials rows * V * 2, and rows * k * D * 2 of the weight. Logits of
 // given classes: rows * count * D * (2 or 4) of the weight, most of it from L2 if rows name the same classes.

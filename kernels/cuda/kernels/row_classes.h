@@ -63,8 +63,8 @@ struct SelectTopOfExponentialsParams {
 };
 cudaError_t LaunchSelectTopOfExponentials(const SelectTopOfExponentialsParams& params, cudaStream_t stream);
 
-// Merges the top classes of several devices (parts). `all`: the lists of all parts; those of part i, [rows,
-// k], begin at entry i * stride. `top`: the merged lists.
+// Merges the top classes of several devices (parts). `all`: the lists of all parts; the lists of part i,
+// [rows, k], begin at entry i * stride. `top`: the merged lists.
 struct MergeTopParams {
   TopLists all;
   int64_t stride = 0;

@@ -114,7 +114,7 @@ __device__ __forceinline__ float ClassWeight(const LossTerms& terms, int column)
 
 // Values of the row's target that all threads know before the sums are computed.
 struct Target {
-  int column;  // -1: elsewhere
+  int column;  // -1: the target is on another device
   int place;   // number of the class, counted like columns, even if the class is on another device
   Logit logit;
   float stored_z;  // z, computed like the stored logits, for comparisons with these logits

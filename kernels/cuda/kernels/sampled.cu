@@ -29,7 +29,7 @@ struct RowScale {
   float relative;   // a divided by |element|
   float threshold;  // the threshold for a
   float width;      // w divided by |element|, before w is limited to 1
-  int target;       // -1: elsewhere
+  int target;       // -1: on another device
   int target_group;
 };
 

@@ -337,8 +337,8 @@ struct SplitRows {
   // For gradients that are not exact.
   int32_t* levels = nullptr;  // [parts], SampleCounters::level of each part
   // Sums of each row: variance and square of sampled gradients, or the dropped mass of filtered ones.
-  // own_sums [2, chunk_rows] has the sums over the classes here, all_sums [parts, 2, chunk_rows] those of
-  // every part.
+  // own_sums [2, chunk_rows] has the sums over the classes here, all_sums [parts, 2, chunk_rows] has the sums
+  // of every part.
   float* own_sums = nullptr;
   float* all_sums = nullptr;
 

@@ -261,7 +261,7 @@ class CandidateFilter {
 absl::Status ZeroDroppedMass(const ChunkJob& job, cudaStream_t stream);
 
 // Continues a chunk by the device's decision (kernels/decision.h): the device does the work that `exact`
-// enqueues if job.decision says "exact", else the work that `planned` enqueues. Errors are those of
+// enqueues if job.decision says "exact", else the work that `planned` enqueues. Returns the errors of
 // DeviceBranch::Enqueue(). If the chunk is sampled in any case, enqueues `planned` without a branch.
 absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, DeviceBranch& branch,
                               absl::FunctionRef<absl::Status()> exact,

@@ -188,7 +188,8 @@ __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool 
   return top + log2f(total);
 }
 
-// Combines the warps' statistics into those of the row, the same in all lanes of the calling warp.
+// Combines the warps' statistics into the statistics of the row, with the same result in all lanes of the
+// calling warp.
 template <bool kGeneral, int kWarps>
 __device__ __forceinline__ Stats CombineWarps(const float (&words)[kWarps][5], float f) {
   const int lane = threadIdx.x & 31;

@@ -59,9 +59,9 @@ cudaError_t LaunchPrepareSecondListing(const LossTerms& terms, const RowInputs& 
 
 // Call after the second listing. Marks in marked_panels, for LastListingPass, the panels that were not listed
 // anew and still have a row with an incomplete list, and empties the lists of these panels. Such a list had
-// room for the candidates that were listed during the first pass, but not for those of the first tiles in
-// addition. Whether this happens depends on the order of the tiles. The new list does not depend on the
-// order, because it is made with complete sums.
+// room for the candidates that were listed during the first pass, but not in addition for the candidates of
+// the first tiles. Whether this happens depends on the order of the tiles. The new list does not depend on
+// the order, because it is made with complete sums.
 cudaError_t LaunchPrepareLastListing(const RowInputs& in, const FusedRows& rows, const CandidateLists& lists,
                                      cudaStream_t stream);
 

@@ -35,8 +35,8 @@ __device__ __forceinline__ uint32_t Multiprocessor() {
   return id;
 }
 
-// Barrier for all threads of all blocks of the cluster. It orders memory accesses before it against those
-// after it.
+// Barrier for all threads of all blocks of the cluster. Memory accesses before the barrier are ordered before
+// memory accesses after it.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
