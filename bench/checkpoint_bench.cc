@@ -2,9 +2,9 @@
 // Measures how fast a head is saved to disk and loaded again, compared with writing and reading the same
 // bytes without lossd.
 //
-// The tensors are copied from and to memory, without a device. So the disk, its threads and the checksums are
-// measured; a device would add its own copies. Before each load, the files are dropped from the page cache.
-// Prints one line for each round, and the medians:
+// The tensors are copied from and to memory, without a device. So the benchmark measures the disk, the disk
+// threads and the checksums; a device would add its own copies. Before each load, the files are dropped from
+// the page cache. Prints one line for each round, and the medians:
 //
 //   server_bench checkpoint --directory=/var/tmp --hidden=4096 --vocab=32768 --rounds=5
 #include <fcntl.h>
@@ -45,7 +45,7 @@ struct Flags : CommandFlags {
 namespace fs = std::filesystem;
 
 struct Round {
-  double read = 0;  // seconds in which the head could not change
+  double read = 0;  // seconds during which the head must not change
   double save = 0;
   double load = 0;
 };
@@ -63,7 +63,7 @@ std::vector<uint8_t> Noise(size_t bytes) {
   return noise;
 }
 
-// Drops the folder's files from the page cache. Data that is not on the disk yet stays there.
+// Drops the folder's files from the page cache. Data that is not on the disk yet stays in the page cache.
 void LeavePageCache(const std::string& folder) {
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     if (!entry.is_regular_file()) continue;

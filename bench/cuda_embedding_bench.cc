@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the embedding rows of a head on one GPU, and copies of the same bytes in the same run.
+// Times the embedding rows of a head on one GPU. In the same run, times copies of the same number of bytes,
+// for comparison.
 //
 //   cuda_bench embedding --out=results.json --commit=abc123 [--shapes=8192x2304x256000,8192x4096x128256]
 //
 // "gather" and "add" time single kernels. "gather" copies rows of a bf16 weight to other memory of the GPU;
 // it must move 2 N D elements. "add" checks and guards gradients of rows and adds them to the fp32 gradient
 // by class; it must move N D elements, and 8 D bytes for each class that has rows. "rows" and "gradients"
-// time whole chunks of a head whose rows lie in memory of the GPU, from Submit until the results are there,
-// and until the chunk is done.
+// time whole chunks of a head, with rows in memory of the GPU: from Submit until the results are complete,
+// and from Submit until the chunk is done.
 //
-// The token ids are either "text", where the class of rank r has a share of about 1 / (r + 2.7), as words of
-// a language have, or "uniform".
+// The token ids are either "text" or "uniform". With "text", the share of the r-th most frequent class is
+// about 1 / (r + 2.7), like the shares of words in a language.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -85,7 +86,8 @@ std::vector<int32_t> MakeIds(const Shape& shape, bool text, std::mt19937_64& rng
   return ids;
 }
 
-// The device memory for one shape: a weight and gradients of rows in bf16, neither all zero nor all equal.
+// The device memory for one shape: a weight and gradients of rows in bf16, whose elements are neither all
+// zero nor all equal.
 class Buffers {
  public:
   explicit Buffers(const Shape& shape) : shape_(shape) {
@@ -114,7 +116,7 @@ class Buffers {
   Buffers(const Buffers&) = delete;
   Buffers& operator=(const Buffers&) = delete;
 
-  // Lays out a chunk with these ids as a head does, and copies the layout to `inputs`.
+  // Lays out a chunk with these ids in the way a head does, and copies the layout to `inputs`.
   cuda::ClassRuns LayOut(const std::vector<int32_t>& ids) {
     std::vector<uint8_t> host(static_cast<size_t>(cuda::InputBlockBytes(shape_.rows)));
     cuda::Carver on_host(host.data()), on_device(inputs);
@@ -201,7 +203,7 @@ Times TimeCopy(const Buffers& b, int64_t bytes, Timer& timer) {
   });
 }
 
-// Times whole chunks of `head`: milliseconds until the results are there, and until the chunk is done.
+// Times whole chunks of `head`: milliseconds until the results are complete, and until the chunk is done.
 Json TimeChunks(kernels::HeadKernels& head, kernels::Embedding embedding, const Shape& shape,
                 const std::vector<int32_t>& ids, uint16_t* rows) {
   std::vector<double> results, done;

@@ -119,7 +119,7 @@ struct Way {
   }
 };
 
-// The enumerator with this name. Ends the program if there is none.
+// The enumerator with this name. Ends the program if there is no such enumerator.
 template <typename Enum>
 Enum FromName(std::initializer_list<Enum> values, absl::string_view flag, const std::string& name) {
   for (const Enum value : values) {
@@ -138,8 +138,8 @@ std::vector<int> ThresholdsOf(const Way& way) {
   return thresholds;
 }
 
-// All combinations of --logits and --gradients. Kinds of gradients that have a threshold are combined with
-// each of --thresholds, too.
+// All combinations of --logits and --gradients. Kinds of gradients that have a threshold are also combined
+// with each of --thresholds.
 std::vector<Way> Ways() {
   using kernels::Gradients;
   using kernels::Logits;
@@ -159,8 +159,8 @@ std::vector<Way> Ways() {
 }
 
 // The times of each loss in --losses. "row_values" is timed with `forward`, other losses with `full`. "plain"
-// is the time of the cross-entropy immediately before, because the clock of a card depends on its recent
-// work.
+// is the time of the cross-entropy, measured immediately before each loss, because the clock of a card
+// depends on its recent work.
 Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, const DataShape& shape,
                 const LossData& data, Microbatch& full, Microbatch& forward) {
   const auto time = [&](Microbatch& batch) {
@@ -193,12 +193,12 @@ Json TimeLosses(kernels::Backend& backend, const kernels::HeadConfig& student, c
           .divergence = FromName({Divergence::kForwardKl, Divergence::kReverseKl, Divergence::kJensenShannon,
                                   Divergence::kTotalVariation},
                                  "losses", loss),
-          .teacher_logit_scale = 0.8f};  // a little flatter than the student's
+          .teacher_logit_scale = 0.8f};  // a little flatter than the student's softmax
       if (teacher == nullptr) {
         kernels::HeadConfig config = student;
         config.trainable = false;
         config.logits = kernels::Logits::kStored;
-        // Also holds the logits of a student that recomputes them.
+        // The teacher's workspace also holds the logits of a student that recomputes logits.
         config.workspace_bytes = int64_t{2220} << 20;
         config.optimizer_state = kernels::OptimizerState::kNone;
         teacher = Take(backend.CreateHead(config), "CreateHead");
@@ -302,8 +302,8 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
 
 BareOptions BareOptionsOfFlags() { return {.iterations = *flags.iterations, .autotune = *flags.autotune}; }
 
-// TFLOP/s. A loss with gradients counts as three products, whether they are all computed or not; the loss
-// alone as one.
+// TFLOP/s. A loss with gradients counts as three products, even if not all of them are computed; the loss
+// alone counts as one product.
 Json Teraflops(const DataShape& shape, const Floor& floor, const Json& result) {
   const double product = 2e-9 * static_cast<double>(shape.rows) * static_cast<double>(shape.hidden) *
                          static_cast<double>(shape.vocab);  // divided by ms
@@ -365,7 +365,7 @@ void Print(const NamedShape& named, const std::string& kind, const Way& way, con
   std::cout << result.dump() << std::endl;
 }
 
-// Prints how closely the data match the measured profile after which they were made.
+// Prints how closely the data match the measured profile from which they were made.
 Json ReachedProfile(const DataShape& shape, const LossData& data) {
   const data::ProfileCheck check = CheckProfile(shape, data);
   std::cout << check.Text() << std::flush;
@@ -377,7 +377,7 @@ Json ReachedProfile(const DataShape& shape, const LossData& data) {
   return reached;
 }
 
-// Returns one result for each way. All have the same data and the same floor.
+// Returns one result for each Way. All results are for the same data and have the same floor.
 std::vector<Json> RunShape(const NamedShape& named, const std::string& kind, Timer& timer) {
   const DataShape& shape = named.shape;
   LossData data = MakeData(ParseDataKind(kind), shape, std::random_device{}());

@@ -4,8 +4,8 @@
 //
 //   cuda_bench probe DIR
 //
-// DIR/spec.json names shapes, dtypes and options. DIR/<name>.bin are raw little-endian arrays. It reads
-// hidden [N, D] (hidden_dtype), targets [N] int32, weight [V, D] fp32 and, if the spec has them, bias,
+// DIR/spec.json names shapes, dtypes and options. DIR/<name>.bin are raw little-endian arrays. The program
+// reads hidden [N, D] (hidden_dtype), targets [N] int32, weight [V, D] fp32 and, if the spec has them, bias,
 // norm_gain, norm_shift, class_weights and row_weights (fp32). It writes loss.bin, lse.bin and entropy.bin
 // [N] fp32, grad_hidden.bin (hidden_dtype) and grad_<param>.bin (fp32).
 #include <algorithm>
@@ -48,7 +48,7 @@ Norm ParseNorm(const std::string& name) {
 class Files {
  public:
   explicit Files(std::string folder) : folder_(std::move(folder)) {}
-  // Empty if the file does not exist.
+  // The content of a file; empty if the file does not exist.
   Bytes Read(const std::string& name) const {
     std::ifstream file(absl::StrCat(folder_, "/", name, ".bin"), std::ios::binary);
     return Bytes(std::istreambuf_iterator<char>(file), {});

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the passes of the CUDA backend over a head's parameters between steps: the optimizer, the gradient
-// norm, and adding a contribution to the gradient. The copy bandwidth is measured in the same run, for
-// comparison.
+// Times the passes of the CUDA backend over a head's parameters: the optimizer, the gradient norm, and adding
+// a contribution to the gradient. The copy bandwidth is measured in the same run, for comparison.
 //
 //   cuda_bench optimizer --out=results.json --commit=abc123 [--parameters=525336576]
 //
-// Each pass's bytes are the bytes that it must move, counted once. AdamW with a 16-bit copy of the weights
-// reads gradient, two moments and value (16 bytes a parameter) and writes all four and the copy (18 bytes).
-// Lazy steps are timed with a gradient in every row, in one row of 32, and in no row; of a row without a
-// gradient only the gradient is read (4 bytes).
+// The bytes of a pass are the bytes that it must move, each counted once. AdamW with a 16-bit copy of the
+// weights reads gradient, two moments and value (16 bytes a parameter), and writes these four and the copy
+// (18 bytes). Lazy steps are timed with a gradient in every row, in one row of 32, and in no row; of a row
+// without a gradient only the gradient is read (4 bytes).
 #include <functional>
 #include <iostream>
 #include <string>
@@ -39,7 +38,7 @@ namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
 using kernels::OptimizerOptions;
 
-// The parameters of a head, filled with numbers that are no special case for any pass.
+// The parameters of a head, filled with numbers that are not a special case for any pass.
 class Parameters {
  public:
   explicit Parameters(int64_t count) : count_(count) {

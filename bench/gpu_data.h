@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes input data for the GPU benchmarks on the GPU, and computes reference results in double precision
-// there.
+// Makes input data for the GPU benchmarks, and computes reference results in double precision. Both are done
+// on the GPU.
 //
 // There are three kinds of data:
-// - Real data have the softmax that was measured of a trained model (kernels/data/real_rows.h).
-// - Peaked data have a softmax like a model's on easy text, described by one power law. Each row has k
+// - Real data have the softmax that was measured for a trained model (kernels/data/real_rows.h).
+// - Peaked data have a softmax like that of a model on easy text, described by one power law. Each row has k
 //   candidate classes, whose popularity ranks are spread logarithmically over the vocabulary. The i-th
 //   candidate (i = 1 ... k, in random order) gets the logit z_i = z1 - s ln i. The hidden state is the sum of
 //   z_i times the candidates' weight rows, which have unit length. The i-th candidate is the target with a
@@ -70,11 +70,12 @@ std::vector<double> ComputeLogits(const DataShape& shape, const LossData& data,
 struct RowGradients {
   std::vector<float> loss, lse, entropy;
 };
-// Uniform random values in [-1, 1]. Those of log-sum-exp and entropy are divided by the number of rows.
+// Uniform random values in [-1, 1]. The gradients of log-sum-exp and entropy are divided by the number of
+// rows.
 RowGradients MakeRowGradients(const DataShape& shape, uint64_t seed);
 
-// Asks for the exact loss, hidden gradient and weight gradient of a mean loss, in double precision, for some
-// rows and classes. `scale` is the factor of each row's loss.
+// A query for the exact loss, hidden gradient and weight gradient of a mean loss, in double precision, for
+// some rows and classes. `scale` is the factor of each row's loss.
 struct ReferenceQuery {
   std::vector<int32_t> rows;
   std::vector<int32_t> classes;

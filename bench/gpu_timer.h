@@ -96,7 +96,7 @@ class Timer {
     return Summarise(std::move(times));
   }
 
-  // Like Measure, for work so short that `launches` runs are timed together. The times are those of one run.
+  // Like Measure, for short work: `launches` runs are timed together. The result is the time of one run.
   Times MeasureEach(int iterations, int launches, const std::function<void(int)>& work) {
     Times t = Measure(iterations, [&](int round) {
       for (int i = 0; i < launches; ++i) work(round * launches + i);
@@ -133,7 +133,7 @@ inline double CopyBandwidth(Timer& timer) {
   return 2.0 * static_cast<double>(kCopyBytes) / t.median / 1e6;  // GB/s
 }
 
-using Json = nlohmann::json;  // the type in which results are collected
+using Json = nlohmann::json;  // the type of the benchmarks' results
 
 // Starts the results: {"card", "date" (UTC), "commit", "copy_gbps" (measured now)}. Prints the card and its
 // bandwidth.

@@ -95,8 +95,8 @@ std::string Line(const char* kind, uint32_t device, uint32_t stream, uint64_t be
   return text;
 }
 
-// Writes a line that relates CUPTI's clock to the time of day. Of several tries it takes the one during which
-// the least time passed.
+// Writes a line that relates CUPTI's clock to the time of day. It reads both clocks several times and uses
+// the reading that took the least time.
 void WriteClock(Trace& trace) {
   uint64_t best = 0, at = 0, shortest = UINT64_MAX;
   for (int i = 0; i < 5; ++i) {

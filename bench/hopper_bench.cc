@@ -65,7 +65,7 @@ struct Candidate {
   std::function<void()> run;
 };
 
-// What all candidates of one shape share.
+// The data that all candidates of one shape share.
 struct Bench {
   std::string name;  // names the shape and the data
   DataShape shape;
@@ -79,8 +79,8 @@ struct Bench {
 };
 
 // Prints the times of all candidates, and their ratios to the first candidate's time. The card's power limit
-// depends on the mean power over some tenths of a second. So each candidate runs alone for that long before
-// it is timed.
+// depends on the mean power over some tenths of a second. So each candidate first runs alone for that time,
+// before it is timed.
 void Compare(const Bench& b, const std::vector<Candidate>& candidates) {
   constexpr double kSettleMs = 400.0, kTimedMs = 200.0;
   std::vector<std::vector<double>> times(candidates.size());
@@ -269,7 +269,7 @@ int Main() {
                  hopper::FindClusterOrder(),
                  exponentials.get(),
                  scratch.get()};
-      CompareLogits(b);  // leaves the exponentials for the next two
+      CompareLogits(b);  // stores the exponentials, which the next two functions use
       CompareHiddenGradients(b);
       CompareWeightGradients(b);
       Free(b.data);

@@ -255,7 +255,7 @@ Floor MeasureFloor(const DataShape& shape, const LossData& data, const BareOptio
   Floor floor;
   BareProducts bare = MakeBare(shape, data, rows, options, timer);
   floor.logits = Scaled(bare.Logits(), factor);
-  bare.RowLoss(true);  // so that the other two products multiply real gradients
+  bare.RowLoss(true);  // computes ds, so that the other two products multiply real gradients
   floor.hidden_gradient = Scaled(bare.HiddenGradient(), factor);
   floor.weight_gradient = Scaled(bare.WeightGradient(kernels::DType::kBFloat16, 0.0f), factor);
   floor.rows = rows;
@@ -285,7 +285,8 @@ namespace {
 namespace cuda = ::lossd::kernels::cuda;
 using kernels::DType;
 
-constexpr int kLaunches = 16;          // timed together, because one launch takes little longer than an event
+// The launches that are timed together, because one launch takes little longer than an event.
+constexpr int kLaunches = 16;
 constexpr size_t kDistinct = 1000003;  // random elements; the data repeat them
 
 struct NormBuffers {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `cuda_bench loss` measures of a loss on GPUs: a microbatch that is computed again and again
-// (Microbatch), its deferred form, its errors, the bare products to which it is compared (the floor), the
-// norm kernels, and the end of a step. Not thread-safe; aborts on a CUDA error.
+// The measurements of `cuda_bench loss`, a benchmark of a loss on GPUs: a microbatch that is computed
+// repeatedly (Microbatch), its deferred form (TimeDeferred), its errors (MeasureErrors), the bare products to
+// which its time is compared (the floor), the norm kernels, and the end of a step. Not thread-safe; aborts on
+// a CUDA error.
 #ifndef LOSSD_BENCH_LOSS_TIMES_H_
 #define LOSSD_BENCH_LOSS_TIMES_H_
 
@@ -37,18 +38,18 @@ namespace lossd::bench {
 
 // ---- The backend, on one GPU or several ----
 
-// A backend on GPUs [0, devices), which share every head. `options` apply to each GPU.
+// A backend on the GPUs 0 to devices - 1, which share every head. `options` apply to each GPU.
 absl::StatusOr<std::unique_ptr<kernels::Backend>> CreateGpus(int devices,
                                                              const kernels::CudaBackendOptions& options);
 
-// The time that the GPUs of such a backend spend in exchanges with each other, including the wait for the
-// slower GPU.
+// Measures the time that each GPU of a backend spends in exchanges with the other GPUs, including the wait
+// for slower GPUs.
 class ExchangeWatch {
  public:
   // Counts from the construction on. `backend` must outlive the object.
   explicit ExchangeWatch(const kernels::Backend& backend);
-  // For each operation {"least", "most"}: the milliseconds of the GPU with the least and the most time,
-  // divided by `count`. Null if there is only one GPU.
+  // For each kind of exchange {"least", "most"}: the times in milliseconds, divided by `count`, of the GPU
+  // with the least time and of the GPU with the most time. Null if there is only one GPU.
   nlohmann::json PerOne(int count) const;
 
  private:
@@ -58,21 +59,21 @@ class ExchangeWatch {
   const std::vector<kernels::ExchangeTimes> begin_;
 };
 
-// ---- A microbatch in pinned memory, computed again and again, in chunks of about the same size ----
+// ---- A microbatch in pinned memory that is computed repeatedly, in chunks of about the same size ----
 
-// What is computed for a microbatch. The two calls of a deferred microbatch are kRetain, which also returns
-// entropies, and kBackward, which brings upstream gradients for each row and reads the retained hidden
-// states.
+// The results that are computed for a microbatch. A deferred microbatch has two calls: kRetain computes
+// losses and entropies and retains the hidden states; kBackward reads the retained hidden states and computes
+// gradients from the upstream gradients of each row.
 enum class Call { kLoss, kLossAndGradients, kRetain, kBackward };
 
-// What kRetain and kBackward of one deferred microbatch share.
+// Data that the calls kRetain and kBackward of one deferred microbatch share.
 struct Deferral {
   RowGradients gradients;
   std::unique_ptr<kernels::RetainedMemory> memory;
 };
 
-// Its hidden states have the type `dtype`, fp32 or bf16. `head`, `data` and `deferral` (only of a deferred
-// microbatch) must outlive it.
+// A microbatch and the memory of its inputs and results. Its hidden states have the type `dtype`, fp32 or
+// bf16. `head`, `data` and `deferral` (null unless the microbatch is deferred) must outlive the object.
 class Microbatch {
  public:
   Microbatch(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
@@ -111,7 +112,7 @@ class Microbatch {
   const std::vector<float>& lse() const { return lse_; }
   const std::vector<float>& loss() const { return loss_; }
   const uint8_t* gradient() const { return gradient_->bytes().data(); }
-  // How the last microbatch was computed.
+  // The choices with which the last microbatch was computed.
   const std::vector<kernels::Choice>& choices() const { return choices_; }
   // The mean dropped mass of a row in the last microbatch.
   double dropped_mass() const { return sums_.dropped_mass / static_cast<double>(shape_.rows); }
@@ -120,10 +121,11 @@ class Microbatch {
   float sample_threshold() const { return sample_threshold_; }
   // Sets the seed of the following microbatches.
   void set_sample_seed(uint64_t seed) { sample_seed_ = seed; }
-  // Whether the log-probability of each row's target and each row's entropy are computed, too.
+  // Sets whether the log-probability of each row's target and each row's entropy are also computed.
   void set_row_values(bool wanted) { row_values_ = wanted; }
-  // Replaces the loss by `objective`. Each row gets a random advantage around 0, and log-probabilities of the
-  // old and the reference policy near those of the row's last loss, which must have been the cross-entropy.
+  // Replaces the loss by `objective`. Each row gets a random advantage around 0. Its log-probabilities of the
+  // old and the reference policy are near the log-probability of the row's last loss, which must have been
+  // the cross-entropy.
   void set_objective(const kernels::Objective& objective) {
     options_.objective = objective;
     if (!objective.active()) return;
@@ -137,7 +139,7 @@ class Microbatch {
     }
   }
   // Replaces the loss by distillation from `teacher`, a head with the same classes and hidden size. The
-  // teacher's hidden states are those of the rows. Null: no teacher.
+  // teacher's hidden states are the hidden states of the rows. Null: no teacher.
   void set_teacher(kernels::HeadKernels* teacher, const kernels::Distillation& distillation) {
     teacher_ = teacher;
     options_.distillation = distillation;
@@ -154,8 +156,8 @@ class Microbatch {
     while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
   }
 
-  // Runs `count` microbatches without a pause. Returns the times between their ends; the first microbatch
-  // gives none.
+  // Runs `count` microbatches without a pause. Returns the times between the ends of two consecutive
+  // microbatches.
   std::vector<double> Run(int count, int in_flight) {
     std::vector<Clock::time_point> ends;
     for (int i = 0; i < count; ++i) {
@@ -243,7 +245,7 @@ class Microbatch {
     head_.Submit(&work->chunk, std::move(callbacks));
   }
 
-  // Adds to a slice and its chunk what a deferred microbatch needs in addition.
+  // Sets the members of a slice and its chunk that only a deferred microbatch has.
   void Defer(int64_t begin, kernels::Slice& slice, kernels::Chunk& chunk) {
     chunk.retained = deferral_->memory.get();
     slice.retained_offset = begin * shape_.hidden * element_;
@@ -282,7 +284,8 @@ class Microbatch {
   uint64_t sample_seed_ = 1;
 };
 
-// ---- The three bare products of a loss with gradients, and the row loss between them, each on its own ----
+// ---- The three bare products of a loss with gradients, and the row loss between them, each measured alone
+// ----
 
 inline kernels::cuda::GemmShape LogitsGemm(const DataShape& s, int64_t rows) {
   return {.transpose_a = true,
@@ -309,7 +312,7 @@ inline kernels::cuda::GemmShape WeightGemm(const DataShape& s, int64_t rows, ker
 }
 
 // The buffers for the products of `rows` rows, and the functions that time each product. `data` and `timer`
-// must outlive it.
+// must outlive the object.
 class BareProducts {
  public:
   BareProducts(const DataShape& shape, const LossData& data, int64_t rows, int iterations, bool autotune,
@@ -407,40 +410,40 @@ class BareProducts {
   std::unique_ptr<kernels::cuda::Gemms> gemms_;
   kernels::cuda::DeviceLimits limits_;
   uint8_t* scratch_ = nullptr;
-  float* logits_ = nullptr;  // products with 16-bit output use half of it
+  float* logits_ = nullptr;  // products with 16-bit output use half of this memory
   uint16_t* dx_ = nullptr;
   float* dw_ = nullptr;
   int32_t* targets_ = nullptr;
   float* floats_ = nullptr;
 };
 
-// Times the two calls of a deferred microbatch. The first returns the losses and entropies of its rows and
-// retains their hidden states. The second is the backward with upstream gradients of each row's loss,
-// log-sum-exp and entropy, which computes the logits once more.
+// Times the two calls of a deferred microbatch. The first call returns the losses and entropies of the rows
+// and retains their hidden states. The second call is the backward with upstream gradients of each row's
+// loss, log-sum-exp and entropy; it computes the logits once more.
 //
-// Returns {"retain", "backward", "choices"} and, with `errors`, {"errors"}; choices and errors are those of
-// the backward. Each call is repeated with as many chunks in flight as the backend takes. The head's
-// gradients are not zeroed at the end.
+// Returns {"retain", "backward", "choices"} and, with `errors`, {"errors"}; choices and errors are of the
+// backward. Each call is repeated with as many chunks in flight as the backend takes. The head's gradients
+// are not zeroed at the end.
 nlohmann::json TimeDeferred(kernels::Backend& backend, kernels::HeadKernels& head, const DataShape& shape,
                             const LossData& data, kernels::DType dtype, const kernels::LossOptions& options,
                             int iterations, bool errors);
 
-// One line for people from the result of TimeDeferred, to which the caller has added "backward_ratio": the
-// time of the backward divided by that of a loss with gradients.
+// One line for people from the result of TimeDeferred. The caller must have added "backward_ratio" to it: the
+// time of the backward divided by the time of a loss with gradients.
 std::string DeferredText(const nlohmann::json& deferred);
 
-// Measures how far the loss and the gradients of a microbatch are from double precision, over some rows and
-// classes.
+// Measures the errors of the loss and the gradients of a microbatch against double precision, for some rows
+// and classes.
 //
 // The errors are ||a - ref|| / ||ref|| of the microbatch that was computed last; the head's gradients must be
-// those of this microbatch alone. Also measures the projection of its dW on the exact dW, over the classes
-// that are not the target of any row. With seeds > 0 it also gives the errors of the mean over this number of
-// sample seeds, for which it computes more microbatches; their gradients stay in the head. row_gradients: the
-// upstream gradients of a backward; null: a loss with gradients.
+// the gradients of this microbatch alone. Also measures the projection of the microbatch's dW on the exact
+// dW, for the classes that are not the target of any row. With seeds > 0, also measures the errors of the
+// mean over this number of sample seeds. For this it computes more microbatches, whose gradients stay in the
+// head. row_gradients: the upstream gradients of a backward; null: a loss with gradients.
 nlohmann::json MeasureErrors(kernels::HeadKernels& head, Microbatch& batch, const DataShape& shape,
                              const LossData& data, const RowGradients* row_gradients, int seeds);
 
-// How MeasureFloor and MeasureParts measure the parts of a loss with gradients.
+// Options of MeasureFloor and MeasureParts, which measure the parts of a loss with gradients.
 struct BareOptions {
   int iterations = 10;
   bool autotune = false;  // choose the products' algorithms by timing them
@@ -453,8 +456,8 @@ struct Floor {
   double total() const { return logits.median + hidden_gradient.median + weight_gradient.median; }
 };
 
-// The floor of all rows. If their logits are too large for memory, fewer rows are measured and the times are
-// scaled up.
+// The floor of all rows of the shape. If the logits of all rows are too large for memory, fewer rows are
+// measured and the times are scaled up.
 Floor MeasureFloor(const DataShape& shape, const LossData& data, const BareOptions& options, Timer& timer);
 
 // Times the parts of a loss with gradients one by one and returns {"logits", "row_loss_forward", "row_loss",
@@ -466,7 +469,7 @@ inline constexpr int64_t kNormRows = 4096;
 
 // The times of the norm kernels in fp16. The data of a launch are never in L2 when it begins.
 struct NormTimes {
-  Times forward, backward;                         // of one launch each
+  Times forward, backward;                         // of one launch
   double forward_gbps = 0.0, backward_gbps = 0.0;  // counting the rows read and written
 };
 

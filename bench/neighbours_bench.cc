@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures how one well-behaved trainer fares while another client of the same server is idle, greedy, or
-// takes no answers. The measured time is that of a microbatch, from its opening message to the summary.
+// Measures the latency of one well-behaved trainer while another client of the same server (the neighbor) is
+// idle, greedy, or takes no answers. The measured time is the time of a microbatch, from its opening message
+// to the summary.
 //
 //   neighbours_bench [--server=bin/lossd] [--seconds=8] [--server_flag=--peer_share=1 ...]
 //
@@ -98,7 +99,7 @@ void PumpUntil(RawHttp2& connection, const std::atomic<bool>& stop) {
   while (!stop) connection.Pump(absl::Milliseconds(20));
 }
 
-// Sends a slice of zeros after the messages that the call has sent already.
+// Sends a slice of zeros after the messages that the call has already sent.
 void SendSlice(RawHttp2& connection, uint32_t call, int64_t begin, int64_t rows) {
   v1::ComputeLossRequest request;
   request.mutable_slice()->mutable_rows()->set_begin(static_cast<uint64_t>(begin));
@@ -239,7 +240,7 @@ int64_t Resident(pid_t pid) {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-// The seconds of one microbatch, with a DescribeHead beside it, as trainers do. Negative if it failed.
+// The seconds of one microbatch; negative if it failed. Also calls DescribeHead, as trainers do.
 double Microbatch(TestClient& client, uint64_t id, const std::string& payload) {
   const absl::Time start = clocks::SteadyNow();
   const auto stream = client.OpenLoss(absl::Seconds(5));

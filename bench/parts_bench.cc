@@ -90,7 +90,8 @@ BENCHMARK(BM_Chunk)
     ->MeasureProcessCPUTime()
     ->UseRealTime();
 
-// The row pass alone, with as many threads. Arguments: rows, vocabulary, whether gradients are wanted.
+// The row pass alone, with the same number of threads. Arguments: rows, vocabulary, whether gradients are
+// wanted.
 void BM_RowPass(benchmark::State& state) {
   const int64_t n = state.range(0);
   const int64_t v = state.range(1);
@@ -162,7 +163,7 @@ void RunMicrobatch(Ledger& ledger, uint64_t id, const std::vector<int32_t>& targ
   }
 }
 
-// A step of 16 new microbatches. The time is that of one microbatch.
+// A step of 16 new microbatches. The reported time is the time of one microbatch.
 void BM_NewMicrobatch(benchmark::State& state) {
   const std::vector<int32_t> targets = RandomTargets(state.range(0));
   Ledger ledger(int64_t{1} << 26, int64_t{1} << 18);

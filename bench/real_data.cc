@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Makes rows like those of a real model (kernels/data). It either prints how closely they match the measured
-// profile, or writes the arrays from which another program (peers.py) makes them, those of
-// kernels/data/real_rows.h, as .npy files.
+// Makes rows that are like the rows of a real model (kernels/data). The program either prints how closely the
+// rows match the measured profile, or writes .npy files with the arrays of kernels/data/real_rows.h, from
+// which another program (peers.py) makes the rows.
 //
 //   real_data [--rows=256] [--hidden=2304] [--vocab=49152] [--seed=1] [--out=FOLDER]
 #include <algorithm>

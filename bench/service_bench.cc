@@ -2,8 +2,8 @@
 // Measures the cost of the service: rows per second of the same loss computation by the kernels alone, by the
 // engine, and by a client over TCP loopback. All run in one process on one backend.
 //
-//   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
-//   server_bench service --target=127.0.0.1:7070      only the client; the server runs already
+//   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5 server_bench service
+//   --target=127.0.0.1:7070      only the client; the server is already running
 //
 // Prints a table, and writes JSON to --json=FILE. Each of the three computes loss, dL/dx and dL/dW of the
 // same random rows.
@@ -79,7 +79,7 @@ struct Shape {
   int64_t rows, hidden_size, vocab_size;
 };
 
-// Random bf16 hidden states and targets, in memory from which the device copies fast.
+// Random bf16 hidden states and targets, in staging memory, from which the device copies fast.
 class Rows {
  public:
   Rows(const Shape& shape, kernels::Backend& backend)
@@ -270,7 +270,7 @@ std::unique_ptr<app::Server> StartServer() {
                                   .split = *flags.split}));
 }
 
-// Measures a client over TCP. Its server is in this process, or is the one that --target names.
+// Measures a client over TCP. Its server is in this process, or is the server that --target names.
 Line MeasureService(const Shape& shape, int channels, double seconds) {
   const auto cpu = Must(kernels::CreateBackend({.backend = "cpu"})).backend;
   const Rows rows(shape, *cpu);  // plain memory, as a trainer has it

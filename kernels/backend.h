@@ -15,8 +15,8 @@
 // Errors. INVALID_ARGUMENT for arguments outside the documented ranges, RESOURCE_EXHAUSTED if there is too
 // little memory, INTERNAL or UNAVAILABLE for a device failure. After an error from a const or a validating
 // member nothing has changed. A head checks its arguments itself (validation.h). A head of several devices
-// checks only what its members cannot see; the members check the rest. A server also checks options where a
-// request comes in (server/messages), with the request's names.
+// makes only the checks that its members cannot make; the members make the other checks. A server also checks
+// options when it receives a request (server/messages), and names the fields as the request does.
 #ifndef LOSSD_KERNELS_BACKEND_H_
 #define LOSSD_KERNELS_BACKEND_H_
 
@@ -76,7 +76,7 @@ constexpr absl::string_view Name(MemoryKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-// Whether memory of this kind is always host memory, wherever the heads compute.
+// Whether memory of this kind is always host memory, even if the heads compute on a GPU.
 constexpr bool IsOfHost(MemoryKind kind) {
   return kind == MemoryKind::kStaging || kind == MemoryKind::kLedger || kind == MemoryKind::kHostValues;
 }
@@ -111,8 +111,8 @@ struct MemoryStats {
 // The target of an ignored row: loss 0, grad_hidden 0, no weight gradient, and no work in matrix products.
 inline constexpr int32_t kIgnoredTarget = -1;
 
-// For how many classes of a row a slice may ask for log-probabilities: named classes (Slice::classes), and
-// most probable classes (Slice::top_k).
+// The most classes of a row for which a slice may ask for log-probabilities: kMostGivenClasses for named
+// classes (Slice::classes), kMostTopClasses for the most probable classes (Slice::top_k).
 inline constexpr int32_t kMostGivenClasses = 256;
 inline constexpr int32_t kMostTopClasses = 128;
 
@@ -128,31 +128,32 @@ struct RowOutputs {
   float* target_logprob = nullptr;  // log p_y = z_y - lse
   int32_t* argmax = nullptr;        // the smallest class among those with the largest logit
   float* class_logprobs = nullptr;  // [rows, Slice::class_count]: z_v - lse of Slice::classes
-  // Both are [rows, Slice::top_k], or both are null: the classes with the largest logits, the largest first,
-  // and for equal logits the smaller class first.
+  // The classes with the largest logits and their log-probabilities, [rows, Slice::top_k] each; or both are
+  // null. The largest logit comes first; of classes with equal logits, the smaller class comes first.
   float* top_logprobs = nullptr;
   int32_t* top_classes = nullptr;
 };
 
-// Sums over rows, in double: of a slice, and summed further over a stream, a chunk or a step. Clients get
-// them in lossd.v1.MicrobatchSummary. Ignored rows do not count. Absent rows count as valid rows, and in the
-// entropy if theirs is finite.
+// Sums over the rows of a slice, in double. They are also added up over a stream, a chunk or a step. Clients
+// get them in lossd.v1.MicrobatchSummary. Ignored rows do not count. Absent rows count as valid rows; they
+// count in `entropy` if their entropy is finite.
 struct LossSums {
   double loss = 0.0;          // sum of row losses, z-loss included, row weights applied
   double z_loss = 0.0;        // the z-loss part of `loss`
   double entropy = 0.0;       // nats; only if RowOutputs::entropy is wanted
   double dropped_mass = 0.0;  // probability left out of filtered gradients, over rows with a gradient
   // For sampled gradients, summed over rows with a gradient. sampling_variance is the expected square of the
-  // error that sampling adds to dL/d(logit scale * dot product), and squared_gradient the square of that
-  // derivative. The square root of their ratio is the predicted relative error. A backend may estimate both
-  // from the classes that it has taken.
+  // error that sampling adds to dL/d(logit scale * dot product), and squared_gradient is the square of that
+  // derivative. The square root of sampling_variance / squared_gradient is the predicted relative error. A
+  // backend may estimate both from the classes that it has taken.
   double sampling_variance = 0.0;
   double squared_gradient = 0.0;
   int64_t valid_rows = 0;
   int64_t correct_rows = 0;  // argmax == target
   ObjectiveSums objective;
-  // For rows with a teacher, row weights applied: their divergences, and their losses with the targets, each
-  // before its weight in Distillation. If the loss with the targets has weight 0, it counts as 0.
+  // For rows with a teacher, with row weights applied: the divergences, and the losses with the targets.
+  // Neither is multiplied by its weight in Distillation, but target_loss is 0 if Distillation::target_weight
+  // is 0.
   double divergence = 0.0;
   double target_loss = 0.0;
 
@@ -197,9 +198,9 @@ struct Slice {
   // These two determine the random numbers of sampled gradients (kernels/decision.h).
   uint64_t sample_seed = 0;  // the microbatch's seed
   int64_t first_row = 0;     // the number of the slice's first row in its microbatch
-  // The rows stand in for rows that are not computed again (deterministic mode). They are computed like other
-  // rows, so that the rows beside them get the same bits. They have no part in what the rows of a chunk
-  // decide together (kAuto; whether lists have room), and their results are unspecified.
+  // The rows take the place of rows that are not computed again (deterministic mode). They are computed like
+  // other rows, so that the other rows of the chunk get the same bits as before. They do not influence
+  // decisions about the whole chunk (kAuto; whether lists have room), and their results are unspecified.
   bool stands_in = false;
   // For deferred microbatches: an offset in Chunk::retained, in bytes, a multiple of the element size; -1:
   // none. If `hidden` is set, the rows are also stored there; if `hidden` is null, they are read from there.
@@ -233,10 +234,10 @@ struct Slice {
   void* grad_hidden = nullptr;  // out: [rows, D], Chunk::hidden_dtype, or null; may equal `hidden`
   RowOutputs out;
 
-  // Both are set by the backend. A row that is not absent makes its slice fail if one of these is not finite:
-  // its loss, lse, target_logprob, entropy (if wanted or with a gradient), a factor of its gradient, or a
-  // wanted grad_hidden before rounding. first_nonfinite_row is the index of the first such row, else -1. A
-  // failed slice has unspecified outputs and has accumulated nothing.
+  // Both are set by the backend. A row that is not absent makes its slice fail if one of these values is not
+  // finite: its loss, lse, target_logprob, entropy (if it is wanted or has a gradient), a factor of its
+  // gradient, or a wanted grad_hidden before rounding. first_nonfinite_row is the index of the first such
+  // row; -1: there is none. A failed slice has unspecified outputs and has accumulated nothing.
   int64_t first_nonfinite_row = -1;
   LossSums sums;
 };
@@ -264,15 +265,16 @@ class RetainedMemory {
 
 class HeadKernels;
 
-// Rows that are computed together. The caller owns the chunk and does not touch it until on_done has run.
+// Rows that are computed together. The caller owns the chunk and must not access it between Submit and the
+// end of on_done.
 struct Chunk {
   LossOptions options;
   DType hidden_dtype = DType::kBFloat16;
   bool accumulate_gradients = true;  // false: a frozen head, only losses, or embedding rows
-  bool independent = false;          // how it is computed must not depend on earlier chunks
-  // For independent chunks that accumulate: their place in a fixed order, e.g. a number that counts up. If a
-  // head has several devices, it decides which of them computes the chunk, so that sums are the same each
-  // time.
+  bool independent = false;          // the computation must not depend on earlier chunks
+  // For independent chunks that accumulate: the chunk's place in a fixed order, e.g. a number that counts up.
+  // If a head has several devices, this number decides which device computes the chunk, so that sums are the
+  // same each time.
   uint64_t turn = 0;
   RetainedMemory* retained = nullptr;  // memory of the same backend, for slices with a retained_offset
   // With options.distillation: the head whose softmax the rows are compared with; HeadKernels::CheckTeacher
@@ -286,8 +288,8 @@ struct Chunk {
   // chunk, with the choice of its gradients first.
   std::vector<Choice> choices;
   // How the gradients were computed: kFiltered, kSampled or kExact. kExact also stands for a chunk that wants
-  // no gradients, and for one whose filter was given up. sample_threshold is the threshold of sampled
-  // gradients. Both are set and final as `choices` is.
+  // no gradients, and for a chunk whose filter was given up. sample_threshold is the threshold of sampled
+  // gradients. Both are set, and become final, together with `choices`.
   Gradients gradients = Gradients::kExact;
   float sample_threshold = 0.0f;
 };
@@ -300,9 +302,9 @@ struct ChunkCallbacks {
   // now on the backend does not access the slices' host arrays.
   absl::AnyInvocable<void(absl::Status)> on_results;
   // The chunk has left the device. If on_results was OK, an error here means that the accumulators of the
-  // head can no longer be trusted. DATA_LOSS means so in any case: some of several devices that share the
-  // chunk failed and others did not, or a gradient of a hidden state turned out not to be finite after its
-  // row had been accumulated.
+  // head can no longer be trusted. DATA_LOSS has this meaning even if on_results was not OK: either some of
+  // the devices that share the chunk failed and others did not, or a gradient of a hidden state turned out
+  // not to be finite after its row had been accumulated.
   absl::AnyInvocable<void(absl::Status)> on_done;
 };
 
@@ -321,16 +323,16 @@ class HeadKernels {
   // The memory of this head, by kind. Thread-safe.
   virtual MemoryBytes memory() const = 0;
   // Describes how a full chunk is computed with default options and the head's own HeadConfig::gradients, and
-  // what was chosen when the head was created.
+  // the choices that were made when the head was created.
   virtual std::vector<Choice> Describe() const = 0;
   // For a head in host memory: how often it was copied to the device. Nullopt, the default: the head lives on
   // the device. Thread-safe.
   virtual std::optional<PagingStats> paging() const { return std::nullopt; }
 
-  // Checks whether chunks of this head may have this teacher (Chunk::teacher), a head of the same backend.
-  // INVALID_ARGUMENT as ValidateTeacher, with the field "distillation.teacher". UNIMPLEMENTED, the default,
-  // if distillation between two such heads is not supported. Thread-safe; the answer is fixed for the life of
-  // both heads.
+  // Checks whether chunks of this head may have the teacher `teacher` (Chunk::teacher), a head of the same
+  // backend. INVALID_ARGUMENT as ValidateTeacher, with the field "distillation.teacher". UNIMPLEMENTED, the
+  // default, if distillation between two such heads is not supported. Thread-safe; the answer is fixed for
+  // the life of both heads.
   virtual absl::Status CheckTeacher(const HeadKernels& teacher) const {
     return absl::UnimplementedError(
         "distillation.teacher must be absent: this server, or the way in which the head lies on its devices, "
@@ -390,8 +392,8 @@ class HeadKernels {
   // The parts of the head that are in other processes; these processes can save and load their parts
   // themselves.
   virtual std::vector<RemotePart> remote_parts() const { return {}; }
-  // From now on WriteTensor does not write the parts on these ranks, because they get their rows in another
-  // way. Empty: it writes all parts again.
+  // From now on WriteTensor does not write the parts of the head on these ranks, because these ranks get
+  // their rows in another way. If `ranks` is empty, WriteTensor writes all parts again.
   virtual void PassBy(absl::Span<const int> ranks) {}
 };
 
@@ -403,8 +405,8 @@ class Replicas {
   // Sums the accumulated gradients of all replicas, in a fixed order. The replica that updates a parameter
   // gets the sum, and the gradients of the other replicas become zero.
   virtual absl::Status SumGradients() = 0;
-  // Gives every replica the values that the other replicas have updated, to compute with. ReadTensor of a
-  // replica's values is correct only for its own shard.
+  // Gives every replica the values that the other replicas have updated, so that its chunks compute with
+  // them. ReadTensor of a replica's values is correct only for the replica's own shard.
   virtual absl::Status SpreadValues() = 0;
 };
 
@@ -466,7 +468,7 @@ struct PlannedHead {
 enum class ExchangeKind {
   kSumGradients,     // in a step of a head split by rows
   kSpreadValues,     // in a step of a head split by rows
-  kRowStatistics,    // in a chunk of a head split by vocabulary: results of its rows by parts of the classes
+  kRowStatistics,    // in a chunk of a head split by vocabulary: the rows' sums over each part of the classes
   kHiddenGradients,  // in a chunk of a head split by vocabulary: sums for the norm's gradients
 };
 inline constexpr size_t kExchangeKinds = 4;
@@ -543,8 +545,9 @@ class Backend {
   }
   // Counted as MemoryKind::kRetained; freed when the result is destroyed, which must be before the backend.
   virtual absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) = 0;
-  // Counts host memory that the caller will allocate over time, until the backend ends. RESOURCE_EXHAUSTED,
-  // as CreateHead, if the backend's limit includes host memory.
+  // Counts host memory that the caller will allocate later; it counts until the backend ends.
+  // RESOURCE_EXHAUSTED, as CreateHead returns it, if the backend's limit includes host memory and there is
+  // not enough.
   virtual absl::Status PlanHostMemory(MemoryKind kind, int64_t bytes) = 0;
 
   // ---- Device memory that programs on the host can map; thread-safe ----
@@ -560,8 +563,8 @@ class Backend {
     return absl::UnimplementedError("the server shares no memory of a GPU");
   }
   // Lets this device read and write memory that another backend of this process shares
-  // (SharedDeviceMemory::bytes()), as long as it exists. UNIMPLEMENTED, the default, if nothing connects the
-  // two devices.
+  // (SharedDeviceMemory::bytes()), as long as the memory exists. UNIMPLEMENTED, the default, if nothing
+  // connects the two devices.
   virtual absl::Status ReachDeviceMemory(absl::Span<uint8_t> memory) {
     return absl::UnimplementedError("these devices share no memory");
   }
@@ -573,7 +576,7 @@ inline const int32_t* ClassesOf(const Slice& slice, int64_t row) {
 }
 
 // Whether row `row`, which has a target, is absent: its weight is 0, and its lse and entropy have no upstream
-// gradient. An absent row adds nothing to any gradient or loss, whatever its hidden state holds
+// gradient. An absent row adds nothing to any gradient or loss, even if its hidden state is not finite
 // (docs/math.md, "Rows of weight 0").
 inline bool IsAbsent(const Slice& slice, int64_t row) {
   return slice.row_weights != nullptr && slice.row_weights[row] == 0.0f &&

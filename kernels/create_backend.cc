@@ -157,7 +157,7 @@ absl::StatusOr<CreatedBackend> CreateBackend(const BackendChoice& choice) {
 absl::StatusOr<std::vector<CreatedBackend>> CreateRankBackends(const BackendChoice& choice) {
   LOSSD_RETURN_IF_ERROR(Check(choice));
   if (!choice.devices.empty()) return CreateOnGpus(choice);
-  // First one backend, because "auto" may take a GPU, for which `cpu_devices` does not count.
+  // Creates one backend first, because "auto" may choose a GPU, and then `cpu_devices` does not count.
   BackendChoice one = choice;
   one.cpu_devices = 1;
   absl::StatusOr<std::vector<CreatedBackend>> first = CreateAll({one});

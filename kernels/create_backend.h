@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CreateBackend and CreateRankBackends create the backends of a program from a BackendChoice. Only this file
-// knows which backends the build has.
+// CreateBackend and CreateRankBackends create the backends of a program from a BackendChoice. Other code does
+// not know which backends the build has.
 //
 // The functions are thread-safe.
 #ifndef LOSSD_KERNELS_CREATE_BACKEND_H_
@@ -24,11 +24,11 @@ namespace lossd::kernels {
 struct BackendChoice {
   std::string backend = "auto";  // "auto" (CUDA if there is a usable GPU, else CPU), "cpu" or "cuda"
   std::string device = "0";      // CUDA: index among the visible GPUs, or a UUID ("GPU-" or "MIG-" and so on)
-  // CUDA: several GPUs that share every head (docs/scaling.md), instead of `device`: indexes or UUIDs with
-  // commas between them, or "all". Empty: one GPU.
+  // CUDA: used instead of `device` for several GPUs that share every head (docs/scaling.md): indexes or UUIDs
+  // with commas between them, or "all". Empty: one GPU, `device`.
   std::string devices;
-  // CUDA: which work of this process goes before the work of other programs on the GPU: "dx" (what dL/dx
-  // needs), "all" or "none".
+  // CUDA: which work of this process has priority over the work of other programs on the GPU: "dx" (the work
+  // that dL/dx depends on), "all" or "none".
   std::string stream_priority = "dx";
   // CUDA: other code of the process uses the GPU, too, so the backend changes no settings of the process
   bool shares_process = false;
@@ -37,19 +37,21 @@ struct BackendChoice {
   // How a head is divided over several devices if its config leaves it open: "any" (what fits), "rows" or
   // "vocabulary".
   std::string split = "any";
-  // Of heads split by vocabulary whose config leaves it open; divides the number of devices.
+  // The number of replicas of heads that are split by vocabulary and whose config leaves this number open.
+  // The number of devices must be a multiple of it.
   int replicas = 1;
   int64_t workspace_bytes = 0;                        // for each head; 0: the backend's default
   int64_t memory_limit_bytes = 0;                     // 0: none
   int64_t memory_reserve_bytes = int64_t{256} << 20;  // CPU: memory of the system to leave free
-  // For each device: the size of the pool for heads in host memory (teacher_pool.h); 0: as large as these
-  // heads need.
+  // The size of each device's pool for heads in host memory (teacher_pool.h); 0: as large as these heads
+  // need.
   int64_t teacher_pool_bytes = 0;
-  bool deterministic = false;  // use no fast way whose results may differ between runs
+  bool deterministic = false;  // use no fast algorithms whose results may differ between runs
 
-  // If count > 1, each head is one of several replicas or parts, and only a link (rank_link.h) connects this
-  // backend with the backends of the others. The backend then has one device: `devices` is empty, and
-  // `cpu_devices` is the number of such backends that share the threads of this process.
+  // If replica.count > 1, the heads of this backend are replicas or parts of heads, and other backends have
+  // the other replicas or parts. Only a link (rank_link.h) connects these backends. Each of them has one
+  // device: `devices` is empty, and `cpu_devices` is the number of such backends that share the threads of
+  // this process.
   Replica replica;
   // CUDA: the number of this process among the processes on its host. If several GPUs are visible and
   // `device` names none, the process takes the GPU with this number.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a chunk decides whether its gradients are exact, filtered or sampled (Decision), and the random numbers
-// of sampled gradients (SampleOf, SystematicSampler). All backends use these functions, so that they decide
-// in the same way and sample the same classes.
+// The decision whether the gradients of a chunk are exact, filtered or sampled (Decision), and the random
+// numbers of sampled gradients (SampleOf, SystematicSampler). All backends use these functions, so all of
+// them make the same decisions and sample the same classes.
 //
 // All functions are pure and thread-safe. SampleOf and SystematicSampler also compile as device code.
 #ifndef LOSSD_KERNELS_DECISION_H_
@@ -22,20 +22,21 @@ enum class Decision : int32_t {
   kTooMuchError = 2,       // exact: kAuto, and the predicted error exceeds max_gradient_error
 };
 
-// How gradients are computed after a decision. `asked` is not kExact.
+// How gradients are computed after a decision, if the request asked for `asked`, which is not kExact.
 Gradients GradientsOf(Gradients asked, Decision decision);
 
 // Options with which some rows of a chunk are computed again in the same way as the whole chunk was.
-// `gradients` and `sample_threshold` are those that the backend set in the Chunk.
+// `gradients` and `sample_threshold`: the values that the backend has set in the Chunk.
 LossOptions AsDecided(LossOptions asked, Gradients gradients, float sample_threshold);
 
-// Describe how a chunk's gradients are computed: the first before the logits are known, the second after the
-// decision.
+// Both functions describe how a chunk's gradients are computed: the first one before the logits are known,
+// the second one after the decision.
 Choice GradientsChoice(Gradients gradients, absl::string_view reason);
 Choice GradientsChoice(Gradients asked, Decision decision);
-// For a head without logits (Logits::kNone).
+// The description for a head without logits (Logits::kNone).
 Choice NoLogitsChoice();
-// The threshold of sampled gradients: the one asked for, or a larger one if there was not enough memory.
+// Describes the threshold of sampled gradients: the requested threshold, or a larger one if there was not
+// enough memory.
 Choice ThresholdChoice(float asked, float taken);
 
 // A bijection of 64-bit numbers that maps neighboring inputs to unrelated outputs (the finalizer of
@@ -47,9 +48,9 @@ constexpr uint64_t MixBits(uint64_t x) {
 }
 
 // omega of a row, a multiple of 2^-24 in [0, 1): the random number of its sampled gradient (docs/math.md,
-// "Sampled gradients"). `seed`: the microbatch's; `row`: the row's number in the microbatch. So omega does
-// not depend on the chunk, the slice or the time in which the row is computed. If the classes are divided
-// over several devices, each part has its own omega; `first_class`: the first class of the part.
+// "Sampled gradients"). `seed`: the seed of the microbatch; `row`: the number of the row in the microbatch.
+// So omega does not depend on the chunk, the slice or the time in which the row is computed. If the classes
+// are divided over several devices, each part has its own omega; `first_class`: the first class of the part.
 constexpr float SampleOf(uint64_t seed, uint64_t row, uint64_t first_class = 0) {
   uint64_t bits = MixBits(MixBits(seed) + (row + 1) * 0x9e3779b97f4a7c15u);
   if (first_class != 0) bits = MixBits(bits + first_class * 0xd1342543de82ef95u);
@@ -70,7 +71,7 @@ class SystematicSampler {
 
   // Whether the next class, size >= 0, is taken.
   LOSSD_HOST_DEVICE bool Take(T size) {
-    if (!(size < 1)) return true;  // contains one point, and passed_ stays
+    if (!(size < 1)) return true;  // contains one point, and passed_ does not change
     passed_ += size;
     if (!(passed_ >= 1)) return false;
     passed_ -= 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions about a program's GPUs that do not need CUDA: which of several GPUs a user means (FindGpus), how
-// the process shares them with other programs (GpuSharing), and environment variables of NCCL
+// Functions about the GPUs of a process that do not need CUDA: which of several GPUs a user means (FindGpus),
+// how the process shares its GPUs with other programs (GpuSharing), and environment variables of NCCL
 // (SetNcclDefaults).
 //
 // Functions are stateless and thread-safe unless their comment names the threads.
@@ -22,18 +22,18 @@ namespace lossd::kernels {
 // digits.
 std::string GpuUuidText(absl::Span<const char> bytes);
 
-// The index of the GPU that `device` names: by an index, by a UUID as above, or by the beginning of a UUID
-// (at least "GPU-" and a digit) that no other GPU has. `uuids`: of all GPUs. INVALID_ARGUMENT names the field
-// "device", its value and the GPUs that exist.
+// The index of the GPU that `device` names. `device` is an index, a UUID in the form of GpuUuidText, or the
+// beginning of the UUID of only one GPU (at least "GPU-" and a digit). `uuids`: the UUIDs of all GPUs.
+// INVALID_ARGUMENT names the field "device", its value and the GPUs that exist.
 absl::StatusOr<int> FindGpu(absl::string_view device, absl::Span<const std::string> uuids);
 
 // The indexes of the GPUs that `devices` names, in its order: names as in FindGpu with commas between them,
-// or "all". INVALID_ARGUMENT, which names the field "devices", also if a GPU is named twice.
+// or "all". INVALID_ARGUMENT names the field "devices"; it is also returned if a GPU is named twice.
 absl::StatusOr<std::vector<int>> FindGpus(absl::string_view devices, absl::Span<const std::string> uuids);
 
-// INVALID_ARGUMENT, which names the field "devices", unless all chosen devices are of the same kind.
-// `descriptions`: BackendInfo::device of each: the name of the device, a space, and the text that must be
-// equal.
+// Checks that all chosen devices are of the same kind. INVALID_ARGUMENT, which names the field "devices", if
+// they are not. `descriptions`: BackendInfo::device of each device: the name of the device, a space, and a
+// text that must be the same for all devices.
 absl::Status CheckAlike(absl::Span<const std::string> descriptions);
 
 // Text that says how the GPUs of this process are shared with other programs. "MPS, client priority 0

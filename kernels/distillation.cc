@@ -43,7 +43,7 @@ absl::Status Validate(const Distillation& distillation) {
   if (!(distillation.beta > 0.0f && distillation.beta < 1.0f)) {
     return errors::FieldError("distillation.beta", "be in (0, 1)", distillation.beta);
   }
-  // The reciprocal of a smaller number overflows.
+  // The reciprocal of a smaller temperature overflows.
   if (!std::isfinite(distillation.temperature) || distillation.temperature < kLeastReciprocal) {
     return errors::FieldError("distillation.temperature", "be finite and >= 1.1754944e-38",
                               distillation.temperature);

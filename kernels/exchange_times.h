@@ -34,12 +34,13 @@ class BusyClock {
     absl::MutexLock lock(&mutex_);
     if (under_way_++ == 0) since_ = now;
   }
-  // An activity ends that began with Begin.
+  // An activity that began with Begin ends.
   void End(Clock::time_point now = Clock::now()) {
     absl::MutexLock lock(&mutex_);
     if (--under_way_ == 0) total_ += now - since_;
   }
-  // Adds an activity that took `time` and is over. No other activity may have been under way meanwhile.
+  // Adds an activity that has ended and took `time`. No other activity may have been under way during that
+  // time.
   void Add(Clock::duration time) {
     absl::MutexLock lock(&mutex_);
     total_ += time;

@@ -91,7 +91,7 @@ absl::Status Validate(const LossOptions& options) {
   if (!std::isfinite(options.logit_scale) || options.logit_scale == 0.0f) {
     return errors::FieldError("logit_scale", "be finite and not 0", options.logit_scale);
   }
-  // The reciprocal of a smaller number overflows.
+  // The reciprocal of a smaller softcap overflows.
   if (!std::isfinite(options.softcap) || (options.softcap != 0.0f && options.softcap < kLeastSoftcap)) {
     return errors::FieldError("softcap", "be 0 (none), or finite and >= 1.1754944e-38", options.softcap);
   }
@@ -144,8 +144,8 @@ double LargestSlope(const LossOptions& options, double largest_class_weight) {
   const Distillation& distillation = options.distillation;
   if (!distillation.used()) return with_target;
   const double temperature = static_cast<double>(distillation.temperature);
-  // The derivative of the reverse KL has logarithms of q / p; the derivatives of the others are at most
-  // probabilities.
+  // The derivative of the reverse KL has logarithms of q / p. The derivatives of the other divergences are at
+  // most probabilities.
   const bool logarithms = distillation.divergence == Divergence::kReverseKl;
   const double largest = logarithms ? kLargeLse / std::min(temperature, 1.0) : 1.0;
   return static_cast<double>(distillation.target_weight) * with_target +
@@ -319,7 +319,7 @@ absl::Status ValidateResidency(const HeadConfig& config) {
                             Name(config.residency), absl::StatusCode::kUnimplemented);
 }
 
-// Without logits (Logits::kNone), everything that belongs to logits must be absent, and everything that
+// A head without logits (Logits::kNone) must not have options that belong to logits, and no options that
 // embeddings do not support.
 absl::Status ValidateEmbeddingAlone(const HeadConfig& config) {
   if (config.logits != Logits::kNone) return absl::OkStatus();

@@ -52,7 +52,7 @@ constexpr absl::string_view Name(DType dtype) {
 }
 
 // How gradients are computed from the probabilities of the classes. Losses and row results do not depend on
-// it. Requests may ask for any of these values, independent of HeadConfig::logits. docs/math.md has the
+// this choice. A request may ask for any of these values, for any HeadConfig::logits. docs/math.md has the
 // formulas under "Filtered gradients" and "Sampled gradients".
 enum class Gradients : uint8_t {
   kExact,     // every class contributes
@@ -74,8 +74,8 @@ enum class Embedding : uint8_t {
   kGradients,  // each row brings a gradient for the weight's row that its target names
 };
 
-// The loss of a row. Rows may share a chunk if their head, hidden dtype and LossOptions are equal; it does
-// not matter where they come from. Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a
+// The loss of a row. Rows may share a chunk if their head, hidden dtype and LossOptions are equal, even if
+// different trainers have sent them. Symbols as in docs/math.md: s = t (W x + b); z = c tanh(s / c) with a
 // softcap c, else z = s; lse = log sum_v exp z_v; u are the class weights (all 1 if unused). The loss of a
 // row is
 //   u_y (1 - alpha) (lse - z_y) + alpha / V * sum_v u_v (lse - z_v) + lambda lse^2.
@@ -84,7 +84,7 @@ struct LossOptions {
   float softcap = 0.0f;            // c: 0: none; otherwise > 0
   float label_smoothing = 0.0f;    // alpha: in [0, 1]
   float z_loss = 0.0f;             // lambda: >= 0
-  bool use_class_weights = false;  // u: use the head's class weights [V]
+  bool use_class_weights = false;  // u: multiply losses by the head's class weights [V]
 
   Gradients gradients = Gradients::kExact;
   float filter_epsilon = 0x1p-12f;  // kFiltered: a probability in [0, 1). With 0 every class contributes.
@@ -119,9 +119,10 @@ absl::Status Validate(const LossOptions& options);
 // z-loss has none. Objectives and soft targets are left out, because their part depends on the row.
 double LargestSlope(const LossOptions& options, double largest_class_weight);
 
-// The reason why a chunk's gradients are exact before its logits are known; "" if they may be what the
-// options ask for. Filtered gradients require that gradients are small where probabilities are small; sampled
-// gradients require nothing. any_grad_entropy: some row has an upstream gradient of its entropy.
+// Decides, before the logits of a chunk are known, whether its gradients must be exact. Returns the reason,
+// or "" if the gradients may be computed as the options ask. Filtered gradients require that gradients are
+// small where probabilities are small; sampled gradients require nothing. any_grad_entropy: whether some row
+// has an upstream gradient of its entropy.
 absl::string_view WhyExact(const LossOptions& options, bool any_grad_entropy);
 
 // How a chunk's gradients are planned before its logits are known: kExact if why_exact has a reason, else
@@ -140,9 +141,9 @@ enum class OptimizerState : uint8_t {
 //
 // The update is that of torch.optim.AdamW (decoupled weight decay, bias correction) or torch.optim.SGD (L2
 // weight decay added to the gradient, momentum with optional dampening and Nesterov), on fp32 master weights.
-// The gradient used is grad_multiplier times the accumulated gradient. Unlike torch, where it would compute 0
-// / 0, AdamW with epsilon 0 does not change a parameter that never had a gradient. With lazy_rows a row of
-// the weight is updated only if it has a gradient, as in torch.optim.SparseAdam.
+// The update uses grad_multiplier times the accumulated gradient. There is one difference to torch: with
+// epsilon 0, AdamW does not change a parameter that never had a gradient, where torch computes 0 / 0. With
+// lazy_rows a row of the weight is updated only if it has a gradient, as in torch.optim.SparseAdam.
 struct OptimizerOptions {
   enum class Kind : uint8_t { kSgd, kAdamW };
 
@@ -161,8 +162,8 @@ struct OptimizerOptions {
   bool nesterov = false;   // needs momentum > 0
   // If true, a row of the weight whose accumulated gradient is 0 in every element (+0 or -0) keeps its values
   // and moments bit for bit: there is no decay of moments and no weight decay. All other rows, bias and norm
-  // are updated as usual, with the head's count of updates. The gradient before grad_multiplier decides, so a
-  // multiplier of 0 makes no row idle.
+  // are updated as usual, with the head's count of updates. The gradient before the multiplication with
+  // grad_multiplier decides this, so a multiplier of 0 does not protect rows.
   bool lazy_rows = false;
 
   friend bool operator==(const OptimizerOptions&, const OptimizerOptions&) = default;

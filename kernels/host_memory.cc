@@ -52,7 +52,7 @@ std::optional<int64_t> FigureKib(const std::string& path, absl::string_view name
   return *kib << 10;
 }
 
-// The number in a file that has only one. Nullopt for "max", or if there is no file.
+// The number in a file that has only one number. Nullopt if the file has "max" instead, or does not exist.
 std::optional<int64_t> OnlyFigure(const std::string& path) {
   const std::vector<std::string> lines = Lines(path);
   int64_t value = 0;
@@ -71,7 +71,8 @@ void TakeLess(const std::optional<Bound>& bound, std::optional<Bound>* least) {
 struct Hierarchy {
   std::vector<std::string> limits;
   std::string usage;
-  std::vector<std::string> reclaimable;  // entries of memory.stat for page cache, which counts as free
+  // The names of the entries of memory.stat that are page cache; page cache counts as free.
+  std::vector<std::string> reclaimable;
 };
 
 const Hierarchy& V1() {
@@ -113,7 +114,7 @@ std::optional<Bound> OfGroups(const std::string& mount, std::string path, const 
   }
 }
 
-// Where a hierarchy is mounted, and which group is its root there.
+// Where a control-group hierarchy is mounted (`point`), and which group is the root of this mount (`group`).
 struct Mount {
   std::string point;
   std::string group;
@@ -123,7 +124,7 @@ std::optional<Mount> FindMount(const std::string& root, absl::string_view type,
                                absl::string_view controller) {
   for (const std::string& line : Lines(root + "/proc/self/mountinfo")) {
     const std::vector<absl::string_view> words =
-        Words(line);  // "id parent device group point options ... - type ..."
+        Words(line);  // a line is "id parent device group point options ... - type source super_options"
     const auto dash = std::find(words.begin(), words.end(), "-");
     if (words.size() < 6 || words.end() - dash < 4 || dash[1] != type) continue;
     const std::vector<absl::string_view> options = absl::StrSplit(dash[3], ',');
@@ -139,7 +140,8 @@ std::optional<Bound> OfHierarchy(const std::string& root, absl::string_view type
                                  const Hierarchy& names) {
   const std::optional<Mount> mount = FindMount(root, type, controller);
   if (!mount.has_value()) return std::nullopt;
-  // In a container the mount may begin at the container's group, while the path is the one on the host.
+  // In a container the mount may begin at the container's group, but the group's path is the path on the
+  // host. So the container's group is removed from the path.
   absl::string_view path = group;
   if (mount->group != "/" && !absl::ConsumePrefix(&path, mount->group)) path = "";
   path = absl::StripSuffix(path, "/");
@@ -149,7 +151,7 @@ std::optional<Bound> OfHierarchy(const std::string& root, absl::string_view type
 
 std::optional<Bound> OfControlGroups(const std::string& root) {
   std::optional<Bound> least;
-  for (const std::string& line : Lines(root + "/proc/self/cgroup")) {  // "number:controllers:path"
+  for (const std::string& line : Lines(root + "/proc/self/cgroup")) {  // a line is "number:controllers:path"
     const std::vector<absl::string_view> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
     if (parts.size() != 3) continue;
     if (parts[0] == "0" && parts[1].empty())
@@ -167,7 +169,8 @@ std::optional<Bound> OfProcessLimit(const std::string& root, absl::string_view l
                                     absl::string_view field) {
   const std::optional<int64_t> used = FigureKib(root + "/proc/self/status", absl::StrCat(field, ":"));
   if (!used.has_value()) return std::nullopt;
-  for (const std::string& line : Lines(root + "/proc/self/limits")) {  // "name soft_limit hard_limit unit"
+  // A line is "name soft_limit hard_limit unit".
+  for (const std::string& line : Lines(root + "/proc/self/limits")) {
     absl::string_view rest = line;
     if (!absl::ConsumePrefix(&rest, limit)) continue;
     const std::vector<absl::string_view> words = Words(rest);

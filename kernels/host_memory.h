@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// HostMemory reads how much more memory this process can allocate: from MemAvailable, from the limits of its
-// control groups (v1 and v2, with their parent groups), and from the limits of the process (ulimit -v, -d).
+// HostMemory finds out how much more memory this process can allocate. It reads MemAvailable of the system,
+// the limits of the control groups of the process (v1 and v2, with their parent groups), and the limits of
+// the process itself (ulimit -v, -d).
 //
 // Thread-safe. Every call reads the system's files again.
 #ifndef LOSSD_KERNELS_HOST_MEMORY_H_

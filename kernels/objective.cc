@@ -10,9 +10,9 @@
 namespace lossd::kernels {
 namespace {
 
-// A ratio that is not clipped is expected to stay below this.
+// A ratio rho that is not clipped is expected to stay below this value.
 constexpr double kLargeRatio = 64.0;
-// The derivatives of k2 and k3 are expected to stay below this.
+// The derivatives of the estimators k2 and k3 are expected to stay below this value.
 constexpr double kLargeDivergenceSlope = 8.0;
 
 // The rule for a parameter that the kind does not use, e.g. "be 0 with reinforce".

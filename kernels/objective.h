@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Objectives replace the cross-entropy in a row's loss. An objective is a function of the log-probability of
-// the row's target and of numbers that are sent with the row (Objective, ObjectiveNumbers,
-// EvaluateObjective).
+// the row's target and of inputs that the trainer sends with each row. Objective has the parameters of an
+// objective, ObjectiveNumbers the inputs of a row, and EvaluateObjective computes the function.
 //
 // The CPU and the GPU evaluate the same function from this file. To add an objective, add a value of
 // ObjectiveKind, a case of Name, its needs (NeedsAdvantage, NeedsOldLogprob, HasClip, DefaultClip) and a case
@@ -67,7 +67,7 @@ struct Objective {
 absl::string_view Name(ObjectiveKind kind);  // "cross_entropy", "reinforce", "importance_sampling", ...
 absl::string_view Name(KlEstimator kl);      // "k1", "k2", "k3"
 
-// Which numbers a kind needs with each row, and whether it clips the ratio.
+// Which inputs a kind of objective needs with each row, and whether it clips the ratio.
 LOSSD_HOST_DEVICE constexpr bool NeedsAdvantage(ObjectiveKind kind) {
   return kind != ObjectiveKind::kCrossEntropy && kind != ObjectiveKind::kDft;
 }
@@ -93,7 +93,8 @@ constexpr ClipRange DefaultClip(ObjectiveKind kind) {
 // INVALID_ARGUMENT if a parameter is outside its range, or is set but not used by the kind.
 absl::Status Validate(const Objective& objective);
 
-// The numbers that are sent with one row. Numbers that the objective does not need are ignored.
+// The inputs of an objective that the trainer sends with one row. Inputs that the objective does not need are
+// ignored.
 template <typename Real>
 struct ObjectiveNumbers {
   Real advantage = 0;
@@ -101,8 +102,9 @@ struct ObjectiveNumbers {
   Real ref_logprob = 0;
 };
 
-// An estimate, before the log-probability is known, of the largest derivative of a row's loss with respect to
-// it. Backends use it to choose units in which gradients neither overflow nor vanish.
+// An estimate of the largest derivative of a row's loss with respect to the log-probability of its target,
+// made before this log-probability is known. Backends use it to choose units in which gradients neither
+// overflow nor vanish.
 double LargestSlope(const Objective& objective, const ObjectiveNumbers<double>& row);
 
 // The objective evaluated for one row, without the entropy bonus, which the caller adds.
@@ -158,8 +160,8 @@ LOSSD_HOST_DEVICE ObjectiveTerm<Real> EvaluateObjective(const Objective& objecti
   if (NeedsOldLogprob(objective.kind)) {
     const Real log_ratio = -nll - row.old_logprob;
     term.ratio = log_ratio <= kLargest ? std::exp(log_ratio) : kNotFinite;
-    // For a target of probability 0 all other terms are 0, and this one is infinite. Such a row makes its
-    // slice fail.
+    // For a target of probability 0 all other terms are 0, but old_kl is infinite. Such a row makes its slice
+    // fail.
     term.old_kl = log_ratio <= kLargest ? std::expm1(log_ratio) - log_ratio : kNotFinite;
   }
   const Real low = Real(1) - static_cast<Real>(objective.clip_low);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // RankLink connects a backend with the backends of other processes that have replicas or parts of the same
-// heads: it carries their sums and exchanges. A backend that was created as one of several ranks
-// (BackendChoice::replica) comes with a link. RankState and RankTimes are what a server knows of one rank.
+// heads. It carries the sums and exchanges between them. A backend that was created as one of several ranks
+// (BackendChoice::replica) comes with a link. RankState and RankTimes have the state and the times of one
+// rank.
 //
 // A RankLink is driven by the backend's driving thread, except Abort and Times, which are thread-safe. The
 // structs are plain data; thread-compatible.
@@ -46,7 +47,7 @@ class RankLink {
   // Sets the collectives, the same on all ranks. Called once, before Address. INVALID_ARGUMENT if they are
   // not offered.
   virtual absl::Status UseCollectives(const std::string& collectives) = 0;
-  // The data by which the other ranks reach this rank. Called once.
+  // The data with which the other ranks connect to this rank. Called once.
   virtual absl::StatusOr<std::string> Address() = 0;
   // Connects this rank with the other ranks. `addresses`: Address() of all ranks, by rank. Called once, after
   // Address. Blocks until all ranks have called it. UNAVAILABLE if a rank cannot be reached in time.
@@ -54,25 +55,26 @@ class RankLink {
 
   // Joins this rank's replica of a head with the replicas of the other ranks. All ranks call the functions of
   // their results in the same order, over all heads; each call returns when this rank has done its part.
-  // UNAVAILABLE if another rank does not do its part in time; from then on every call fails. `head` is of the
-  // backend that came with the link. Link and head outlive the result.
+  // UNAVAILABLE if another rank does not do its part in time; from then on every call fails. `head` belongs
+  // to the backend that came with the link. Link and head outlive the result.
   virtual absl::StatusOr<std::unique_ptr<Replicas>> Join(HeadKernels* head) = 0;
 
   // Joins this rank's part of a head that is split by vocabulary with the parts of the other ranks: exchanges
-  // of its chunks go over this link. All ranks compute the same chunks of all such heads, and sums, in the
-  // same order. `head` is of the backend that came with the link, and its split is kVocabulary. The link
-  // outlives it.
+  // of the head's chunks go over this link. All ranks compute the chunks of all such heads, and all sums, in
+  // the same order. `head` belongs to the backend that came with the link, and its split is kVocabulary. The
+  // link outlives the head.
   virtual absl::Status JoinClasses(HeadKernels* head) = 0;
-  // Sets what happens when a chunk's exchange fails, which is UNAVAILABLE. `on_failure` is called with the
-  // error, on the driving thread or on the thread that reports the chunk's results, and the chunk fails with
-  // the status that it returns. It may block, because no more chunks are computed. Called before the first
-  // chunk.
+  // Sets a function that is called when a chunk's exchange fails. `on_failure` is called with the error,
+  // UNAVAILABLE, on the driving thread or on the thread that reports the chunk's results. The chunk then
+  // fails with the status that `on_failure` returns. It may block, because no more chunks are computed.
+  // Called before the first chunk.
   virtual void WatchChunks(std::function<absl::Status(const absl::Status&)> on_failure) = 0;
 
   // How long this rank has been in exchanges since the link was created.
   virtual ExchangeTimes Times() const = 0;
 
-  // Another rank is lost. All calls that wait for it, and all later calls, fail with `reason`.
+  // Called when another rank is lost: all calls that wait for that rank, and all later calls, fail with
+  // `reason`.
   virtual void Abort(const absl::Status& reason) = 0;
 };
 
@@ -88,7 +90,7 @@ struct RankState {
   std::string host;
   std::string device;
   bool lost = false;
-  MemoryStats memory;                  // as the rank last reported it
+  MemoryStats memory;                  // the last report of the rank
   int64_t chunks = 0;                  // chunks, or parts of chunks, computed without an error
   int64_t rows = 0;                    // rows of these chunks, including ignored rows
   std::optional<RankTraffic> traffic;  // only for a worker

@@ -3,10 +3,10 @@
 // (RemotePart), and transfers of memory between the processes of one server (HostTransfers).
 //
 // In a head split by rows, the devices compute different rows. Every device has all values and accumulates
-// gradients of all classes, but each parameter is updated by only one device, which alone has its optimizer
-// state. In a head split by vocabulary, a device has everything that belongs to its classes, and nothing of
-// other classes. Such a head may have several copies: the copies compute different rows, and each class is
-// updated in only one copy.
+// gradients of all classes. But each parameter is updated by only one device, and only that device has the
+// parameter's optimizer state. In a head split by vocabulary, a device has everything that belongs to its
+// classes, and nothing of other classes. Such a head may have several copies: the copies compute different
+// rows, and each class is updated in only one copy.
 //
 // Structs are plain data. Functions are stateless and thread-safe.
 #ifndef LOSSD_KERNELS_REPLICA_H_
@@ -25,8 +25,8 @@
 
 namespace lossd::kernels {
 
-// Which of `count` replicas of its heads a backend has. If heads are split by vocabulary, the replicas are
-// parts of a head, or the parts of all its copies.
+// The heads of a backend are replica number `index` of `count` replicas. For a head that is split by
+// vocabulary, the "replicas" are the parts of the head, or the parts of all copies of the head.
 struct Replica {
   int index = 0;
   int count = 1;
@@ -37,7 +37,7 @@ struct Shard {
   // Rows [first_class, first_class + classes) of the weight and the bias.
   int64_t first_class = 0;
   int64_t classes = 0;
-  bool norm = true;  // whether it also updates the parameters of the norm
+  bool norm = true;  // whether the replica also updates the parameters of the norm
 
   int64_t end_class() const { return first_class + classes; }
 };
@@ -60,7 +60,7 @@ inline Shard ShardOf(int64_t vocab_size, Replica replica) {
 // the kernels.
 inline constexpr int64_t kShareGrain = 256;
 
-// The number of which the boundaries between the shares of `devices` devices are multiples.
+// The boundaries between the shares of `devices` devices are multiples of this number.
 inline int64_t GrainOfShares(int64_t vocab_size, size_t devices) {
   int64_t grain = kShareGrain;
   while (grain > 1 && vocab_size < grain * 8 * static_cast<int64_t>(devices)) grain /= 2;
@@ -71,7 +71,7 @@ inline int64_t GrainOfShares(int64_t vocab_size, size_t devices) {
 // multiple of GrainOfShares. For device shares.size(): vocab_size.
 inline int64_t FirstClassOf(int64_t vocab_size, absl::Span<const int32_t> shares, size_t device) {
   int64_t before = 0, all = 0;
-  size_t last = 0;  // the last device that has a share: it takes what rounding leaves over
+  size_t last = 0;  // the last device that has a share; it gets the classes that rounding leaves over
   for (size_t i = 0; i < shares.size(); ++i) {
     if (i < device) before += shares[i];
     all += shares[i];
@@ -102,8 +102,8 @@ inline Shard ClassShardOf(int64_t vocab_size, Replica replica, absl::Span<const 
           .norm = true};
 }
 
-// Memory to send to another rank, or to fill with what that rank sends; bytes > 0. The processes of one
-// server are its ranks.
+// Memory to send to another rank, or to receive from that rank; bytes > 0. The processes of one server are
+// its ranks.
 struct RankTransfer {
   int rank = 0;
   void* data = nullptr;

@@ -35,7 +35,7 @@ void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const 
   if (!std::is_sorted(entries.begin(), entries.end(), before)) {
     std::stable_sort(entries.begin(), entries.end(), before);
   }
-  // Merges entries of the same class, which are now neighbors, into one.
+  // Merges entries of the same class, which are neighbors after the sort, into one entry.
   row.sum = 0.0;
   size_t last = 0;
   double weight = 0.0;

@@ -2,9 +2,14 @@
 // Soft targets: instead of one target, a row has K classes with a weight each, for example the K most
 // probable classes of a teacher with their probabilities. docs/math.md has the formulas under "Soft targets".
 //
-// For one row, let q_v be the weight of class v (0 unless the row names v; if the row names v more than once,
-// its weights add up), s the sum of all weights, r the rest, and T the probability of all classes together
-// that the row does not name. The loss of the row is
+// For one row, let
+// - q_v be the weight of class v: 0 if the row does not name v; the sum of its weights if the row names v
+//   several times,
+// - s the sum of all weights,
+// - r the rest (Rest),
+// - T the total probability of all classes that the row does not name.
+//
+// The loss of the row is
 //   -sum q_v log p_v - r log T
 // and its derivative with respect to the logit of class v is
 //   (s + r) p_v - q_v         of a class that the row names,
@@ -36,7 +41,7 @@ absl::string_view Name(Rest rest);  // "no_targets", "none", "renormalized", "on
 
 // The largest K; K is also at most V.
 inline constexpr int32_t kMostSoftTargets = 256;
-// The class of an entry that names no class; its weight is 0.
+// Stands for "no class" in an entry; the weight of such an entry is 0.
 inline constexpr int32_t kNoClass = -1;
 // kOneClass: a smaller rest counts as 0, because it comes from rounding of weights whose sum is 1.
 inline constexpr double kLeastRest = 0x1p-20;
@@ -50,15 +55,16 @@ struct SoftRow {
   std::vector<Entry> entries;  // each class once, in ascending order, also with weight 0
   double total = 0.0;          // s + r; 1 with kRenormalized
   double rest = 0.0;           // r
-  double sum = 0.0;            // s, of the given weights
+  double sum = 0.0;            // s, the sum of the given weights
 };
 
 // Makes the soft targets of a row from these classes and weights, [K] each, which have passed
 // CheckSoftTargets. Replaces the content of `row` and reuses its memory.
 void MakeSoftRow(Rest rest, absl::Span<const int32_t> classes, absl::Span<const float> weights, SoftRow& row);
 
-// Checks `count`, and classes and weights by errors::CheckSoftTargets with the rule that `rest` sets for the
-// sum. INVALID_ARGUMENT names "<prefix>target_count" unless `count` is in [1, min(V, kMostSoftTargets)].
+// Checks `count`, and checks classes and weights with errors::CheckSoftTargets, where `rest` says which rule
+// the sum must obey. INVALID_ARGUMENT names "<prefix>target_count" unless `count` is in [1, min(V,
+// kMostSoftTargets)].
 absl::Status CheckSoftTargets(absl::string_view prefix, Rest rest, int64_t vocab_size, int64_t count,
                               absl::Span<const int32_t> classes, absl::Span<const float> weights,
                               absl::Span<const int32_t> targets, int32_t ignored);

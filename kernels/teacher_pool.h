@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// TeacherPool manages a device's memory for heads that live in host memory (Residency::kHost): it decides
-// which of them are on the device, and at which offset in the pool. A backend has one pool for each device.
-// The pool only decides; the backend owns the memory and copies the values.
+// TeacherPool manages the pool, a device's memory for heads that live in host memory (Residency::kHost). It
+// decides which of these heads have their values on the device, and at which offset in the pool. A backend
+// has one TeacherPool for each device. TeacherPool only decides; the backend owns the memory and copies the
+// values.
 //
-// The members of a pool are such heads. A member that is used gets a place of its size. If there is no room,
-// the least recently used members leave the pool until there is. The values stay in host memory, so nothing
-// is copied back.
+// The members of a pool are the heads that live in host memory. When a member is used, it gets a place of its
+// size. If there is no room, the least recently used members leave their places until there is room. Host
+// memory keeps all values, so nothing is copied back.
 //
-// After an error the pool is as it was.
+// After an error the pool has not changed.
 #ifndef LOSSD_KERNELS_TEACHER_POOL_H_
 #define LOSSD_KERNELS_TEACHER_POOL_H_
 
@@ -24,16 +25,16 @@
 
 namespace lossd::kernels {
 
-// How often a head in host memory was copied to the device since it was created. Plain data; for several
-// devices the sums.
+// How often a head in host memory was copied to the device since the head was created. Plain data. For
+// several devices the counts are sums.
 struct PagingStats {
-  bool on_device = false;    // it is there now; with several devices, on all of them
+  bool on_device = false;    // the head is on the device now; with several devices: on all of them
   int64_t value_bytes = 0;   // size of one copy
   int64_t hits = 0;          // chunks that found the values on the device
   int64_t copies = 0;        // chunks for which the values were copied
-  int64_t evictions = 0;     // how often it left the pool for another head
+  int64_t evictions = 0;     // how often the head left its place for another head
   int64_t copied_bytes = 0;  // total of all copies
-  absl::Duration copying;    // total duration, on their stream, of the copies that have ended
+  absl::Duration copying;    // total duration of the copies that have ended, measured on their stream
 
   PagingStats& operator+=(const PagingStats& other);
 };
@@ -49,12 +50,11 @@ class TeacherPool {
   // `limit_bytes`: the size of the pool; 0: as large as its largest member.
   explicit TeacherPool(int64_t limit_bytes) : limit_bytes_(limit_bytes) {}
 
-  // The size that the pool would have with one more member of `bytes` >= 0. RESOURCE_EXHAUSTED, with both
-  // sizes, if the member alone is larger than the limit.
+  // The size that the pool would have with one more member of `bytes` >= 0 bytes. RESOURCE_EXHAUSTED, with
+  // both sizes, if the member alone is larger than the limit.
   absl::StatusOr<int64_t> SizeWith(int64_t bytes) const;
   // Adds a member, which is not on the device yet. SizeWith(bytes) must be OK and becomes the size of the
-  // pool. If that is larger than before, the caller has to allocate new memory, and no member is on the
-  // device.
+  // pool. If the pool becomes larger, the caller must allocate new memory, and no member is on the device.
   Id Add(int64_t bytes);
   // Removes a member. A pool without members has size 0.
   void Remove(Id id);
@@ -63,7 +63,7 @@ class TeacherPool {
   struct Place {
     int64_t offset = 0;  // offset of the member's values in the pool
     bool copy = false;   // the caller has to copy the values there first
-    // Members that left the pool for it, in this order; their values may overlap its place.
+    // Members that left their places for this member, in this order. Their values may lie in the new place.
     std::vector<Id> evicted;
   };
   // Gives a member a place on the device and makes it the most recently used.

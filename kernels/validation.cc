@@ -158,7 +158,8 @@ absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& 
   return ValidateTargets(config, index, slice);
 }
 
-// Checks that a chunk has a teacher if and only if it is distilled, and that its slices fit to that.
+// Checks that a chunk has a teacher if and only if it is distilled. The slices of a distilled chunk must have
+// hidden states for the teacher, and neither retained rows nor upstream gradients of lse or entropy.
 absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) {
   const bool distilled = chunk.options.distillation.used();
   if (distilled != (chunk.teacher != nullptr)) {

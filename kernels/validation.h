@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Checks of arguments that are the same for all backends, made before anything is computed or changed. Also
-// here: which rows of a tensor a replica of a divided head stores and updates (ShardRows).
+// Checks of arguments that all backends make before they compute or change anything. The file also defines
+// which rows of a tensor a replica of a divided head stores and updates (ShardRows).
 //
 // Functions are stateless and thread-safe. Messages name the field and the value.
 #ifndef LOSSD_KERNELS_VALIDATION_H_
@@ -27,8 +27,9 @@ absl::Status ValidateChunk(const HeadConfig& config, int64_t chunk_rows, const C
 absl::Status ValidateTensorAccess(const HeadConfig& config, TensorId id, int64_t row_begin, int64_t rows,
                                   DType dtype, size_t bytes);
 
-// The same check for a replica, which stores only the rows StoredRowsOf() of a tensor. Also NOT_FOUND if it
-// stores no row of the tensor, and INVALID_ARGUMENT if it does not store all the rows.
+// The same check for a replica, which stores only the rows StoredRowsOf() of a tensor. Also NOT_FOUND if the
+// replica stores no row of the tensor, and INVALID_ARGUMENT if it does not store all of the rows [row_begin,
+// row_begin + rows).
 absl::Status ValidateReplicaAccess(const HeadConfig& config, Replica replica, TensorId id, int64_t row_begin,
                                    int64_t rows, DType dtype, size_t bytes);
 
@@ -49,8 +50,8 @@ struct ShardRows {
   friend bool operator==(const ShardRows&, const ShardRows&) = default;
 };
 
-// How many of `devices` devices divide the classes of one copy of the head. 1, so that each device has all
-// classes, if the head is not split by vocabulary or has more copies than devices.
+// The number of devices, out of `devices`, that divide the classes of one copy of the head. It is 1, so each
+// device has all classes, if the head is not split by vocabulary or has more copies than devices.
 inline int PlacesOf(const HeadConfig& config, int devices) {
   return config.split == Split::kVocabulary ? std::max(1, devices / ReplicasOf(config)) : 1;
 }
@@ -85,7 +86,7 @@ inline int64_t MostClassesOf(const HeadConfig& config, int replicas) {
   return most;
 }
 
-// The index of the first replica that has the most classes. Descriptions of a head are taken from it.
+// The index of the first replica that has the most classes. Descriptions of a head describe this replica.
 inline int WithMostClasses(const HeadConfig& config, int replicas) {
   int most = 0;
   for (int i = 1; i < replicas; ++i) {
@@ -94,8 +95,9 @@ inline int WithMostClasses(const HeadConfig& config, int replicas) {
   return most;
 }
 
-// What a replica updates. The classes that it has are updated by several copies of the head together, each
-// its shard of them; with one copy the shard is all of them. The first copy also updates the norm.
+// The parameters that a replica updates. Several copies of the head may have the same classes; each copy
+// updates its shard of these classes. With one copy, the shard is all classes of the replica. The first copy
+// also updates the norm.
 inline Shard ShardOf(const HeadConfig& config, Replica replica) {
   const ShardRows classes = ClassesOf(config, replica);
   Shard shard = ShardOf(classes.rows, CopyOf(config, replica));
@@ -111,8 +113,8 @@ inline ShardRows ShardRowsOf(const HeadConfig& config, Param param, Replica repl
   return {0, shard.norm ? ShapeOf(config, param).rows : 0};
 }
 
-// The rows of a tensor that a replica stores: of weight and bias the rows of its classes, of other parameters
-// all rows. Of moments it stores only the rows that it updates.
+// The rows of a tensor that a replica stores. Of weight and bias it stores the rows of its classes, of other
+// parameters all rows, and of moments only the rows that it updates.
 inline ShardRows StoredRowsOf(const HeadConfig& config, TensorId id, Replica replica) {
   if (IsMoment(id.role)) return ShardRowsOf(config, id.param, replica);
   if (id.param == Param::kWeight || id.param == Param::kBias) return ClassesOf(config, replica);

@@ -93,8 +93,8 @@ class GroupBackend final : public Backend {
     return sum;
   }
 
-  // As many as one member takes, and one more for each other member, so that chunks of few rows, each on one
-  // member, keep all members busy.
+  // As many chunks as one member takes, plus one for each other member. So chunks of few rows, each of which
+  // is computed by one member, keep all members busy.
   int max_chunks_in_flight() const override { return first().max_chunks_in_flight() + members_.size() - 1; }
 
   // If neither the config nor the options name a split, plans a split by rows.
@@ -191,8 +191,8 @@ class GroupBackend final : public Backend {
 
  private:
   Backend& first() const { return members_.backend(0); }
-  // Calls one of the two functions, as the split says. With kAny, calls `make_by_rows` first, and
-  // `make_by_vocabulary` if that does not fit.
+  // Calls one of the two functions, depending on the split. With kAny, first calls `make_by_rows`; if the
+  // head does not fit by rows, calls `make_by_vocabulary`.
   template <typename Result, typename ByRows, typename ByVocabulary>
   absl::StatusOr<Result> EitherWay(const HeadConfig& config, const ByRows& make_by_rows,
                                    const ByVocabulary& make_by_vocabulary) const {
@@ -210,7 +210,7 @@ class GroupBackend final : public Backend {
   }
 
   // Plans the heads of all members one after the other, as CreateHeads creates them. The result has the
-  // choices of member `described`, and the smallest slice_rows of the members as chunk_rows.
+  // choices of member `described`; its chunk_rows is the smallest slice_rows of all members.
   absl::StatusOr<PlannedHead> PlanHeads(const HeadConfig& config, const MemoryBytes& beside,
                                         int described) const {
     PlannedHead all;
@@ -313,8 +313,8 @@ class GroupBackend final : public Backend {
     return all;
   }
 
-  // Creates the members' heads one after the other, so that it is always the same member whose head does not
-  // fit.
+  // Creates the members' heads one after the other. So if the heads do not fit, it is always the same member
+  // that fails.
   absl::Status CreateHeads(const HeadConfig& config, std::vector<std::unique_ptr<HeadKernels>>& heads) {
     for (int i = 0; i < members_.size(); ++i) {
       absl::Status status = members_.On(i, [&] {
@@ -356,7 +356,7 @@ class GroupBackend final : public Backend {
   }
 
   Members members_;
-  // These may own the connection of the members, so they are destroyed before the members.
+  // The next two may own the connection between the members, so they are destroyed before the members.
   const GroupOptions options_;
   const MakeReplicas make_replicas_;
 };

@@ -19,13 +19,13 @@
 
 namespace lossd::kernels {
 
-// Connects the heads that the members have of one head, in the order of the members. The heads have the same
-// config, and PlacesOf says how they divide the head.
+// For a head of the group, each member has a head of its own. MakeReplicas connects these heads, given in the
+// order of the members. They have the same config, and PlacesOf says how they divide the group's head.
 using MakeReplicas =
     std::function<absl::StatusOr<std::unique_ptr<Replicas>>(absl::Span<HeadKernels* const> heads)>;
 
-// Joins the heads that the members have of one head, in the order of the members. The heads have the same
-// config, whose split is kVocabulary.
+// Joins the members' heads of one head of the group, given in the order of the members, so that they can
+// divide its classes. They have the same config, whose split is kVocabulary.
 using JoinClasses = std::function<absl::Status(absl::Span<HeadKernels* const> heads)>;
 
 // A JoinClasses for devices that cannot share the classes of a head: returns INVALID_ARGUMENT.
@@ -42,34 +42,38 @@ class GroupStaging {
 };
 
 struct GroupOptions {
-  // A chunk of fewer rows is computed by one member. With 512 rows, a pass over the fp32 weight gradient
-  // takes about as long as the products of the rows. If two members shared fewer rows, each of them would
-  // make that pass for half of the rows.
+  // A chunk of fewer rows than this is computed by one member. If two members shared it, each of them would
+  // make a pass over the whole fp32 weight gradient for half of the rows. With 512 rows, that pass takes
+  // about as long as the products of the rows.
   int64_t least_rows = 512;
-  // The members count their memory together, as those of CreateCpuMembers do, so the statistics of one member
-  // are those of all.
+  // The members count their memory together, as the members of CreateCpuMembers do. The statistics of one
+  // member are then the statistics of all members.
   bool members_share_memory = false;
   Split split = Split::kAny;  // for heads whose config says kAny
-  // For heads split by vocabulary whose config has 0; divides the number of members.
+  // The number of replicas of heads that are split by vocabulary and whose config says 0. The number of
+  // members must be a multiple of it.
   int replicas = 1;
   JoinClasses join_classes = RefuseToSplitVocabulary;
-  // The clocks of exchanges between members of one process. The group counts the exchanges of a step; what
-  // `join_classes` makes counts those of chunks. Null: they are not counted.
+  // The clocks that measure exchanges between members of one process. The group measures the exchanges of a
+  // step. The object that `join_classes` makes measures the exchanges of chunks. Null: exchanges are not
+  // measured.
   std::shared_ptr<MemberExchanges> exchanges = nullptr;
   GroupStaging* staging = nullptr;  // outlives the backend; null: member 0 allocates
   // Whether a head that is split by vocabulary may have several replicas. `join_classes` then joins the
   // members of each replica, and MakeReplicas connects the members that have the same classes.
   bool may_have_replicas = true;
-  // Returns the member whose device has this memory, or -1 if none has it or that is not known. With it, the
-  // replica whose device has some rows computes them. Thread-safe. Null: never known.
+  // Returns the member whose device has this memory, or -1 if no member's device has it or if it is not
+  // known. Rows that lie in the memory of a device are then computed by the replica of that device.
+  // Thread-safe. Null: the device is never known.
   std::function<int(const void* memory)> member_of = nullptr;
-  // Called for each chunk, on the driving thread; an error refuses the chunk. For members that may still
-  // write to the memory of a chunk that failed: after such a failure, no more chunks are computed.
+  // Called for each chunk, on the driving thread; an error refuses the chunk. It serves groups whose members
+  // may still write to the memory of a chunk that has failed: after such a failure it returns an error, so no
+  // more chunks are computed.
   std::function<absl::Status()> check_members = [] { return absl::OkStatus(); };
 };
 
-// Creates a group. If neither a head's config nor the options say how the head is split, it is split by rows
-// if that fits the members' memory, else by vocabulary. A head split by vocabulary with replicas of one
+// Creates a group. If neither a head's config nor the options say how the head is split, the head is split by
+// rows if that fits the members' memory, else by vocabulary. A head split by vocabulary with replicas of one
 // member each is the same as a head split by rows.
 //
 // Member 0 allocates the memory of deferred microbatches and, without GroupOptions::staging, the staging

@@ -35,7 +35,7 @@ std::vector<int> MembersOf(absl::Span<const Slice> slices, int members, int firs
                            absl::Span<const int> homes) {
   std::vector<int> member_of(slices.size(), 0);
   std::vector<int64_t> rows = RowsAtHome(slices, members, homes);
-  // Now in the order of the members from first_member on.
+  // Puts `rows` into the order of the members from first_member on.
   std::rotate(rows.begin(), rows.begin() + first_member, rows.end());
   std::vector<size_t> largest_first(slices.size());
   std::iota(largest_first.begin(), largest_first.end(), size_t{0});
@@ -157,7 +157,7 @@ void GroupChunk::CallResults() {
 void GroupChunk::CallDone() { callbacks_.on_done(DoneStatus()); }
 
 void GroupChunk::CollectSlices() {
-  // Backwards, so that the first part that has a slice writes last.
+  // The loop runs backwards, so that the first part that has a slice writes the slice's results last.
   for (size_t i = parts_.size(); i-- > 0;) {
     for (size_t j = 0; j < parts_[i].slices.size(); ++j) {
       Slice& slice = whole_->slices[divided_[i].slices[j]];

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The chunks of a group while its members compute them. Divide decides which member computes which slices.
-// GroupChunk is one chunk in its parts. ChunkOrder calls the callbacks of chunks in order.
+// The chunks of a group (group_backend.h) while its members compute them. Divide decides which member
+// computes which slices of a chunk. GroupChunk is a chunk that is divided into parts. ChunkOrder calls the
+// callbacks of a head's chunks in order.
 #ifndef LOSSD_KERNELS_GROUP_GROUP_CHUNK_H_
 #define LOSSD_KERNELS_GROUP_GROUP_CHUNK_H_
 
@@ -30,7 +31,7 @@ struct ChunkPart {
 // The limits of Divide.
 struct DivisionLimits {
   int members = 1;
-  int64_t member_rows = 0;  // the most rows of a part; no slice has more
+  int64_t member_rows = 0;  // the most rows of a part; no slice has more rows
   // A chunk of fewer rows than this goes to one member, because a pass over the weight gradient costs each
   // member the same for any number of rows.
   int64_t least_rows = 0;
@@ -39,11 +40,11 @@ struct DivisionLimits {
 // Decides which of several members computes which slices of a chunk. A member is a device, or a replica of
 // several devices. A pure function; thread-safe.
 //
-// Slices stay whole and in order. Each slice, the largest first, goes to the member that has the fewest rows
-// so far, so the members' rows differ by at most one slice. Between members with equally few rows, the first
-// one from `first_member` on gets the slice. A chunk that is not divided goes to `first_member`. A member's
-// slices become several parts if they have more rows than a part may have. An empty chunk is one part without
-// slices.
+// Slices are not divided, and keep their order. Each slice, the largest first, goes to the member that has
+// the fewest rows so far, so the members' rows differ by at most one slice. If several members have equally
+// few rows, the first of them, counted from `first_member` on, gets the slice. A chunk that is not divided
+// goes to `first_member`. If a member's slices together have more rows than a part may have, they become
+// several parts. An empty chunk is one part without slices.
 //
 // `homes`: for each slice, the member that must compute it, because its device has the hidden states; -1: any
 // member. Empty: any member for all slices. A chunk that is not divided goes to the home of most of its rows.
@@ -58,7 +59,7 @@ std::vector<ChunkPart> Divide(absl::Span<const Slice> slices, const DivisionLimi
 class GroupChunk {
  public:
   // Either each slice of `whole` is in one of the `parts`, or every part has all slices. The results of a
-  // slice are taken from the first part that has it.
+  // slice are taken from the first part that has the slice.
   GroupChunk(Chunk* whole, ChunkCallbacks callbacks, std::vector<ChunkPart> parts);
   // A chunk that is refused with an error.
   GroupChunk(absl::Status refusal, ChunkCallbacks callbacks);
@@ -70,7 +71,7 @@ class GroupChunk {
   int64_t rows(size_t part) const { return divided_[part].rows; }
   Chunk* chunk(size_t part) { return &parts_[part].chunk; }
 
-  // The callbacks of a part. They return true for the last part that calls.
+  // The callbacks of a part. Each returns true if all other parts have called it before.
   bool OnResults(size_t part, const absl::Status& status);
   bool OnDone(size_t part, const absl::Status& status);
 
@@ -104,13 +105,14 @@ class GroupChunk {
   size_t unfinished_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Calls the callbacks of a head's chunks in the order of submission, even if the members finish in another
-// order: on_results of a chunk after on_results of the chunks before it, and on_done in the same way.
+// Calls the callbacks of a head's chunks in the order of submission, even if the members finish the chunks in
+// another order. on_results of a chunk is called after on_results of all chunks before it. The same holds for
+// on_done.
 //
 // Thread-safe. Callbacks run on the threads that call this object, one at a time and without the lock.
 class ChunkOrder {
  public:
-  // Adds a submitted chunk. The callbacks of a refused chunk, which has no parts, run when its turn comes.
+  // Adds a submitted chunk. A refused chunk has no parts; its callbacks run when its turn comes.
   void Add(std::shared_ptr<GroupChunk> chunk) ABSL_LOCKS_EXCLUDED(mutex_);
   // All parts of the chunk have results (OnResults), or are done (OnDone).
   void OnResults(const GroupChunk& chunk) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -126,13 +128,15 @@ class ChunkOrder {
   };
 
   Entry& EntryOf(const GroupChunk& chunk) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Runs the callbacks that are due. If another thread is running callbacks, that thread also runs these.
+  // Runs the callbacks that are due. If another thread is running callbacks, that thread runs the due
+  // callbacks, too.
   void Advance() ABSL_LOCKS_EXCLUDED(mutex_);
   bool CallNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   absl::Mutex mutex_;
   std::deque<Entry> entries_ ABSL_GUARDED_BY(mutex_);
-  size_t told_ ABSL_GUARDED_BY(mutex_) = 0;  // number of entries, from the front, whose on_results was called
+  // The number of entries, from the front, whose on_results has been called.
+  size_t told_ ABSL_GUARDED_BY(mutex_) = 0;
   bool calling_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

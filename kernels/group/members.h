@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The members of a group; a member is the backend of one device. MemberThread is the thread that drives a
-// member. Members has all members. MemberHeads has the members' heads of one head of the group.
+// The members of a group (group_backend.h). A member is the backend of one device. Members has all members of
+// a group. MemberThread is the thread that drives one member. MemberHeads has the heads that the members have
+// for one head of the group.
 #ifndef LOSSD_KERNELS_GROUP_MEMBERS_H_
 #define LOSSD_KERNELS_GROUP_MEMBERS_H_
 
@@ -26,8 +27,8 @@
 
 namespace lossd::kernels {
 
-// The driving thread of one member: it calls the member's backend and heads. So members that compute during
-// the call, as CPU backends do, work at the same time. Thread-safe.
+// The driving thread of one member: it calls the member's backend and heads. Because each member has its own
+// thread, members whose calls compute, as the calls of a CPU backend do, work at the same time. Thread-safe.
 class MemberThread {
  public:
   using Task = absl::AnyInvocable<void()>;
@@ -42,10 +43,10 @@ class MemberThread {
   // Queues a task. Tasks run one after the other, in the order of Post.
   void Post(Task task);
 
-  // Called by a task before it submits a chunk: waits until the member takes another chunk. Other threads end
-  // chunks.
+  // Called by a task before it submits a chunk: waits until the member takes another chunk. Other threads
+  // call EndChunk.
   void StartChunk();
-  // A chunk has ended. `rows`: its rows; absent if it failed.
+  // A chunk has ended. `rows`: the number of its rows; nullopt if it failed.
   void EndChunk(std::optional<int64_t> rows);
 
   MemberWork work() const;
@@ -91,8 +92,8 @@ class Members {
   std::vector<std::unique_ptr<MemberThread>> threads_;  // destroyed before the backends
 };
 
-// The members' heads of one head of the group, and the chunks that they compute together. Used by the group's
-// driving thread; the heads themselves are called on their members' threads.
+// The heads that the members have for one head of the group, and the chunks that these heads compute
+// together. Used by the group's driving thread; it calls each head on the thread of the head's member.
 class MemberHeads {
  public:
   // `heads`: one for each member. The members outlive this object.
@@ -116,8 +117,9 @@ class MemberHeads {
   // Calls HeadKernels::CheckTeacher of each member's head with the same member's head of `teacher`. Both have
   // the same members.
   absl::Status CheckTeacher(const MemberHeads& teacher) const;
-  // Submit computes a chunk in parts; Refuse calls the callbacks with an error when the chunk's turn comes.
-  // `teacher`: has, for each member, the Chunk::teacher of its part; null without a teacher.
+  // Submit computes a chunk in parts. Refuse calls the callbacks with an error when the chunk's turn comes.
+  // `teacher`: the members' heads of the chunk's teacher; each member's part of the chunk gets that member's
+  // head as its Chunk::teacher. Null: the chunk has no teacher.
   void Submit(Chunk* chunk, ChunkCallbacks callbacks, std::vector<ChunkPart> parts,
               const MemberHeads* teacher = nullptr);
   void Refuse(absl::Status refusal, ChunkCallbacks callbacks);
@@ -127,7 +129,7 @@ class MemberHeads {
   // the members.
   absl::Status ForEach(absl::FunctionRef<absl::Status(int member, HeadKernels& head)> fn) const;
 
-  // ---- Operations on all members, each of which has some of the gradients; no chunk may be in flight ----
+  // ---- Operations on all members; each member has some of the gradients. No chunk may be in flight. ----
   absl::Status CheckTrainable() const;
   // The norm of the gradients of all members together.
   absl::StatusOr<double> GradNorm() const;

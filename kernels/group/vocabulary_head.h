@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// VocabularyHead is a head whose classes are divided among the members of a group. Each member has some of
-// the classes, with their values, gradients and optimizer state, and computes these classes for all rows.
-// While they compute a chunk, the members exchange sums over all classes (docs/scaling.md). All members have
-// the norm's parameters and update them in the same way.
+// VocabularyHead is a head whose classes are divided among the members of a group (group_backend.h). Each
+// member has some of the classes, with their values, gradients and optimizer state, and computes its classes
+// for all rows. While they compute a chunk, the members exchange sums over all classes (docs/scaling.md). All
+// members have the norm's parameters and update them in the same way.
 #ifndef LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
 #define LOSSD_KERNELS_GROUP_VOCABULARY_HEAD_H_
 
@@ -28,9 +28,9 @@ class VocabularyHead final : public HeadKernels {
   // Creates another head of the same members, with the tensors of a new head.
   using Make = std::function<absl::StatusOr<std::unique_ptr<VocabularyHead>>(const HeadConfig& config)>;
 
-  // `config`: as the caller asked for it. `reason`: why the head is split by vocabulary, for people. `heads`:
-  // the joined heads of the members; the split in their config is kVocabulary. The members, and what `make`
-  // needs, outlive the head.
+  // `config`: the config that the caller asked for. `reason`: why the head is split by vocabulary, for
+  // people. `heads`: the joined heads of the members; the split in their config is kVocabulary. The members,
+  // and all objects that `make` uses, outlive the head.
   VocabularyHead(const HeadConfig& config, absl::string_view reason, Members* members,
                  std::vector<std::unique_ptr<HeadKernels>> heads, Make make)
       : config_(config),
@@ -39,8 +39,8 @@ class VocabularyHead final : public HeadKernels {
         heads_(std::make_unique<MemberHeads>(members, std::move(heads))) {}
   ~VocabularyHead() override { heads_->WaitUntilIdle(); }
 
-  // The description of such a head: `first`, the description of the member with the most classes, plus how
-  // classes are divided.
+  // Describes a VocabularyHead: `first`, which describes the head of the member with the most classes, and a
+  // choice that says how classes are divided.
   static std::vector<Choice> Describe(std::vector<Choice> first, const HeadConfig& config, int members,
                                       absl::string_view reason);
 
@@ -50,7 +50,7 @@ class VocabularyHead final : public HeadKernels {
   MemoryBytes memory() const override { return heads_->memory(); }
   std::vector<Choice> Describe() const override;
 
-  // The teacher must be split over the same devices with the same shares.
+  // The teacher must be split over the same devices with the same shares as this head.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
 
@@ -70,8 +70,8 @@ class VocabularyHead final : public HeadKernels {
   void PassBy(absl::Span<const int> ranks) override { heads_->PassBy(ranks); }
 
  private:
-  // Rows [first, first + rows) of a tensor, which one member has. They are `bytes` bytes, which begin at byte
-  // `offset` of the rows asked for.
+  // Rows [first, first + rows) of a tensor; one member has them. In the host memory of the rows that an
+  // operation asks for, they are the `bytes` bytes from byte `offset` on.
   struct Owned {
     int64_t first = 0;
     int64_t rows = 0;
@@ -85,7 +85,8 @@ class VocabularyHead final : public HeadKernels {
   absl::Status ForOwners(TensorId id, int64_t row_begin, int64_t rows, DType dtype, bool first_alone,
                          absl::FunctionRef<absl::Status(HeadKernels& head, const Owned& owned)> fn) const;
 
-  // Held while the shares change, and by CheckTeacher, which any thread may call.
+  // SetShares holds it while it replaces config_ and heads_. CheckTeacher holds it while it reads them,
+  // because any thread may call CheckTeacher.
   mutable absl::Mutex division_;
   HeadConfig config_;  // SetShares changes its shares
   const std::string reason_;

@@ -13,7 +13,8 @@ namespace lossd::kernels::reference {
 
 // ---- Objectives ----
 // The objectives by the formulas of their papers, with derivatives with respect to the log-probability of the
-// target. The backends evaluate kernels/objective.h; its formulas are deliberately not used here.
+// target. The backends use kernels/objective.h. The reference does not use it, so that tests compare two
+// implementations.
 
 namespace {
 
@@ -191,7 +192,8 @@ double LogOfSum(double a, double b) {
   return top + std::log(std::exp(a - top) + std::exp(b - top));
 }
 
-// The term of one class in a divergence, and q times the term's derivatives with respect to q and p.
+// The term f(p, q) of one class in a divergence, q times the term's derivative with respect to q, and p times
+// its derivative with respect to p.
 struct ClassTerm {
   double value = 0.0;
   double by_student = 0.0;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The reference implementation of the loss head (reference.h): optimizer, sampling, norm, and Compute.
 #include "kernels/reference/reference.h"
 
 #include <algorithm>
@@ -69,7 +70,8 @@ std::vector<double> Of(const SampledPart& part, const std::vector<double>& value
 
 double WidthOf(double size) { return std::clamp(size, 0.0, 1.0); }
 
-// A class that may or may not be taken, with its place in the row and the error of the place.
+// A class for which errors may decide whether it is taken: its place on the line of classes, and the error of
+// this place.
 struct OpenClass {
   size_t v;
   double begin, end;
@@ -94,7 +96,7 @@ struct Candidate {
   size_t v;
   size_t point;
   bool taken;
-  double share;  // the share of the point's possible places in the class
+  double share;  // the part of the point's possible places that lies in this class
 };
 
 void AddCandidates(const OpenClass& c, double omega, std::vector<Candidate>& candidates) {
@@ -138,7 +140,7 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
     if (c.error >= 0.5) undecided[c.v] = std::max(0.25, 2.0 * width * (1.0 - width));
     if (c.error > 0.0 && c.error < 0.5) AddCandidates(c, omega, candidates);
   }
-  // For each point, the sum of the shares of the classes that are not taken.
+  // For each point, the sum of the shares of those classes that may get the point but are not taken.
   std::vector<double> others(sizes.size() + 2);
   for (const Candidate& c : candidates) others[c.point] += c.taken ? 0.0 : c.share;
   for (const Candidate& c : candidates) {
@@ -197,8 +199,8 @@ NormedRow ApplyNorm(const Head& head, const double* x) {
 }
 
 // Computes the gradient before the norm from the gradient after it, by applying the Jacobian term by term.
-// Writes it to `grad_x` from element `begin` on. Errors of the elements of a row may all have the same sign,
-// so their standard deviations are added.
+// Writes it to `grad_x` from element `begin` on. The errors of all elements of a row may have the same sign,
+// so the standard deviations of the elements are added.
 void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y, size_t begin,
                   Gradient& grad_x) {
   const size_t d = row.y.size();
@@ -233,7 +235,7 @@ void NormBackward(const Head& head, const NormedRow& row, const Gradient& grad_y
   }
 }
 
-// The weight of the loss with the target, if there is a divergence too.
+// The weight of the loss with the target: Distillation::target_weight, or 1 without a teacher.
 double TargetWeight(const LossOptions& options) {
   return options.distillation.used() ? static_cast<double>(options.distillation.target_weight) : 1.0;
 }
@@ -649,7 +651,8 @@ RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, 
   row.error = row.variance = row.size;
   row.sample_scale = SampleScale(options, u, u_sum, soft, target, upstream);
   const double least = static_cast<double>(options.sample_threshold) * row.sample_scale;
-  // The errors of the logits of both heads, over the temperature, count.
+  // With a teacher, the errors of the logits of both heads count. max_abs_logit has these logits divided by
+  // the temperature.
   const double largest = std::max(MaxAbs(soft.z), upstream.divergence.max_abs_logit);
   const double logit_error = rows.logit_error * (1.0 + largest);
   for (size_t v = 0; v < v_count; ++v) {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference implementation of the loss head: double precision, row by row, with plain loops. Tests
-// compare every backend with it; no other code uses it. The formulas are those of docs/math.md.
-// tests/kernels/reference checks the gradients against finite differences of the loss.
+// compare every backend with it; no other code uses it. The formulas and symbols are those of docs/math.md: N
+// rows, hidden size D, V classes. tests/kernels/reference checks the gradients against finite differences of
+// the loss.
 //
-// Begin to read at Compute. Around it are parts that tests also use alone: the optimizer (ApplyUpdate), the
-// classes that sampling takes (TakenClasses) and the formulas for one row.
+// The main function is Compute. Tests also use some of its parts alone: the classes that sampling takes
+// (TakenClasses) and the formulas for one row. ApplyUpdate is the optimizer.
 //
 // All functions are pure and thread-safe. Arguments are assumed valid. Matrices are row-major.
 #ifndef LOSSD_KERNELS_REFERENCE_REFERENCE_H_
@@ -26,48 +27,57 @@ struct OptimizerMoments {
 };
 
 // Makes update number `update` (1-based) of `values` with `gradient`, as torch.optim defines it. `is_vector`:
-// the parameter is a bias or belongs to the norm, and decays only with options.decay_vectors. `cols` is used
-// only with options.lazy_rows and without is_vector: then `values` are rows of `cols` values each, and rows
-// whose gradient is 0 do not change.
+// the parameter is a bias or belongs to the norm; weight decay then applies only with options.decay_vectors.
+// `cols`: the length of a row of a weight matrix. It is used only with options.lazy_rows and not for vectors:
+// rows whose gradient is 0 then do not change.
 void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector,
                  const std::vector<double>& gradient, std::vector<double>& values, OptimizerMoments& moments,
                  size_t cols = 1);
 
-// Systematic sampling of one row (docs/math.md, "Sampled gradients"). TakenClasses gives the classes that it
-// takes, and UndecidedClasses the classes for which rounding errors decide whether they are taken.
+// Systematic sampling of one row (docs/math.md, "Sampled gradients"). TakenClasses returns the classes that
+// are taken. UndecidedClasses returns the classes for which rounding errors decide whether they are taken.
 
-// Classes [begin, end) of a row, which are sampled with their own random number omega.
+// Classes [begin, end) of a row. They are sampled together, with the random number `omega`, which belongs to
+// this part.
 struct SampledPart {
   size_t begin = 0;
   size_t end = 0;
   double omega = 0.0;
 };
 
-// The parts of a row whose classes are divided over `parts` devices: by `shares`, or evenly if `shares` is
-// empty (ClassShardOf). row: the row's number in the microbatch.
+// The parts of a row whose classes are divided over `parts` devices (ClassShardOf): in proportion to
+// `shares`, or evenly if `shares` is empty. `seed`: the microbatch's seed. `row`: the row's number in the
+// microbatch.
 std::vector<SampledPart> SampledPartsOf(size_t classes, int parts, absl::Span<const int32_t> shares,
                                         uint64_t seed, uint64_t row);
 
-// [V]: 1 if the class is taken. sizes: size_v / tau of each class, 0 for the target.
+// Returns for each class [V] whether it is taken: 1 or 0. `sizes`: size_v / tau of each class, 0 for the
+// target.
 std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, double omega);
 
-// [V]: the squared difference that a computation may have in taking each class (1 taken, 0 not), if its sizes
-// are wrong by up to `errors` [V].
+// Returns for each class how far a tested computation may differ from TakenClasses.
+//
+// The classes lie side by side on a line, each as wide as its size, but at most 1. The points omega, omega +
+// 1, omega + 2, ... take the classes that they fall on. Suppose that the sizes of the tested computation are
+// wrong by up to `errors` [V]. Element v of the result [V] says how large (taken here - taken by the
+// computation)^2 may be for class v, where "taken" is 1 or 0:
 // - 0: the decision is certain.
-// - 1: the class and its neighbor may be exchanged. Errors add up along the row. A point may fall on the
-//   other class if it is closer to the border of the two classes than the sum of the errors up to there.
-// - Once this sum reaches half the distance of two points, only the probabilities are known. The value is
-//   then the expected squared difference of two independent draws, but at least 1/4, so that a sum of such
-//   values allows for a rare class.
+// - 1, or a share of 1: a point lies so close to an end of the class that it may fall on either side, because
+//   the distance is less than the sum of the errors of all classes up to there. The class that the point
+//   falls on here gets 1. The classes that it may fall on instead share another 1.
+// - Where this sum reaches 1/2, half the distance between two points, only the probabilities are known. The
+//   value is then the expected squared difference of two independent draws, but at least 1/4, so that a sum
+//   of such values allows for a rare class.
 std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
                                      double omega);
 
-// The same for a row in parts.
+// The same two functions for a row whose classes are sampled in parts.
 std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, const std::vector<SampledPart>& parts);
 std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std::vector<double>& errors,
                                      const std::vector<SampledPart>& parts);
 
-// The parameters of a head. Parameters that the head does not have by `config` are ignored, and may be empty.
+// The parameters of a head. Parameters that a head with this `config` does not have are ignored, and may be
+// empty.
 struct Head {
   HeadConfig config;
   std::vector<double> weight;         // [V, D]
@@ -78,7 +88,7 @@ struct Head {
   std::vector<Head> teacher;          // one teacher with options.distillation, else none
 };
 
-// Rows of one microbatch. An optional vector that is empty takes its default for every row.
+// Rows of one microbatch. A vector with a default may be empty; every row then has the default.
 struct Rows {
   std::vector<double> hidden;        // [N, D]
   std::vector<int32_t> targets;      // [N]; kIgnoredTarget: no target
@@ -88,17 +98,18 @@ struct Rows {
   std::vector<double> grad_loss;     // [N], default 1; multiplies grad_scale
   std::vector<double> grad_lse;      // [N], default 0
   std::vector<double> grad_entropy;  // [N], default 0
-  // For LossOptions::objective, as in kernels::Slice: advantages, old_logprobs and ref_logprobs, [N] each.
+  // The inputs of LossOptions::objective, [N] each, as in kernels::Slice.
   std::vector<double> advantages;
   std::vector<double> old_logprobs;
   std::vector<double> ref_logprobs;
-  // [N]: the value of log p_y in terms of the objective without a gradient; default: the row's own log p_y.
+  // [N]: the value of log p_y in those terms of the objective that have no gradient; default: the row's own
+  // log p_y.
   std::vector<double> stopped_logprobs;
   uint64_t sample_seed = 0;  // as in kernels::Slice
   int64_t first_row = 0;
   // Whether the uniform part of label smoothing is sampled even without a softcap.
   bool sample_uniform = false;
-  // The number of devices that the classes are divided over. Each samples its own classes.
+  // The number of devices that the classes are divided over. Each device samples its own classes.
   int class_parts = 1;
   // The shares of these devices (HeadConfig::shares); empty: equal shares.
   std::vector<int32_t> class_shares;
@@ -115,10 +126,11 @@ struct Rows {
 // A gradient, with measures of the error that each element may have in a computation.
 // - `magnitude`: the sum of the absolute values of the element's terms. Rounding errors are proportional to
 //   it.
-// - `variance`, only for sampled gradients, else 0: the variance of the element if classes were taken
-//   independently, or a bound on it if the gradient goes through a norm. For weight and bias, where each row
-//   adds one class to an element, it is the exact variance.
-// - `undecided`, likewise: the squared difference that undecided classes make (UndecidedClasses).
+// - `variance`: the variance that the element would have if the classes of a row were taken independently of
+//   each other. For weight and bias it is the exact variance, because each row adds only one class to an
+//   element. If the gradient goes through a norm, it is an upper bound. It is 0 unless gradients are sampled.
+// - `undecided`: the squared difference that undecided classes may make (UndecidedClasses); 0 unless
+//   gradients are sampled.
 struct Gradient {
   std::vector<double> value;
   std::vector<double> magnitude;
@@ -136,31 +148,33 @@ struct ParamGradients {
 };
 
 struct Result {
-  // [N] each; 0 for ignored rows (argmax: -1). loss and z_loss are multiplied by the row weight, the others
-  // are not.
+  // [N] each; 0 for ignored rows (argmax: -1). loss and z_loss are multiplied by the row weight, the other
+  // results are not.
   std::vector<double> loss;
   std::vector<double> z_loss;
   std::vector<double> lse;
   std::vector<double> entropy;
   std::vector<double> target_logprob;
   std::vector<int32_t> argmax;
-  // For tolerances: the largest |z| of the row, to which errors of lse are relative; and the gap between its
-  // two largest logits (infinite if V = 1), below which argmax may differ.
+  // For tolerances. max_abs_logit is the largest |z| of the row; errors of lse are relative to it. top_gap is
+  // the difference of the row's two largest logits, infinite if V = 1. argmax may differ if the errors of
+  // logits are larger than this difference.
   std::vector<double> max_abs_logit;
   std::vector<double> top_gap;
-  // The derivative of the row's loss, before its weight, with respect to log p_y: that of the objective, or 1
-  // without an objective.
+  // The sensitivity of the row's loss, before its weight, to log p_y (ObjectiveRow::sensitivity); 1 without
+  // an objective.
   std::vector<double> loss_sensitivity;
   Gradient grad_hidden;  // [N, D]
-  // [N]: the probability that a filtered gradient of the row leaves out; otherwise 0.
+  // [N]: the probability that the row's filtered gradient leaves out; 0 if gradients are not filtered.
   std::vector<double> dropped_mass;
-  // [N] each, for sampled gradients: kappa, the variance and the square of the row's gradient (docs/math.md).
+  // [N] each, for sampled gradients (docs/math.md): kappa, the variance that sampling adds to the gradient
+  // with respect to the row's scaled dot products, and the square of this gradient.
   std::vector<double> sample_scale;
   std::vector<double> sampling_variance;
   std::vector<double> squared_gradient;
-  // [N], for rows with a teacher: the sum of the absolute derivatives of the divergence, before its weight,
-  // with respect to z / temperature of all logits z of both heads. For such rows, max_abs_logit is the
-  // largest |z / temperature| of both heads.
+  // [N], for rows with a teacher. It is a sum over all logits z of both heads: the absolute derivative of the
+  // divergence (before its weight) with respect to z / temperature. For rows with a teacher, max_abs_logit is
+  // the largest |z / temperature| of both heads.
   std::vector<double> divergence_slope;
 
   LossSums sums;  // over all rows
@@ -169,7 +183,8 @@ struct Result {
 ParamGradients ZeroGradients(const HeadConfig& config);
 
 // Computes losses and gradients of `rows`. Adds the parameter gradients to *gradients unless it is null.
-// Decisions for a whole chunk (kAuto, WhyExact) are left to the caller: kAuto is computed as kSampled.
+// Decisions about a whole chunk (kAuto, WhyExact) are left to the caller. So Compute treats kAuto as
+// kSampled.
 Result Compute(const Head& head, const LossOptions& options, const Rows& rows, ParamGradients* gradients);
 
 // The input of sampling, [N, V] each; 0 for targets and in ignored rows.
@@ -198,8 +213,8 @@ struct Softmax {
 // y: the row after the norm.
 Softmax ComputeSoftmax(const Head& head, const LossOptions& options, const std::vector<double>& y);
 
-// The divergence of one row before its weight; its gradient with respect to the student's logits z; and
-// `magnitude`, the sums of the absolute terms of the gradient.
+// The divergence of one row, before its weight. `gradient` [V] is its derivative with respect to the
+// student's logits z. `magnitude` [V] is the sum of the absolute values of the terms of each derivative.
 struct RowDivergence {
   double value = 0.0;
   std::vector<double> gradient;
@@ -220,18 +235,18 @@ struct ClassWeights {
 // The objective of one row, evaluated.
 struct ObjectiveRow {
   double loss = 0.0;
-  // The two parts of the derivative of `loss` with respect to the log-probability of the target.
+  // The derivative of `loss` with respect to the log-probability of the target has two parts: the policy's,
+  // and that of the divergence from the reference.
   double policy_slope = 0.0;
   double kl_slope = 0.0;
-  double slope_magnitude =
-      // The sum of the absolute terms of the two slopes, including log-probabilities.
-      0.0;
+  // The sum of the absolute values of the terms of both slopes; log-probabilities count as terms.
+  double slope_magnitude = 0.0;
   // The sensitivity of `loss` to the log-probability, including terms without a gradient.
   double sensitivity = 1.0;
   double ratio = 0.0, old_kl = 0.0, ref_kl = 0.0;  // as in kernels::ObjectiveTerm
   bool clipped = false;
 };
-// l: log p_y. stopped: its value in terms without a gradient.
+// `l`: log p_y. `stopped`: the value of log p_y in terms that have no gradient.
 ObjectiveRow ComputeObjective(const Objective& objective, double l, double stopped, double advantage,
                               double old_logprob, double ref_logprob);
 // The objective of row n, with the log-probability that `soft` gives its target.
@@ -248,7 +263,8 @@ struct SoftTargets {
 
   bool used() const { return !weight.empty(); }
   double Loss(const Softmax& soft) const;
-  // Slope is the derivative of the loss with respect to z_v, and Magnitude the sum of its absolute terms.
+  // Slope is the derivative of the loss with respect to z_v. Magnitude is the sum of the absolute values of
+  // its terms.
   double Slope(const Softmax& soft, size_t v) const;
   double Magnitude(const Softmax& soft, size_t v) const;
 };
@@ -270,8 +286,9 @@ struct Upstream {
   double entropy;  // includes the objective's entropy bonus
   ObjectiveRow objective;
   SoftTargets targets;
-  // For a row with a teacher: the divergence and its factor. by_divergence is `loss` times the weight of the
-  // divergence, while `loss` itself has been multiplied by target_weight.
+  // For a row with a teacher: the divergence, and the factor with which it enters the gradients, which is
+  // grad_scale * row weight * grad_loss * Distillation::weight. `loss` then has the factor target_weight.
+  // UpstreamOf knows no teacher; Compute adds these values.
   RowDivergence divergence = {};
   double by_divergence = 0.0;
 };
@@ -290,14 +307,14 @@ double DroppedMass(const LossOptions& options, const Softmax& soft, size_t targe
 
 // The derivative dL/ds of one class in pieces, without the logit scale.
 struct ClassGradient {
-  double value = 0.0;      // without `uniform`
+  double value = 0.0;      // the sum of all terms except `uniform`
   double magnitude = 0.0;  // sum of the absolute terms of `value`
-  double uncapped = 0.0;   // sum of the absolute terms of `value`, without the factor dz/ds
+  double uncapped = 0.0;   // as `magnitude`, without the factor dz/ds
   // The part of label smoothing, which is the same for all rows except for a factor.
   double uniform = 0.0;
 };
 
-// The gradients of a row's classes, and the values that decide which are sampled.
+// The gradients of a row's classes, and the values that decide which classes are sampled.
 struct RowClasses {
   std::vector<ClassGradient> gradient;
   double sample_scale = 0.0;     // kappa
@@ -312,7 +329,8 @@ RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, 
 struct LogitGradient {
   Gradient gradient;  // [V]
   double sample_scale = 0.0;
-  // The variance and the square are those of dL/d(logit scale * dot product).
+  // The variance that sampling adds to dL/d(logit scale * dot product), and the square of that derivative;
+  // both summed over the row's classes.
   double sampling_variance = 0.0;
   double squared_gradient = 0.0;
 };

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Parses the addresses of a server, listens on them, and makes its security (addresses.h).
 #include "server/app/addresses.h"
 
 #include <arpa/inet.h>

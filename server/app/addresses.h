@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The addresses of a server, and its protection there. ParseAddresses reads addresses from a flag
-// ("host:port", or "unix:PATH" for a Unix socket), OpenSockets listens on them, and WritePortFile tells the
-// programs that start the server which ports it listens on. Security has the certificates, tokens and roles.
+// The addresses of a server, and the security of its connections. ParseAddresses reads addresses from a flag
+// ("host:port", or "unix:PATH" for a Unix socket). OpenSockets listens on them. WritePortFile writes the
+// ports to a file, for programs that start the server. Security has the certificates, tokens and roles.
 // CheckGrpcAddress and CheckHttpAddress check that a server may listen at an address with its security
 // options.
 //
@@ -30,7 +30,8 @@
 namespace lossd::app {
 
 struct Address {
-  // As given. An IPv6 address keeps its brackets. For a Unix socket it is the whole address, "unix:PATH".
+  // The host in the form in which it was given. An IPv6 address keeps its brackets. For a Unix socket it is
+  // the whole address, "unix:PATH".
   std::string host;
   int port = 0;  // kUnixSocket for a Unix socket
   static constexpr int kUnixSocket = -1;
@@ -40,7 +41,7 @@ struct Address {
 };
 
 // Parses "host:port" with a port in [0, 65535], or "unix:" and a path that the system accepts. Otherwise
-// INVALID_ARGUMENT naming `option`.
+// returns INVALID_ARGUMENT, which names `option`.
 absl::StatusOr<Address> ParseAddress(absl::string_view option, absl::string_view text);
 
 // Parses one or more addresses with commas between them. INVALID_ARGUMENT as ParseAddress, or if an address
@@ -59,8 +60,8 @@ absl::StatusOr<std::vector<access::ListeningSocket>> OpenSockets(std::vector<Add
 std::string TextOf(const std::vector<Address>& addresses);
 
 // Writes {"grpc": ..., "http": ...} with the actual addresses to `path`, for programs that start the server
-// on any free port. A reader sees the complete file or none. After an error, which names the path, there is
-// no file.
+// on any free port. A reader sees either the complete file or no file. After an error, which names the path,
+// there is no file.
 absl::Status WritePortFile(const std::string& path, const std::string& grpc, const std::string& http);
 
 // Security makes the certificates, tokens and roles of a server from its options, for gRPC and for HTTP.
@@ -68,15 +69,16 @@ absl::Status WritePortFile(const std::string& path, const std::string& grpc, con
 // Whether the options require callers to authenticate.
 bool Asks(const SecurityOptions& options);
 
-// Check that a server with these options may listen at the address. INVALID_ARGUMENT naming `listen` or
+// Check that a server with these options may listen at the address. INVALID_ARGUMENT names `listen` or
 // `http`, and the missing option.
 absl::Status CheckGrpcAddress(const SecurityOptions& options, const Address& address);
 absl::Status CheckHttpAddress(const SecurityOptions& options, const Address& address);
 
 class Security {
  public:
-  // Reads the files. INVALID_ARGUMENT, naming option and path, if a file is not valid or options contradict
-  // each other. `name_at` gives, for the log, the owner of a gRPC connection from a loopback address.
+  // Reads the files. INVALID_ARGUMENT, which names option and path, if a file is not valid or options
+  // contradict each other. `name_at` returns the owner of a gRPC connection from a loopback address, for the
+  // log.
   static absl::StatusOr<std::unique_ptr<Security>> Create(const SecurityOptions& options,
                                                           rpc::AccessControl::NameAt name_at = nullptr);
 
@@ -85,7 +87,7 @@ class Security {
   // The results of the following functions live as long as this object.
   const rpc::AccessControl& access_control() const { return access_control_; }
   const std::shared_ptr<grpc::ServerCredentials>& credentials() const { return credentials_; }
-  // The credentials of the service for other ranks. They have the same certificate, and ask for no client
+  // The credentials of the service for other ranks. They have the same certificate. They ask for no client
   // certificates, because ranks are admitted by their secret.
   const std::shared_ptr<grpc::ServerCredentials>& rank_credentials() const { return rank_credentials_; }
   metrics::HttpSecurity http();

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The functions of the library liblossd (lossd.h): servers, or ranks of servers, in the calling process.
 #include "server/app/lossd.h"
 
 #include <algorithm>
@@ -56,7 +57,7 @@ class PrivateFolder {
     return std::unique_ptr<PrivateFolder>(new PrivateFolder(std::move(path)));
   }
   ~PrivateFolder() {
-    std::error_code ignored;  // if removal fails, the folder stays
+    std::error_code ignored;  // if the removal fails, the folder remains
     std::filesystem::remove_all(path_, ignored);
   }
   PrivateFolder(const PrivateFolder&) = delete;
@@ -74,7 +75,8 @@ class PrivateFolder {
 // server.
 class State {
  public:
-  // Sets the state when the server ends. Only the first call counts: later ones are consequences of that end.
+  // Sets the state when the server ends. Only the first call counts, because later calls are consequences of
+  // that end.
   void Set(lossd_state state, absl::Status why = absl::OkStatus()) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
     if (state_ == LOSSD_SERVES) {
@@ -183,8 +185,8 @@ absl::StatusOr<Options> ReadOptions(const char* const* texts) {
 }
 
 // Runs `body` on a thread of its own and waits for it. So CUDA's state of the calling thread, such as its
-// current GPU, stays as it is. False if `body` has not ended within `limit`, and then it goes on without the
-// caller. Also false if the system has no thread, and then `body` does not run.
+// current GPU, does not change. Returns false in two cases: `body` has not ended within `limit`, and
+// continues without the caller; or the system cannot start a thread, and `body` does not run.
 bool RunApart(absl::Duration limit, absl::AnyInvocable<void()> body) {
   const auto ended = std::make_shared<clocks::Event>();
   try {
@@ -198,7 +200,7 @@ bool RunApart(absl::Duration limit, absl::AnyInvocable<void()> body) {
   return ended->AwaitFor(limit);
 }
 
-// How long a drain may take beyond its limit before the device counts as lost.
+// A drain may take this long beyond its limit before the device counts as lost.
 constexpr absl::Duration kPatience = absl::Minutes(1);
 
 char* CopyOf(absl::string_view text) {
@@ -231,8 +233,8 @@ struct lossd_server {
   absl::Status Live() ABSL_LOCKS_EXCLUDED(mutex_);
   // Drains. Returns whether no call had to be cancelled. If there are several ranks, all of them end.
   bool Drain(absl::Duration limit) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Frees what the server has, and returns whether that was possible. If not, the object must never be
-  // destroyed.
+  // Frees the resources of the server, and returns whether that was possible. If it was not, the object must
+  // never be destroyed.
   bool Stop() ABSL_LOCKS_EXCLUDED(mutex_);
   // The most time that a drain with this limit takes, unless a device hangs.
   absl::Duration MostOf(absl::Duration limit) const {
@@ -297,8 +299,8 @@ absl::Status lossd_server::StartServer() {
   return absl::OkStatus();
 }
 
-// Called on a thread of the server. The end of the server waits for that thread, so the drain runs on another
-// one.
+// Called on a thread of the server. The end of the server waits for that thread, so the drain runs on a
+// thread of its own.
 void lossd_server::OnLeaving() {
   absl::MutexLock lock(&mutex_);
   if (!leaver_.joinable()) leaver_ = std::thread([this] { Drain(options_.drain_timeout); });
@@ -350,7 +352,8 @@ bool lossd_server::Drain(absl::Duration limit) {
   }
   if (std::shared_ptr<Server> served = server()) {
     clean = served->Drain(lossd::clocks::SteadyNow() + limit);
-    // Destroy the server, which ends the ranks. After the loss of a device that could hang.
+    // Destroy the server, which ends the ranks. After the loss of a device this is not done, because it could
+    // hang.
     if (options_.ranks.several() && state_->Get() != LOSSD_DEVICE_LOST) {
       absl::MutexLock lock(&mutex_);
       server_ = nullptr;
@@ -372,7 +375,8 @@ bool lossd_server::Stop() {
     folder_ = nullptr;
     return false;
   }
-  std::shared_ptr<Server> served;  // both are destroyed without the mutex, which their threads may wait for
+  // Both are destroyed without the mutex, because their threads may wait for it.
+  std::shared_ptr<Server> served;
   std::shared_ptr<LocalRanks> computing;
   absl::MutexLock lock(&mutex_);
   served.swap(server_);

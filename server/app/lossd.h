@@ -13,7 +13,7 @@
  * default the address is a Unix socket in a folder that only the user of the process can enter, and there is
  * no port.
  *
- * The library leaves the settings of the process alone, and works on threads of its own. It sets no limits of
+ * The library does not change settings of the process, and works on threads of its own. It sets no limits of
  * memory, reads no flags, never ends the process, and reads no environment variables except TMPDIR and those
  * of gRPC and CUDA's libraries. It uses one signal: threads of the library interrupt themselves with SIGURG,
  * and the library installs a handler if there is none. The process should ignore SIGPIPE and SIGXFSZ, as
@@ -25,8 +25,8 @@
  * and lossd_http_address. A process must stop its servers before it ends.
  *
  * The library contains the messages of the protocol, and a libprotobuf accepts their definitions only once.
- * So a C++ program that has them already, because it uses the client in client/cpp, must not load the
- * library. It links app::Server (server.h) instead, which is the same server.
+ * So a C++ program that already has these messages, because it uses the client in client/cpp, must not load
+ * the library. It links app::Server (server.h) instead, which is the same server.
  */
 #ifndef LOSSD_SERVER_APP_LOSSD_H_
 #define LOSSD_SERVER_APP_LOSSD_H_
@@ -40,8 +40,8 @@ typedef struct lossd_server lossd_server;
 enum lossd_state {
   LOSSD_SERVES = 0,
   LOSSD_DRAINED = 1, /* lossd_drain was called, or another rank has ended the server */
-  LOSSD_DEVICE_LOST =
-      2 /* the device or another rank is lost, and with it what the heads had since the last save */
+  /* The device or another rank is lost, and with it all changes of the heads since the last save. */
+  LOSSD_DEVICE_LOST = 2
 };
 
 /* The version of the library, for example "0.1.0". */
@@ -74,8 +74,8 @@ const char* lossd_http_address(const lossd_server* server);
  * lossd_drain ends the wait. The call must have returned before another thread calls lossd_stop. */
 enum lossd_state lossd_wait(lossd_server* server, double seconds);
 
-/* Whether the server is live, as /livez says: 1; or 0, and sets `*why` to the reason. Free the reason with
- * lossd_free. `why` may be NULL. */
+/* Returns 1 if the server is live (as /livez reports it). Otherwise returns 0 and sets `*why` to the reason.
+ * Free the reason with lossd_free. `why` may be NULL. */
 int lossd_live(lossd_server* server, char** why);
 
 /* Refuses new calls, lets open calls finish for at most `seconds`, cancels the remaining ones, and stops

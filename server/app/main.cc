@@ -64,7 +64,7 @@ ABSL_FLAG(bool, exit_on_device_loss, true,
 ABSL_FLAG(LogLevel, log_level, LogLevel::kInfo, "Least level logged: debug, info, warning, error or off");
 ABSL_FLAG(LogFormat, log_format, LogFormat::kText, "Form of log lines: text or json");
 
-// Flags for several processes that are one server.
+// Flags for a server that has several processes.
 ABSL_FLAG(std::string, launcher, LaunchFlags().launcher,
           "Several processes are one server (docs/scaling.md), started by torchrun, slurm, lws "
           "(LeaderWorkerSet) or jobset, whose environment says which one this is; auto: whichever of these; "
@@ -83,8 +83,8 @@ namespace {
 constexpr int kExitFailure = 1;
 constexpr int kExitDeviceLost = 3;
 
-// Abseil ends the process with status 1 both for a bad flag and for --help. MapExitStatus makes these 2 and
-// 0.
+// Abseil ends the process with status 1 both for a bad flag and for --help. MapExitStatus changes this to 2
+// for a bad flag and 0 for --help.
 bool g_parsing_flags = false;
 bool g_asked_for_help = false;
 
@@ -189,7 +189,7 @@ int RunAsWorker(const ServerOptions& options, ServiceManager& manager, StopEvent
 
 int Run() {
   lossd::app::PrepareProcess();
-  StopEvents& events = *new StopEvents();  // never destroyed, for threads that outlive this function
+  StopEvents& events = *new StopEvents();  // never destroyed, because some threads outlive this function
   lossd::log::Configure(absl::GetFlag(FLAGS_log_level), absl::GetFlag(FLAGS_log_format));
   lossd::rpc::LogGrpcMessages();
   const absl::StatusOr<std::unique_ptr<ServiceManager>> manager = ServiceManager::FromEnvironment();

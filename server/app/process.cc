@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Settings and events of the process of a server (process.h): memory, signals, and the service manager.
 #include "server/app/process.h"
 
 #include <errno.h>
@@ -37,9 +38,9 @@ namespace lossd::app {
 
 namespace {
 
-// Raises the limit of open files as far as the system allows, up to kEnough, the most that all connections
-// together may take. The usual limit of shells and service managers, 1,024, would be used up by the
-// connections alone.
+// Raises the limit of open files as far as the system allows, but at most to kEnough, which is enough for all
+// connections together. The connections alone could use up the usual limit of shells and service managers,
+// 1,024.
 void RaiseDescriptorLimit() {
   constexpr rlim_t kEnough = 65'536;
   rlimit limit = {};
@@ -69,7 +70,7 @@ constexpr size_t kFreeBytes = 16 << 20;
 
 void BoundFreedMemory() {
   mallopt(M_ARENA_MAX, kArenas);
-  // Setting either of these also turns off the adaptation.
+  // Setting either of these also turns off the adaptation to the sizes of freed blocks.
   mallopt(M_MMAP_THRESHOLD, kMappedBytes);
   mallopt(M_TRIM_THRESHOLD, kKeptBytes);
 }
@@ -89,7 +90,7 @@ void EndWithin(absl::Duration limit, int status, std::string what) {
 
 namespace {
 
-// The library of the reflection service registers itself, if it is linked, and so adds the service to every
+// If the library of the reflection service is linked, it registers itself and adds the service to every
 // server. This option first removes that service.
 class Reflection final : public grpc::ServerBuilderOption {
  public:
@@ -231,8 +232,8 @@ int StopEvents::WaitForSignal() {
 
 namespace {
 
-// How long a start may go on after a signal: it may stop by itself, or end and be drained. This is shorter
-// than the time that launchers wait before they kill.
+// A start may continue for this long after a signal, to stop by itself, or to end so that the server is
+// drained. This is shorter than the time that launchers wait before they kill a process.
 constexpr absl::Duration kStartGrace = absl::Seconds(10);
 constexpr int kExitFailure = 1;
 
@@ -260,7 +261,7 @@ void StartWatch::Watch() {
 
 namespace {
 
-// The most time that a thread waits for a service manager that does not read.
+// A thread waits at most this long for a service manager that does not read.
 constexpr time_t kSendSeconds = 5;
 // The least pause between two reports, even if the watchdog's time is short.
 constexpr absl::Duration kLeastPause = absl::Milliseconds(10);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Server and RunWorker (server.h): how the parts of a server start, work together and end.
 #include "server/app/server.h"
 
 #include <grpcpp/grpcpp.h>
@@ -172,8 +173,8 @@ absl::Status Server::Listen() {
   return absl::OkStatus();
 }
 
-// Clients of this process open their loss computations without a connection. Their other calls, which are
-// few, come over one.
+// Clients in this process open their loss computations without a connection. Their other calls, which are
+// few, use a connection.
 void Server::ServeThisProcess() {
   direct_ =
       wire::DirectServer::Create(static_cast<size_t>(MaxMessageBytes(options_)),
@@ -236,7 +237,7 @@ metrics::HttpHandlers Server::Handlers() {
 }
 
 // Takes no lock, so that /livez can report an engine that hangs with its lock held. If a scrape on the HTTP
-// thread waits for that lock, a probe gets no answer, which counts as a failure too.
+// thread waits for that lock, a probe gets no answer; this also counts as a failure.
 Health Server::health() const {
   return {.draining = draining_,
           .device_lost = device_watch_->lost(),
@@ -272,7 +273,8 @@ bool Server::Drain(absl::Time deadline) {
     // clients have time to stop.
     constexpr absl::Duration kLastWords = absl::Milliseconds(200);
     absl::SleepFor(std::min(kLastWords, deadline - clocks::SteadyNow()));
-    // The calls that remain must be cancelled, or are watchers of health or reflection, which never end.
+    // The calls that remain must be cancelled. Some of them may be watchers of health or reflection, which
+    // never end by themselves.
     constexpr absl::Duration kGoodbye = absl::Milliseconds(500);
     acceptor_->Stop();
     pulse_->Stop();
@@ -360,7 +362,8 @@ class WorkerApp {
   std::unique_ptr<Security> security_;
   std::unique_ptr<LocalRanks> ranks_;
   std::unique_ptr<metrics::HttpServer> http_;
-  std::atomic<const metrics::HttpServer*> http_watched_{nullptr};  // http_, for health, from its start on
+  // For health(): http_, after it has started.
+  std::atomic<const metrics::HttpServer*> http_watched_{nullptr};
   std::optional<KeepAlive> keep_alive_;
   absl::Mutex mutex_;
   std::optional<RanksEnd> end_ ABSL_GUARDED_BY(mutex_);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two forms of the program lossd. Server is a lossd server that serves clients. It puts backend, engine,
-// services, metrics and HTTP together from one plain struct, ServerOptions. RunWorker is the form that serves
-// no clients: the devices of its process compute for rank 0.
+// Server is a lossd server that serves clients: it creates backend, engine, services, metrics and HTTP from
+// one plain struct, ServerOptions. RunWorker is the other form of the program lossd, a process that serves no
+// clients: its devices compute for rank 0.
 //
 // Server is thread-safe. Destroying a server stops it.
 #ifndef LOSSD_SERVER_APP_SERVER_H_
@@ -85,7 +85,7 @@ class Every {
   absl::Time next_ = absl::InfinitePast();
 };
 
-// A text that one thread sets while others may already read it. Thread-safe.
+// A text that one thread sets once, while other threads may already read it. Thread-safe.
 class LateText {
  public:
   void Set(std::string text) ABSL_LOCKS_EXCLUDED(mutex_) {
@@ -122,8 +122,9 @@ class Server {
   // The answer of /livez: OK, or UNAVAILABLE with the reason. Takes no lock.
   absl::Status Live() const;
 
-  // Reports NOT_SERVING, refuses new calls, lets open ones finish until `deadline`, then cancels the rest and
-  // stops. True if no call had to be cancelled. Later calls of Drain do nothing.
+  // Reports NOT_SERVING, refuses new calls, lets open calls finish until `deadline`, then cancels the calls
+  // that are still open, and stops. Returns true if no call had to be cancelled. Later calls of Drain do
+  // nothing.
   bool Drain(absl::Time deadline);
 
  private:
@@ -174,19 +175,20 @@ class Server {
   Every refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::shared_ptr<wire::DirectServer>
-      direct_;  // for clients of this process; null: they connect as others do
+      direct_;  // for clients in this process; null: they connect like other clients
   std::unique_ptr<metrics::HttpPages> pages_;
   std::unique_ptr<metrics::HttpServer> http_;
-  // http_, once it has started, for health().
+  // For health(): http_, after it has started.
   std::atomic<const metrics::HttpServer*> http_watched_{nullptr};
 };
 
 // Runs a process that serves no clients: its devices compute for rank 0 until rank 0 ends. Returns how the
 // ranks of this process ended. After an error, end the process at once, without destroying anything.
 //
-// At a signal, the process asks rank 0 to drain and to end all ranks. If rank 0 does not within the time of a
-// drain, or at a second signal, the process ends by itself. `manager` is told when the ranks are connected,
-// so that the process is ready, and of each of these events. It outlives the call.
+// At a signal, the process asks rank 0 to drain and to end all ranks. If rank 0 does not do this within the
+// time of a drain, or if a second signal comes, the process ends by itself. RunWorker reports to `manager`
+// that the process is ready, when the ranks are connected, and each of these events. `manager` outlives the
+// call.
 RanksEnd RunWorker(const ServerOptions& options, ServiceManager* manager, StopEvents& events);
 
 }  // namespace lossd::app

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Parses sizes, and sets options by their names (server_options.h).
 #include "server/app/server_options.h"
 
 #include <map>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ServerOptions has the options of a server, which flags, the library or a test set. It contains RankOptions
+// ServerOptions has the options of a server. Flags, the library or a test set them. It contains RankOptions
 // for several processes that are one server (docs/scaling.md), and SecurityOptions for encryption and access
 // (docs/security.md). Plain data. option_table.inc lists the options that have a flag, and SetOption sets an
 // option by its name.
@@ -21,19 +21,19 @@ namespace lossd::app {
 
 // The options of a process that is one of several processes of a server.
 struct RankOptions {
-  ranks::Launch launch;  // one rank: there is only this process
+  ranks::Launch launch;  // launch.ranks == 1: there is only this process
   // "host:port" at which rank 0 listens for the other ranks; empty: derived from the leader's address.
   std::string listen;
-  // An address of this host that the other ranks reach; empty: the source address of packets to the leader.
+  // An address at which the other ranks reach this host; empty: the source address of packets to the leader.
   std::string host;
   // The library that carries sums and exchanges between the ranks (kernels::BackendChoice).
   std::string collectives = "auto";
-  // Whether rank 0 shares the memory of rows with the ranks of its host. If not, rows travel in messages.
+  // Whether rank 0 shares the memory of rows with the ranks of its host. If false, rows travel in messages.
   bool shared_memory = true;
   std::string secret_file;  // A file with the secret that admits a rank; empty: no secret is needed
   // A PEM file with the authorities that sign the leader's certificate; empty: no TLS.
   std::string ca;
-  std::string worker_http;                    // the other ranks' ServerOptions::http; empty: no HTTP
+  std::string worker_http;                    // ServerOptions::http of the other ranks; empty: no HTTP
   absl::Duration timeout = absl::Minutes(5);  // how long all ranks may take to connect
   // A rank that answers no ping for this long is lost.
   absl::Duration silence_timeout = absl::Seconds(30);
@@ -48,7 +48,8 @@ struct RankOptions {
   bool several() const { return launch.ranks > 1; }
 };
 
-// Encryption and access. The texts are paths of files, which docs/security.md describes; empty: no such file.
+// Encryption and access. The strings are paths of files, which docs/security.md describes; empty: no such
+// file.
 struct SecurityOptions {
   std::string tls_cert;
   std::string tls_key;
@@ -70,34 +71,35 @@ struct ServerOptions {
   std::string http = "127.0.0.1:7071";  // empty: no HTTP
   SecurityOptions security;             // encryption and access
   std::string version = "0.0.0";
-  // The server runs in the process of another program, whose settings it leaves alone (lossd.h).
+  // The server runs in the process of another program (lossd.h). It does not change settings of the process.
   bool embedded = false;
 
   // Compute.
   std::string backend = "auto";  // "auto" (a GPU if there is one), "cpu" or "cuda"
   std::string device = "0";      // CUDA backend: index of a visible GPU, or a UUID
   // CUDA backend with several GPUs, which share the rows of every head: values as in `device`, with commas
-  // between them, or "all". Empty: the one GPU of `device`.
+  // between them, or "all". Empty: only the GPU `device`.
   std::string devices;
   int threads = 0;  // CPU backend; 0: all that the process may use
   // CPU backend: the threads are divided into this many parts, each of which works as a device.
   int cpu_devices = 1;
   std::string stream_priority = "dx";  // kernels::BackendChoice
-  // With several devices, the split of heads that do not choose one: "any", "rows" or "vocabulary".
+  // With several devices: the split of heads whose creation leaves it open: "any", "rows" or "vocabulary".
   std::string split = "any";
-  // The replicas of heads split by vocabulary that do not choose a number. Must divide the number of devices.
+  // The number of replicas of heads that are split by vocabulary and whose creation leaves this number open.
+  // The number of devices must be a multiple of it.
   int replicas = 1;
   int64_t workspace_bytes = 0;     // per head; 0: 256 MiB (CPU), 2220 MiB or less (CUDA)
   int64_t memory_limit_bytes = 0;  // of heads and staging; 0: no limit
-  // Host memory that is left to other programs, by heads of the CPU backend and by buffers of saves.
+  // Host memory that heads of the CPU backend and buffers of saves leave free for other programs.
   int64_t memory_reserve_bytes = int64_t{256} << 20;
-  // The teacher pool of each device, for heads in host memory; 0: as large as the largest such head.
+  // The size of each device's teacher pool, for heads in host memory; 0: as large as the largest such head.
   int64_t teacher_pool_bytes = 0;
-  // The same microbatches give the same weights, bit for bit, in whatever order they arrive
+  // The same microbatches give the same weights, bit for bit, for any order in which they arrive
   // (docs/exactly-once.md).
   bool deterministic = false;
 
-  // This process as one of several processes of a server. Only rank 0 creates a Server.
+  // If the server has several processes: which of them this process is. Only rank 0 creates a Server.
   RankOptions ranks;
 
   // Admission.
@@ -105,9 +107,10 @@ struct ServerOptions {
   int64_t staging_bytes = int64_t{256} << 20;  // all buffers for slices in transit
   // Hidden states of deferred microbatches; 0: there can be no deferred microbatches.
   int64_t retained_bytes = int64_t{256} << 20;
-  // Memory, of the host and of the GPU, that clients of this host may open and put their slices into
-  // (docs/transport.md). It is allocated when clients open it; 0: none. `region_socket` is where they open
-  // it: a path, or "@" and a name in the abstract namespace; empty: the server chooses.
+  // The most memory, of the host and of each GPU, that clients of this host may open to put their slices into
+  // (docs/transport.md). The server allocates it when clients open it; 0: clients get no such memory. Clients
+  // open it at the socket `region_socket`: a path, or "@" and a name in the abstract namespace; empty: the
+  // server chooses.
   int64_t shared_memory_bytes = int64_t{1} << 30;
   int64_t shared_device_memory_bytes = int64_t{1} << 30;
   std::string region_socket;
@@ -117,15 +120,15 @@ struct ServerOptions {
   // an eighth of memory_limit_bytes.
   int64_t ledger_bytes = 0;
 
-  // Limits of clients (docs/fairness.md). The share that one peer may hold of each shared resource: calls,
-  // places in queues, staging. In (0, 1]; 1: everything.
+  // Limits of clients (docs/fairness.md). The largest share of each shared resource (calls, places in queues,
+  // staging) that one peer may hold. In (0, 1]; 1: everything.
   double peer_share = 0.5;
-  rpc::TransportOptions transport;  // max_message_bytes is not used here: it follows from slice_bytes
+  rpc::TransportOptions transport;  // its max_message_bytes is not used; it is computed from slice_bytes
   int64_t max_connections = 512;
   int64_t max_connections_per_address = 128;
   int64_t max_tensor_calls = 64;    // open calls of ReadTensor, WriteTensor and AddGradient
   int64_t max_saves = 16;           // waiting or running
-  int64_t max_waiting_calls = 256;  // waiting calls of other kinds on heads
+  int64_t max_waiting_calls = 256;  // waiting calls on heads, of all other kinds
   rpc::CallTimeouts timeouts;
 
   std::string checkpoint_directory = "./lossd-checkpoints";
@@ -162,7 +165,7 @@ struct ByteSize {
   friend bool operator==(const ByteSize&, const ByteSize&) = default;
 };
 
-// The value of a field of ServerOptions, from the type that its flag is read as.
+// Converts the type as which a flag is parsed to the type of the field of ServerOptions.
 inline int64_t FieldOf(ByteSize size) { return size.bytes; }
 inline uint32_t FieldOf(FileMode mode) { return mode.bits; }
 template <typename T>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The parts of a server, made from its options (server_parts.h).
 #include "server/app/server_parts.h"
 
 #include <sys/socket.h>
@@ -222,8 +223,9 @@ absl::Status CheckOptions(const ServerOptions& options) {
 
 namespace {
 
-// The name of the region socket. It lies beside the first Unix socket of gRPC, so that the permissions of the
-// file system apply to it too. If there is no Unix socket, it has an abstract name.
+// The name of the region socket. If gRPC has a Unix socket, the region socket lies beside the first one, so
+// that the same permissions of the file system apply to it. If gRPC has no Unix socket, the region socket has
+// an abstract name.
 std::string ChooseName(const std::vector<Address>& addresses) {
   for (const Address& address : addresses) {
     if (address.port == Address::kUnixSocket) return absl::StrCat(address.socket_path(), ".regions");
@@ -280,7 +282,7 @@ std::vector<metrics::SharedMemoryUse> SharedMemory::UsesOf(const SharedMemory* s
   return uses;
 }
 
-// ---- The options of the parts, and what metrics read ----
+// ---- The options of the parts, and functions for metrics ----
 
 void LogMemoryPlan(const ServerOptions& options, const kernels::Backend& backend,
                    const SharedMemory* shared) {
@@ -530,9 +532,9 @@ LocalRanks::~LocalRanks() {
   }
 }
 
-// The thread of one rank. It closes the stream here and not in the destructor, because the leader's end of
-// the stream waits for that. A lost rank reports its end before it closes the stream, because closing may
-// hang.
+// The thread of one rank. It closes the rank's stream here and not in the destructor, because the leader
+// waits until the stream is closed. If the rank is lost, the thread reports the end before it closes the
+// stream, because closing may hang.
 void LocalRanks::Run(Rank* rank, News& news) {
   const absl::Status status = rank->worker->Run();
   const RanksEnd end = {status, rank->worker->joined()};
@@ -563,7 +565,7 @@ absl::Duration LocalRanks::Silence() const {
   return longest;
 }
 
-// ---- What computes ----
+// ---- The backends ----
 
 namespace {
 
@@ -572,8 +574,8 @@ bool MayUseNccl(const ServerOptions& options, const kernels::BackendInfo& backen
   return options.ranks.several() && !backend.uuids.empty() && options.ranks.collectives != kernels::kGloo;
 }
 
-// The library by which the devices of a process that is alone exchange data. GPUs use NCCL; CPU devices are
-// threads in one address space.
+// The library by which the devices of a process exchange data, if there is only one process. GPUs use NCCL;
+// CPU devices are threads in one address space.
 std::string CollectivesOf(const ServerOptions& options, const kernels::BackendInfo& backend) {
   if (backend.uuids.size() > 1) return kernels::kNccl;
   return backend.name == "cpu" && options.cpu_devices > 1 ? "threads" : "";

@@ -43,20 +43,20 @@
 
 namespace lossd::app {
 
-// The health of a server. Live and Readiness are the answers of /livez and /readyz, and what the service
-// manager is told. DeviceWatch and WatchGpus notice the loss of a device. An orchestrator restarts a server
-// that is not live, and sends no work to a server that is not ready.
+// The health of a server. Liveness and Readiness are the answers of /livez and /readyz; Live is also reported
+// to the service manager. An orchestrator restarts a server that is not live, and sends no work to a server
+// that is not ready. DeviceWatch and WatchGpus notice the loss of a device.
 //
 // All functions and classes are thread-safe.
 
-// The state of a server at one moment, from which the functions below judge its health.
+// The state of a server at one moment. The functions below decide from it whether the server is healthy.
 struct Health {
   bool draining = false;
   bool device_lost = false;
   absl::Duration device_silence;  // engine::Engine::DeviceSilence
-  // The threads that clients depend on, and how long each has given no sign of life. Each gives one every
-  // second. HTTP's threads are there for the service manager; a probe over HTTP would notice itself that they
-  // hang.
+  // The threads that clients depend on, and how long each thread has given no sign of life. A thread that
+  // works gives one every second. HTTP's threads are in the list for the service manager, because a probe
+  // over HTTP would itself notice that they hang.
   struct Thread {
     absl::string_view name;
     absl::Duration silence;
@@ -64,11 +64,12 @@ struct Health {
   std::array<Thread, 5> threads;
 };
 
-// A thread that gives no sign of life for longer than this is doing something wrong.
+// If a thread gives no sign of life for longer than this, something is wrong.
 inline constexpr absl::Duration kThreadTimeout = absl::Seconds(30);
 
-// UNAVAILABLE if the device is lost, if it has been silent for longer than `timeout`, or if a thread has been
-// silent for longer than both `timeout` and kThreadTimeout. A server that drains is live.
+// UNAVAILABLE if the device is lost, if the device has been silent for longer than `timeout`, or if a thread
+// has been silent for longer than `timeout` or kThreadTimeout, whichever is shorter. A server that drains is
+// live.
 absl::Status Live(const Health& health, absl::Duration timeout);
 
 // 503 if the server is not live.
@@ -81,8 +82,8 @@ metrics::HttpResponse Readiness(const Health& health);
 // 11m", "draining". Empty if it is live and ready.
 std::string Trouble(const Health& health, absl::Duration timeout);
 
-// Logs how chunks are computed, and notices when the device is lost: a backend whose device is gone answers
-// UNAVAILABLE from then on.
+// Logs how chunks are computed, and notices when the device is lost: from then on the backend returns
+// UNAVAILABLE.
 class DeviceWatch final : public engine::EngineObserver {
  public:
   // `on_lost` is called once, on a thread of the engine. It must not call into the engine.
@@ -121,7 +122,7 @@ absl::Status CheckOptions(const ServerOptions& options);
 // INVALID_ARGUMENT naming the option unless its value is above 0.
 absl::Status CheckPositive(absl::string_view option, absl::Duration value);
 
-// The choice of backend that the options make.
+// The choice of backend that follows from the options.
 kernels::BackendChoice BackendOf(const ServerOptions& options);
 
 // The largest message of a call: a slice with its header, or an opening message, which clients keep below 4
@@ -203,10 +204,10 @@ std::vector<metrics::RankReading> RanksOf(const ranks::Leader* leader, const ker
 
 // ---- The ranks of this process that compute for the leader ----
 
-// How ranks have ended, with the codes of ranks::Worker::Run.
+// How ranks have ended. `status` is the result of ranks::Worker::Run.
 struct RanksEnd {
   absl::Status status;
-  // The ranks had joined before. Then an error means that rank 0 or the device is lost.
+  // Whether the ranks had joined the leader before. If so, an error means that rank 0 or the device is lost.
   bool joined = false;
 };
 
@@ -233,13 +234,13 @@ class LocalRanks {
   static absl::StatusOr<std::unique_ptr<LocalRanks>> StartOfProcess(
       const ServerOptions& options, std::function<void(const std::string& names)> on_joined,
       std::function<void(const RanksEnd&)> on_end);
-  // Makes each backend a rank that joins the leader.
+  // Makes each of `backends` a rank that joins the leader.
   static absl::StatusOr<std::unique_ptr<LocalRanks>> Start(const ServerOptions& options,
                                                            std::vector<kernels::CreatedBackend> backends,
                                                            LocalRanksOptions local);
-  // Ranks that still wait for the leader leave. Waits for all ranks. If a rank does not end within 20
-  // seconds, its device hangs, and its memory is never freed. If the leader is in this process, destroy it
-  // first.
+  // Ends ranks that still wait for the leader, and waits for the end of all ranks. If a rank does not end
+  // within 20 seconds, its device hangs; its memory is then never freed. If the leader is in this process,
+  // destroy the leader first.
   ~LocalRanks();
   LocalRanks(const LocalRanks&) = delete;
   LocalRanks& operator=(const LocalRanks&) = delete;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// EventLog and TraceRecorder: recent events of the server, and traces of slices and chunks (events.h).
 #include "server/metrics/events.h"
 
 #include <algorithm>
@@ -180,7 +181,7 @@ void TraceRecorder::Add(absl::string_view head, const Span& span) {
 size_t TraceRecorder::HeadNumber(absl::string_view head) {
   auto known = std::find(heads_.begin(), heads_.end(), head);
   if (known == heads_.end()) {
-    if (heads_.size() >= kMostHeads) head = kOtherHeads;  // so heads_ has at most kMostHeads + 1 names
+    if (heads_.size() >= kMostHeads) head = kOtherHeads;  // so that heads_ has at most kMostHeads + 1 names
     known = std::find(heads_.begin(), heads_.end(), head);
     if (known == heads_.end()) known = heads_.insert(heads_.end(), std::string(head));
   }

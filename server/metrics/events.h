@@ -48,7 +48,7 @@ struct Event {
   uint64_t id = 0;  // changes with each change of the event; ids begin with 1 and grow
   absl::Time first;
   absl::Time last;
-  int64_t count = 1;  // how often it happened from `first` to `last`
+  int64_t count = 1;  // how often the event happened from `first` to `last`
   EventLevel level = EventLevel::kInfo;
   std::string kind;  // a kind of docs/watching.md#events, e.g. "head_created"
   std::string head;  // the head's name; empty: the event is not about one head
@@ -59,7 +59,7 @@ class EventLog {
  public:
   static constexpr size_t kMost = 256;
   static constexpr size_t kTextBytes = 240;
-  // A repeat is counted with an earlier event only if that event began at most this long ago.
+  // A repeated event is counted with an earlier event only if that event began at most this long ago.
   static constexpr absl::Duration kRun = absl::Minutes(10);
 
   explicit EventLog(absl::AnyInvocable<absl::Time() const> now = &clocks::WallNow) : now_(std::move(now)) {}
@@ -75,7 +75,7 @@ class EventLog {
     uint64_t last_id = 0;       // the last id of all events; 0: there was no event
     bool missed = false;        // some events after the id have been dropped to make room
   };
-  // The events with ids above `id`, the newest `most` of them.
+  // The newest `most` events among those with ids above `id`.
   Reading After(uint64_t id, size_t most = kMost) const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -88,7 +88,7 @@ class EventLog {
   uint64_t dropped_id_ ABSL_GUARDED_BY(mutex_) = 0;  // the largest id that was dropped to make room
 };
 
-// The body of the answer to /events.json (docs/watching.md). `incarnation` is the server's.
+// The body of the answer to /events.json (docs/watching.md). `incarnation`: the number of the server process.
 std::string ToJson(const EventLog::Reading& reading, uint64_t incarnation);
 
 // TraceRecorder records the phases of slices and chunks, on request and for a short time. A person looks at
@@ -137,7 +137,7 @@ class TraceRecorder {
   // Returns a finished recording in Chrome's Trace Event Format, and drops it. UNAVAILABLE while the
   // recording is under way, NOT_FOUND if there is no recording of this number.
   absl::StatusOr<std::string> Take(uint64_t number) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Drops a recording that was not taken in time. Call it now and then.
+  // Drops a recording that was not taken in time. Call it regularly.
   void Expire() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:

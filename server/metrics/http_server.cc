@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The HTTP server of a lossd server: how it routes requests, its connections, and its pages (http_server.h).
 #include "server/metrics/http_server.h"
 
 #include <arpa/inet.h>
@@ -37,7 +38,7 @@ std::optional<int> ParsePort(absl::string_view text) {
   return value;
 }
 
-// Whether `host` is a loopback address; nullopt if it is no address.
+// Whether `host` is a loopback address; nullopt if it is not an address.
 std::optional<bool> ParseHost(absl::string_view host) {
   if (absl::ConsumePrefix(&host, "[")) {
     in6_addr ipv6 = {};
@@ -87,7 +88,7 @@ Target ParseTarget(absl::string_view target) {
   return {.host = target.substr(0, slash), .path = path.empty() ? "/" : path};
 }
 
-// The handler of the path, or end(); and the rest of the path behind the handler's prefix.
+// Returns the handler of the path, or end(), and the part of the path behind the handler's prefix.
 std::pair<HttpHandlers::const_iterator, absl::string_view> FindHandler(const HttpHandlers& handlers,
                                                                        absl::string_view path) {
   const size_t name = path.rfind('/') + 1;  // 0 if there is no slash
@@ -114,8 +115,8 @@ bool IsLoopbackIpv6(absl::string_view host) {
   return inet_pton(AF_INET6, std::string(host).c_str(), &address) == 1 && IN6_IS_ADDR_LOOPBACK(&address);
 }
 
-// The host of an origin: "127.0.0.1:7071" of "http://127.0.0.1:7071". nullopt for "null", the origin of
-// sandboxed pages and files.
+// The host of an origin, for example "127.0.0.1:7071" of "http://127.0.0.1:7071". nullopt for "null", the
+// origin of sandboxed pages and files.
 std::optional<absl::string_view> HostOfOrigin(absl::string_view origin) {
   const bool url = absl::ConsumePrefix(&origin, "http://") || absl::ConsumePrefix(&origin, "https://");
   return url ? std::make_optional(origin) : std::nullopt;
@@ -223,7 +224,7 @@ std::string PeerOf(MHD_Connection* connection) {
   return HostOf(MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CLIENT_ADDRESS)->client_addr);
 }
 
-// Leaves %-escapes as they are.
+// A function for the library that does not decode %-escapes.
 size_t KeepEscapes(void*, MHD_Connection*, char* text) { return std::strlen(text); }
 
 MHD_Result Send(MHD_Connection* connection, const HttpResponse& response) {

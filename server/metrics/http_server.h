@@ -16,11 +16,11 @@
 // of the program (BLAS takes 60 KiB) must fit in it. A request line and its header fields share
 // kRequestBytes. A connection on which nothing happens for kIdleSeconds is closed.
 //
-// Connections. They are accepted as gRPC's are (server/access), on a thread of their own. But a new
-// connection is never refused: the oldest one is closed to make room for it, if there are more than
-// kMostConnections in all or more than kMostPerPeer of one peer. (A peer is an address, or a user of this
-// host.) When a new connection comes, connections older than kAge are closed too. So no client is locked out
-// because others hold connections. A connection costs one descriptor and no thread.
+// Connections. They are accepted in the same way as gRPC's connections (server/access), on a thread of their
+// own. But a new connection is never refused. If there are more than kMostConnections in all, or more than
+// kMostPerPeer of one peer, the oldest connection is closed to make room. (A peer is an address, or a user of
+// this host.) When a new connection comes, connections older than kAge are also closed. So clients that hold
+// connections cannot lock out other clients. A connection costs one descriptor and no thread.
 #ifndef LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 #define LOSSD_SERVER_METRICS_HTTP_SERVER_H_
 
@@ -116,13 +116,14 @@ struct HttpHandler {
 // matches paths with one more name behind it, which is not empty and has no "/". "/" itself matches exactly.
 using HttpHandlers = std::map<std::string, HttpHandler, std::less<>>;
 
-// Checks whether the sender may make a request. Returns the answer that refuses it, or nullopt if a handler
-// may answer.
+// Checks whether the sender may make a request. Returns the answer that refuses the request, or nullopt if a
+// handler may answer.
 struct HttpRequest;
 using HttpGuard =
     std::function<std::optional<HttpResponse>(const HttpRequest& request, absl::string_view path)>;
 
-// The parts of a request that decide about its answer. The views outlive the call they are passed to.
+// The parts of a request that decide about its answer. The views outlive the call to which the request is
+// passed.
 struct HttpRequest {
   absl::string_view method;
   absl::string_view target;              // as sent, without the query: "/metrics" or "http://host/metrics"
@@ -139,8 +140,8 @@ struct HttpRequest {
 // The requests that are answered, by the host that they name.
 enum class HttpAudience : uint8_t {
   // Requests for a loopback host, or without a host. A server that listens on the loopback can still be
-  // reached by foreign web pages, if their host name resolves to 127.0.0.1 (DNS rebinding). This refuses
-  // them, because browsers always send the host name.
+  // reached by foreign web pages, if their host name resolves to 127.0.0.1 (DNS rebinding). kLoopbackHosts
+  // refuses such requests, because browsers always send the host name.
   kLoopbackHosts,
   kAnyHost,
 };
@@ -151,8 +152,8 @@ enum class HttpAudience : uint8_t {
 //        send none.
 //   403  the host does not belong to the audience. (Not 421, which invites the client to try again
 //        elsewhere.)
-//   405  the handler changes something and the method is not POST; or it does not (or there is no handler),
-//        and the method is neither GET nor HEAD.
+//   405  the handler changes something and the method is not POST; or the handler changes nothing (or there
+//   is no handler), and the method is neither GET nor HEAD.
 //   404  the path has no handler. Paths are compared as sent: %-escapes are not decoded.
 //   403  the handler changes something and the request is of another web page (IsOfAnotherPage).
 //   then the answer of the guard, if there is a guard and it refuses.
@@ -161,9 +162,9 @@ enum class HttpAudience : uint8_t {
 HttpResponse Route(const HttpRequest& request, const HttpHandlers& handlers, HttpAudience audience,
                    const HttpGuard& guard = nullptr);
 
-// Whether a browser sent the request for a page of another origin than this server. Browsers say so in
-// Sec-Fetch-Site, which scripts cannot set. Older browsers do not know that field, but send the page's Origin
-// with POST. Programs that are no browsers send neither field; pages cannot send requests through them.
+// Whether a browser sent the request for a page of another origin than this server. Browsers report this in
+// the field Sec-Fetch-Site, which scripts cannot set. Older browsers do not know that field, but send the
+// page's Origin with POST. Other programs send neither field; pages cannot send requests through them.
 bool IsOfAnotherPage(const HttpRequest& request);
 
 // True for "localhost", addresses in 127.0.0.0/8 and "[::1]", each with or without a port.
@@ -218,14 +219,14 @@ class HttpServer {
   // "host:port" with the actual port.
   std::string address() const { return address_; }
   // The longer of two times: since the last sign of life of the accepting thread, and since the running
-  // handler began. Takes no lock. It does not tell whether the library's thread would answer the next
-  // request; only a request can.
+  // handler began. Takes no lock. Only a request can show whether the library's thread would answer the next
+  // request.
   absl::Duration Silence() const;
 
  private:
   struct Callbacks;  // callbacks for the library
 
-  // The library's own limit. It is larger than the acceptor's limits, so those apply.
+  // The library's own limit. It is larger than the acceptor's limits, so the acceptor's limits apply.
   static constexpr unsigned kLibraryConnections = 2 * kMostConnections;
 
   HttpServer(HttpListener listener, HttpHandlers handlers, HttpGuard guard,
@@ -233,8 +234,8 @@ class HttpServer {
 
   // False if the thread cannot be started.
   bool Run();
-  // Hands a connection to the library. Called on the acceptor's thread. The library closes the connection,
-  // even if it refuses it.
+  // Hands a connection to the library. Called on the acceptor's thread. The library closes the connection in
+  // the end, even if it refuses the connection.
   void Take(int connection);
 
   const std::string address_;
@@ -269,7 +270,7 @@ class HttpCertificates {
                       gnutls_pcert_st** certificates, unsigned* certificate_count, gnutls_privkey_t* key);
 
  private:
-  // A handshake may still use a certificate that has been replaced; connections do not live that long.
+  // A handshake may still use a certificate that has been replaced. No connection lives as long as this.
   static constexpr absl::Duration kKept = absl::Minutes(2);
 
   struct Parsed;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The metrics of a server for Prometheus (metrics.h), part by part in the order of the header.
 #include "server/metrics/metrics.h"
 
 #include <dlfcn.h>
@@ -57,14 +58,15 @@ int64_t CountOpenFiles() {
   std::error_code error;
   std::filesystem::directory_iterator entries("/proc/self/fd", error);
   if (error) return 0;
-  return std::distance(entries, std::filesystem::directory_iterator()) - 1;  // without the listing's own
+  // The descriptor of the listing itself does not count.
+  return std::distance(entries, std::filesystem::directory_iterator()) - 1;
 }
 
 }  // namespace
 
 std::optional<ProcessStats> ReadProcessStats() {
   const std::string stat = ReadFile("/proc/self/stat");
-  const size_t name_end = stat.rfind(')');  // the command name may hold anything, spaces included
+  const size_t name_end = stat.rfind(')');  // the command name may have any characters, also spaces
   if (name_end == std::string::npos || name_end + 2 > stat.size()) return std::nullopt;
   const std::vector<absl::string_view> fields =
       absl::StrSplit(absl::string_view(stat).substr(name_end + 2), ' ');
@@ -171,7 +173,7 @@ namespace {
 constexpr uint64_t kFellOffTheBus = 79;                    // the Xid of a GPU that fell off the bus
 constexpr absl::Duration kLook = absl::Milliseconds(100);  // between two polls for events
 
-// The throttle reasons of NVML that slow a busy GPU down, by bit.
+// The throttle reasons of NVML that slow a busy GPU down, and their bits.
 struct Reason {
   unsigned long long bit;
   const char* name;
@@ -365,8 +367,8 @@ void HeadMetrics::OnChunkLeft(const engine::ChunkReport& report) {
   const absl::Time now = now_();
   absl::MutexLock lock(&mutex_);
   Head& head = At(report.head);
-  // The device times of chunks overlap, because the next chunk is formed while this one is computed. Count
-  // each second once.
+  // The device times of chunks overlap, because the next chunk is formed while this chunk is computed. Each
+  // second is counted only once.
   const absl::Time begin = std::max(busy_until_, now - absl::Seconds(report.device_seconds));
   head.device_seconds += std::max(0.0, absl::ToDoubleSeconds(now - begin));
   busy_until_ = std::max(busy_until_, now);
@@ -629,7 +631,7 @@ namespace {
 
 using kernels::RankState;
 
-// Adds a counter with a sample for each rank whose `value` is set.
+// Adds a counter with a sample for each rank for which `value` returns a number.
 void AddCounter(const std::vector<RankReading>& ranks, const char* name, const char* help,
                 absl::FunctionRef<std::optional<int64_t>(const RankState&)> value,
                 std::vector<MetricFamily>* families) {
@@ -887,7 +889,7 @@ struct Metrics::EngineSeries {
   prometheus::Counter& EmbeddingRows(kernels::Embedding embedding) const {
     return embedding == kernels::Embedding::kRows ? served_rows : row_gradients;
   }
-  // The counter of the chunks with such gradients.
+  // The counter of the chunks with gradients of this kind.
   prometheus::Counter& Chunks(Gradients gradients) const {
     if (gradients == Gradients::kSampled) return sampled_chunks;
     return gradients == Gradients::kFiltered ? filtered_chunks : exact_chunks;
@@ -978,7 +980,7 @@ void Metrics::CountError(absl::string_view method, absl::string_view code) {
 
 void Metrics::CountLimit(absl::string_view flag) {
   limits_.Add({{"limit", std::string(flag)}}).Increment();
-  // The limits of HTTP are no flags.
+  // The limits of HTTP are not flags.
   const bool is_flag = !absl::StartsWith(flag, "http_connections");
   event_log_.Count(EventLevel::kWarning, "limit_reached", "",
                    absl::StrCat(is_flag ? "--" : "", flag, " was reached"));
@@ -1011,7 +1013,7 @@ void Metrics::OnChunkLeft(const engine::ChunkReport& report) {
   if (trace_.recording()) TraceChunk(report, &trace_);
 }
 
-// Choices are logged elsewhere and have no metric.
+// Choices are logged by DeviceWatch (server/app) and have no metric.
 void Metrics::OnChoices(const engine::ChoicesReport&) {}
 
 void Metrics::OnContribution(const engine::ContributionReport& report) {
@@ -1064,7 +1066,7 @@ std::vector<MetricFamily> Metrics::Collect() const {
     if (shared_memory_) AddSharedMemoryFamilies(shared_memory_(), &families);
     const size_t of_server = families.size();
     if (ranks_) AddRankFamilies(ranks_(), &families);
-    // Whether there are several ranks. The first of them are this process's.
+    // Whether there are several ranks. The first of these ranks belong to this process.
     const bool several = families.size() > of_server;
     for (size_t i = 0; i < gpus_.size(); ++i) {
       if (gpus_[i] == nullptr) continue;

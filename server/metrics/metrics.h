@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The metrics of the server, for Prometheus. Metrics, one object per server, has everything that the server
-// counts and measures. Its parts come before it: functions that make metric families, GpuMonitor for the
-// metrics of a GPU, HeadMetrics and SaveMetrics for the metrics of heads, and the metrics of the ranks of a
-// server.
+// The metrics of the server, for Prometheus. The class Metrics, one object per server, has everything that
+// the server counts and measures. The file declares its parts first: functions that make metric families,
+// GpuMonitor for the metrics of a GPU, HeadMetrics and SaveMetrics for the metrics of heads, and functions
+// for the metrics of the ranks of a server.
 #ifndef LOSSD_SERVER_METRICS_METRICS_H_
 #define LOSSD_SERVER_METRICS_METRICS_H_
 
@@ -48,9 +48,10 @@
 namespace lossd::metrics {
 
 // ---- Families ----
-// Functions that build metric families: in a registry, or by hand for values that are read when metrics are
-// collected. CollectProcess makes all families of the process, and AddSharedMemoryFamilies those of the
-// memory that clients share with the server. The functions are stateless and thread-safe.
+// Functions that build metric families. Some build them in a registry; the others build them for values that
+// are read when metrics are collected. CollectProcess makes all families of the process, and
+// AddSharedMemoryFamilies the families of the memory that clients share with the server. The functions are
+// stateless and thread-safe.
 
 using Labels = std::vector<std::pair<std::string, std::string>>;
 
@@ -81,8 +82,8 @@ inline prometheus::MetricFamily Single(std::string name, std::string help, prome
   return family;
 }
 
-// Adds families. If a family of the same name exists at or after families[begin], it gets the samples
-// instead.
+// Adds the families `more`. If a family of the same name exists at or after families[begin], adds the samples
+// to that family instead.
 inline void AddFamilies(std::vector<prometheus::MetricFamily> more, size_t begin,
                         std::vector<prometheus::MetricFamily>* families) {
   for (prometheus::MetricFamily& each : more) {
@@ -177,7 +178,7 @@ struct NvmlEvent {
 };
 
 // The functions of NVML that the server uses. The library comes with the driver and is loaded at run time, so
-// the program runs without it, too. Thread-safe, as NVML is.
+// the program also runs on a machine without it. Thread-safe, as NVML is.
 class Nvml {
  public:
   // Loads and initializes the library. UNAVAILABLE with the reason if that fails.
@@ -196,7 +197,8 @@ class Nvml {
   int (*memory)(NvmlDevice, NvmlMemory*) = nullptr;
   int (*ecc_errors)(NvmlDevice, int type, int counter, unsigned long long* count) = nullptr;
   int (*throttle_reasons)(NvmlDevice, unsigned long long* bits) = nullptr;
-  // Null if the library is too old. With `count` 0 it only sets `count` to the number of processes.
+  // Null if the library is too old. If `count` is 0, the function only sets `count` to the number of
+  // processes.
   int (*compute_processes)(NvmlDevice, unsigned* count, void* processes) = nullptr;
   int (*event_set_create)(NvmlEventSet*) = nullptr;
   int (*register_events)(NvmlDevice, unsigned long long types, NvmlEventSet) = nullptr;
@@ -258,7 +260,7 @@ class GpuMonitor {
   // Waits for one interval, or until a critical error comes.
   void AwaitEvent() ABSL_LOCKS_EXCLUDED(mutex_);
   void TakeSample() ABSL_LOCKS_EXCLUDED(mutex_);
-  // The number of programs on the GPU, as far as NVML shows them to this process.
+  // The number of programs on the GPU that NVML shows to this process.
   std::optional<unsigned> CountProcesses();
   // Waits. Returns true if the monitor stops.
   bool Pause(absl::Duration duration) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -269,8 +271,8 @@ class GpuMonitor {
   const std::unique_ptr<Nvml> nvml_;
   NvmlDevice device_ = nullptr;
   NvmlEventSet events_ = nullptr;  // null: the GPU reports no events
-  bool lost_ = false;              // used by the thread alone
-  bool shared_ = false;            // used by the thread alone: on_shared was called
+  bool lost_ = false;              // used only by the thread
+  bool shared_ = false;            // used only by the thread: on_shared was called
 
   mutable absl::Mutex mutex_;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
@@ -281,11 +283,13 @@ class GpuMonitor {
 };
 
 // ---- Heads and saves ----
-// HeadMetrics counts a head's rows and keeps its last steps as a trainer would plot them. SaveMetrics counts
-// saved checkpoints and keeps the last saves of a head. Both classes are thread-safe.
+// HeadMetrics counts the rows of each head and keeps the head's last steps, with the values that a trainer
+// would plot. SaveMetrics counts saved checkpoints and keeps the last saves of a head. Both classes are
+// thread-safe.
 
-// Rows and steps of each head. The series of a head begin with its first chunk or step and end with the head,
-// so the number of heads bounds the number of series. The last kSteps steps of a head take 4 KiB.
+// Rows and steps of each head. The series of a head begin with the head's first chunk or step and end when
+// the head is deleted, so the number of heads bounds the number of series. The last kSteps steps of a head
+// take 4 KiB.
 class HeadMetrics {
  public:
   static constexpr size_t kSteps = 32;  // the steps kept for each head
@@ -309,8 +313,8 @@ class HeadMetrics {
   // The state of a head at one moment.
   struct Summary {
     int64_t rows = 0;  // computed since the head's series began
-    // Exact, filtered or sampled: the gradients of the last chunk that took part in a step, or of the last
-    // chunk if no chunk has taken part in a step. nullopt: there was no chunk.
+    // Exact, filtered or sampled: how the gradients of the last chunk that took part in a step were computed,
+    // or of the last chunk if none has taken part in a step. nullopt: there was no chunk.
     std::optional<kernels::Gradients> gradients;
     std::optional<Step> last;
   };
@@ -359,7 +363,7 @@ class HeadMetrics {
   absl::Time busy_until_ ABSL_GUARDED_BY(mutex_) = absl::InfinitePast();  // device time is counted until here
 };
 
-// Adds the families that count how heads which live in host memory were copied to the device and evicted.
+// Adds the families for heads that live in host memory: how often they were copied to the device and evicted.
 // Other heads have no series.
 void CollectPaging(absl::Span<const engine::HeadSnapshot> heads,
                    std::vector<prometheus::MetricFamily>* families);
@@ -381,10 +385,10 @@ class SaveMetrics {
     absl::Time time;       // when the save was complete on the disk
   };
 
-  // Call when a checkpoint of the head was saved. `save.time` is set here.
+  // Call when a checkpoint of the head was saved. OnSaved sets `save.time`.
   void OnSaved(absl::string_view head, Save save) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Call when a save has not succeeded. It is counted as cancelled, as existing (the name is taken, or the
-  // same checkpoint is saved already), or as failed.
+  // Call when a save has not succeeded. The save is counted as cancelled, as existing (the name is taken, or
+  // the same checkpoint is already saved), or as failed.
   void OnFailed(const absl::Status& status);
   // Why checkpoints were removed: by `keep` (kPruned), or by a client's DeleteCheckpoint (kDeleted).
   enum class Cause { kPruned, kDeleted };
@@ -418,9 +422,9 @@ class SaveMetrics {
 };
 
 // ---- Ranks ----
-// AddRankFamilies makes the metrics of the ranks (processes or devices) of a server: which ranks there are,
-// and what each holds. PlainFamily is the form in which a worker, a rank that serves no clients, sends its
-// own metrics to rank 0. The functions are stateless and thread-safe.
+// AddRankFamilies makes the metrics of the ranks (processes or devices) of a server: which ranks exist, and
+// which memory each rank uses. A worker, a rank that serves no clients, sends its own metrics to rank 0 as
+// PlainFamily. The functions are stateless and thread-safe.
 
 // The state and the metrics of one rank.
 struct RankReading {
@@ -435,7 +439,7 @@ using ReadRanks = std::function<std::vector<RankReading>()>;
 // rank.
 void AddRankFamilies(std::vector<RankReading> ranks, std::vector<prometheus::MetricFamily>* families);
 
-// The families that say how a rank spent its time, without the label rank.
+// The families with the times that a rank has spent on each kind of work, without the label rank.
 std::vector<prometheus::MetricFamily> RankTimeFamilies(const kernels::RankTimes& times);
 
 // Adds the label rank to every sample, before its other labels.
@@ -453,7 +457,7 @@ struct PlainFamily {
   std::vector<Sample> samples;
 };
 
-// The families of a worker: how it spent its time, and the metrics of its GPUs. A null monitor stands for a
+// The families of a worker: the times of its work, and the metrics of its GPUs. A null monitor stands for a
 // GPU without metrics.
 std::vector<PlainFamily> WorkerFamilies(const kernels::RankTimes& times,
                                         absl::Span<const std::unique_ptr<GpuMonitor>> gpus);
@@ -480,7 +484,8 @@ enum class Phase : uint8_t {
 inline constexpr size_t kPhases = 4;
 absl::string_view Name(Phase phase);
 
-// Histograms of latencies since the start, in seconds: first of microbatches, then of each phase.
+// Histograms of latencies since the start, in seconds: the first one of microbatches, then one for each
+// phase.
 inline constexpr size_t kLatencies = 1 + kPhases;
 using Latencies = std::array<prometheus::ClientMetric::Histogram, kLatencies>;
 
@@ -496,7 +501,7 @@ struct Totals {
 // Metrics has everything that the server counts and measures. There is one object per server.
 //
 // Counters and histograms are pushed by the parts of the server that do the work. Values that the engine, the
-// backend and the process have anyway (memory, queues, streams) are read when metrics are collected.
+// backend and the process keep for themselves (memory, queues, streams) are read when metrics are collected.
 //
 // Label cardinality is bounded: `head` by the heads that exist (a head's series ends with it), `method`
 // and `code` by the protocol, `gradients` is exact, filtered or sampled.
@@ -517,8 +522,8 @@ class Metrics final : public engine::EngineObserver {
   // Exports the metrics of these GPUs from now on, in place of the GPUs of an earlier call. If the server has
   // several ranks, these are the GPUs of the first ranks, in order. Null stands for a GPU without metrics.
   void AttachGpus(std::vector<const GpuMonitor*> gpus) ABSL_LOCKS_EXCLUDED(sources_mutex_);
-  // Exports the expiry of this certificate from now on; null: none. `tls` outlives the object, or lives until
-  // the next call.
+  // Exports the expiry time of this certificate from now on; null: there is no certificate. `tls` outlives
+  // the object, or lives until the next call.
   void AttachTls(access::ReloadedTls* tls) ABSL_LOCKS_EXCLUDED(sources_mutex_);
   void SetDraining(bool draining) ABSL_LOCKS_EXCLUDED(sources_mutex_);
 
@@ -578,8 +583,8 @@ class Metrics final : public engine::EngineObserver {
   EventLog event_log_;
   TraceRecorder trace_;
 
-  // Held while Collect calls the engine. So the observer's member functions, which the engine calls, must not
-  // lock it.
+  // Held while Collect calls the engine. So the member functions of EngineObserver, which the engine calls,
+  // must not lock it.
   mutable absl::Mutex sources_mutex_;
   const engine::Engine* engine_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
   const kernels::Backend* backend_ ABSL_GUARDED_BY(sources_mutex_) = nullptr;
@@ -591,8 +596,8 @@ class Metrics final : public engine::EngineObserver {
 };
 
 // Estimates a quantile of a histogram: the value below which the share `quantile` of the observations lies.
-// It interpolates linearly inside a bucket. If the quantile is in the last, unbounded bucket, it returns the
-// last finite bound. 0 without observations.
+// Interpolates linearly inside a bucket. If the quantile is in the last, unbounded bucket, returns the last
+// finite bound. Without observations returns 0.
 double EstimateQuantile(const prometheus::ClientMetric::Histogram& histogram, double quantile);
 
 }  // namespace lossd::metrics

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The samples for charts, the pieces of pages, and the status pages (status_page.h).
 #include "server/metrics/status_page.h"
 
 #include <algorithm>
@@ -132,7 +133,8 @@ using prometheus::ClientMetric;
 constexpr float kNothing = std::numeric_limits<float>::quiet_NaN();
 constexpr double kQuantiles[] = {0.5, 0.95, 0.99};
 
-// Drops readings from before the window, but keeps the youngest one that is at least as old as the window.
+// Drops readings from before the window, but keeps the last reading that is not inside the window, because
+// the window begins there.
 template <typename Readings>
 void Shorten(Readings* readings, absl::Time now, absl::Duration window) {
   while (readings->size() > 2 && now - (*readings)[1].time >= window) readings->pop_front();
@@ -411,8 +413,8 @@ void CheckpointLists::Run() {
   }
 }
 
-// Removes the entry that was asked for longest ago. Entries that wait to be read stay, because they are in
-// queue_.
+// Removes the entry whose last request is the oldest. Entries that wait to be read are not removed, because
+// they are in queue_.
 void CheckpointLists::ForgetOldest() {
   auto oldest = by_head_.end();
   for (auto it = by_head_.begin(); it != by_head_.end(); ++it) {
@@ -591,7 +593,8 @@ std::string ErrorText(const HeadMetrics::Step& step) {
                                               : std::string("-");
 }
 
-// How the last gradients of the head were computed, or how they will be if there were none yet.
+// How the head's last gradients were computed: exact, filtered or sampled. If no gradients have been computed
+// yet, the head's own setting.
 kernels::Gradients LastGradients(const engine::HeadSnapshot& head, const HeadMetrics::Summary& summary) {
   return summary.gradients.value_or(head.config.gradients);
 }
@@ -603,8 +606,8 @@ std::string GradientsText(const engine::HeadSnapshot& head, const HeadMetrics::S
   return absl::StrCat("gradients of the last chunk ", kernels::Name(last), ", by default ", by_default);
 }
 
-// The error of the last gradients: the predicted error if they were sampled, or the probability left out if
-// they were filtered.
+// The error of the head's last gradients: the predicted error if they were sampled, or the probability that
+// was left out if they were filtered.
 std::string GradientError(const engine::HeadSnapshot& head, const HeadMetrics::Summary& summary) {
   const kernels::Gradients last = LastGradients(head, summary);
   if (last == kernels::Gradients::kExact) return "exact";
@@ -630,7 +633,7 @@ std::string StepsTable(const std::vector<HeadMetrics::Step>& steps) {
                rows);
 }
 
-// `saves`: the saves by this server, the newest first.
+// `saves`: the saves that this server has made, the newest first.
 std::string CheckpointRow(const head::CheckpointInfo& info, const std::vector<SaveMetrics::Save>& saves,
                           absl::Time now) {
   if (!info.status.ok()) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The status pages that the server shows in a browser. StatusPage renders the pages: / shows what the server
-// holds and does, /heads/NAME shows one head. History keeps samples of the last minutes for their charts, and
-// Sampler takes them. CheckpointLists reads which checkpoints a head has.
+// holds and does, /heads/NAME shows one head. History keeps samples of the last minutes for the charts of the
+// pages, and Sampler takes the samples. CheckpointLists reads the list of a head's checkpoints from the disk.
 //
 // All functions and classes are thread-safe.
 #ifndef LOSSD_SERVER_METRICS_STATUS_PAGE_H_
@@ -34,7 +34,7 @@ namespace lossd::metrics {
 //
 // Both classes are thread-safe.
 
-// The series of the server. Rates are means over Sampler::kRateWindow, and quantiles are of
+// The series of the server. Rates are means over Sampler::kRateWindow; quantiles are over
 // Sampler::kQuantileWindow. NaN: there was nothing to measure. SeriesName has the names in the same order.
 enum class Series : uint8_t {
   kRows,        // per second
@@ -73,7 +73,7 @@ using HeadValues = std::array<float, kHeadSeries>;
 //
 // Memory: the ring has kSamples samples. Each sample has the values of all series of the server and of at
 // most kMostHeads heads, four bytes a value: 60 KiB for the server, and 7 KiB for each head. The series of a
-// head end with the head.
+// head end when the head is deleted.
 class History {
  public:
   static constexpr absl::Duration kInterval = absl::Seconds(2);
@@ -81,7 +81,7 @@ class History {
   static constexpr size_t kMostHeads = 64;
 
   // Adds a sample of the time `time`. The series of heads that are not in `heads` end. If there are more than
-  // kMostHeads heads, the heads that came last have no series.
+  // kMostHeads heads, the newest heads have no series.
   void Add(absl::Time time, const Values& values, const std::map<std::string, HeadValues>& heads)
       ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -89,12 +89,13 @@ class History {
   std::optional<Values> Last() const ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The body of the answer to /history.json (docs/watching.md): the samples with numbers above `after`. If
-  // `head` is not empty, it has the series of that head only. `incarnation` is the server's.
+  // `head` is not empty, the body has only the series of that head. `incarnation`: the number of the server
+  // process.
   std::string Json(uint64_t incarnation, uint64_t after, absl::string_view head) const
       ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // The values of one head, by slot, as samples_.
+  // The values of one head, by slot like samples_.
   using Track = std::vector<HeadValues>;
   struct Sample {
     absl::Time time;
@@ -109,9 +110,9 @@ class History {
   uint64_t last_ ABSL_GUARDED_BY(mutex_) = 0;  // the number of the last sample; the first one is 1
 };
 
-// Takes the samples of a History, one every History::kInterval, whether a page is open or not. So all viewers
-// see the same rates, and the first viewer sees them at once. From Start on the sampler has a thread of its
-// own, which ends with the object.
+// Takes the samples of a History, one every History::kInterval, even if no page is open. So all viewers see
+// the same rates, and the first viewer sees them at once. From Start on the sampler has a thread of its own,
+// which ends with the object.
 class Sampler {
  public:
   // The time over which rates are averaged. It is long, so that chunks that take seconds do not look like
@@ -125,7 +126,7 @@ class Sampler {
   Sampler(const Sampler&) = delete;
   Sampler& operator=(const Sampler&) = delete;
 
-  // Takes a sample now, and starts the thread. Call at most once.
+  // Takes a sample now, and starts the thread of the sampler. Call at most once.
   void Start();
   // Takes one sample for the time `now`, which is not before the previous sample.
   void Sample(absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -137,7 +138,7 @@ class Sampler {
     Totals totals;
     absl::Duration device_busy;
     std::map<std::string, int64_t> rows;            // by head
-    std::map<std::string, absl::Time> last_closed;  // by head: the time its last step was closed
+    std::map<std::string, absl::Time> last_closed;  // by head: the time when its last step was closed
   };
   struct LatencyReading {
     absl::Time time;
@@ -157,7 +158,8 @@ class Sampler {
   History* const history_;
 
   absl::Mutex mutex_;
-  // The readings of each window, the oldest first. The first reading is where the window begins.
+  // The readings in the window of rates and in that of quantiles, the oldest first. A window begins at its
+  // first reading.
   std::deque<Reading> readings_ ABSL_GUARDED_BY(mutex_);
   std::deque<LatencyReading> latencies_ ABSL_GUARDED_BY(mutex_);
 
@@ -179,7 +181,7 @@ std::string FormatSeconds(double seconds);
 std::string Grouped(int64_t number);
 // A number with three or four digits: "0.0123", "12.3", "1.23e-05".
 std::string FormatNumber(double number);
-// The time of day in UTC, with the date if it is not that of `now`.
+// The time of day in UTC, with the date if it is not the date of `now`.
 std::string FormatTime(absl::Time time, absl::Time now);
 
 // TableRow makes a row of a table from cells of HTML. Table makes a table with a header, which can be
@@ -197,11 +199,11 @@ std::string Chart(absl::string_view kind, absl::string_view title);
 // text; `head` is the head that the page is about, empty for none.
 std::string Document(absl::string_view title, absl::string_view head, absl::string_view body);
 
-// Lists of the checkpoints of heads, for the heads' pages. The object has a thread that reads the directory:
-// a disk may be slow, and the thread that answers HTTP must not wait for it.
+// Lists of the checkpoints of heads, for the heads' pages. A thread of the object reads the directory,
+// because a disk may be slow and the thread that answers HTTP must not wait for it.
 //
-// Reading is bounded: it reads names and times of at most kMostFolders folders, and the manifests of the
-// kShown newest of them. The list of a head is read when a page asks for it, at most once in kFresh.
+// Reading is bounded: the thread reads names and times of at most kMostFolders folders, and the manifests of
+// the kShown newest folders. The list of a head is read when a page asks for it, at most once in kFresh.
 class CheckpointLists {
  public:
   static constexpr size_t kShown = 20;
@@ -217,8 +219,8 @@ class CheckpointLists {
   CheckpointLists(const CheckpointLists&) = delete;
   CheckpointLists& operator=(const CheckpointLists&) = delete;
 
-  // The last list that was read for a head. If it is older than kFresh, the thread reads the list again for
-  // the next call. If it is older than kOld, or missing, this call waits for the thread, for at most
+  // The last list that was read for a head. If the list is older than kFresh, the thread reads it again for
+  // the next call. If the list is older than kOld, or missing, this call waits for the thread, for at most
   // kPatience. nullopt: no list has been read yet.
   std::optional<absl::StatusOr<head::NewestCheckpoints>> Of(absl::string_view head)
       ABSL_LOCKS_EXCLUDED(mutex_);
@@ -243,7 +245,7 @@ class CheckpointLists {
   std::thread thread_;  // last
 };
 
-// What the pages say about the server, and the source of their lists of checkpoints.
+// Texts about the server for the pages, and the source of their lists of checkpoints.
 struct StatusPageOptions {
   std::string version;
   std::string grpc_address;

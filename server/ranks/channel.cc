@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Settings of the connection between the leader and a worker, and addresses of this host (channel.h).
 #include "server/ranks/channel.h"
 
 #include <arpa/inet.h>
@@ -23,9 +24,9 @@ namespace {
 
 constexpr const char* kSecretKey = "lossd-rank-secret";
 constexpr int64_t kMebibyte = int64_t{1} << 20;
-// How much larger the other data of a row are than its hidden state, at most. All inputs or all results are
-// up to 12 times as large as the smallest hidden state, which has two bytes. A teacher's hidden state is up
-// to kMostTeacherHidden times as large as the student's.
+// All other data of a row together are at most this many times as large as the row's hidden state. All
+// inputs, or all results, are up to 12 times as large as the smallest hidden state, which has two bytes. A
+// teacher's hidden state is up to kMostTeacherHidden times as large as the student's.
 constexpr int64_t kMostOverhead = 12 + kMostTeacherHidden;
 // A row of a tensor has at most 2^24 floats.
 constexpr int64_t kLargestRow = 64 * kMebibyte;
@@ -35,7 +36,7 @@ constexpr int64_t kLargestRow = 64 * kMebibyte;
 constexpr int kLookaheadBytes = 16 << 20;
 constexpr int kFrameBytes = 1 << 20;
 
-// How long a connection may have no call. The connection of a rank always has one.
+// A connection may be without a call for this long. The connection of a rank always has a call.
 constexpr int kStrangerMilliseconds = 20'000;
 
 // gRPC pings the other end after half of `silence` without data, and waits the other half for an answer.
@@ -61,7 +62,7 @@ void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 100);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
-  // These two close connections of clients that are no ranks.
+  // The next two settings close connections of clients that are not ranks.
   builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kStrangerMilliseconds);
   builder->AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, kStrangerMilliseconds);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Settings of the gRPC connection between the leader and a worker, which both ends use: the largest message,
-// how soon a silent end counts as lost, and the secret that admits a rank. LocalAddressFor finds the address
-// at which other hosts reach this host. ThreadQueue passes messages between two threads of a rank.
+// Settings of the gRPC connection between the leader and a worker, for both ends: the largest message, the
+// time after which a silent end counts as lost, and the secret that admits a rank. LocalAddressFor finds the
+// address at which other hosts reach this host. ThreadQueue passes messages between two threads of a rank.
 //
 // The functions are stateless and thread-safe.
 #ifndef LOSSD_SERVER_RANKS_CHANNEL_H_
@@ -31,7 +31,7 @@ struct ChannelLimits {
   absl::Duration silence = absl::Seconds(30);
 };
 
-// A hidden state of a teacher may be at most this many times as large as one of the student.
+// A hidden state of a teacher may be at most this many times as large as a hidden state of the student.
 inline constexpr int64_t kMostTeacherHidden = 16;
 
 // The size of the largest message: a slice with every optional input or result of its rows, or one row of a
@@ -41,21 +41,22 @@ int64_t MaxMessageBytes(const ChannelLimits& limits);
 void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder);
 grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits);
 
-// A random, unused name for an abstract Unix socket, where a leader takes the workers of its own process.
+// A random, unused name for an abstract Unix socket, at which workers in the leader's own process connect.
 // gRPC's in-process channel is not used: it aborts the program when a call begins while the server ends.
 std::string NewLocalName();
 
 // The client sends the secret as metadata. CheckSecret returns UNAUTHENTICATED if the client's secret differs
-// from `secret`; its time does not depend on the first differing byte. An empty `secret` admits every client.
+// from `secret`. The time that the comparison takes does not depend on which bytes differ. An empty `secret`
+// admits every client.
 void AddSecret(const std::string& secret, grpc::ClientContext* context);
 absl::Status CheckSecret(const std::string& secret, const grpc::ServerContext& context);
 
-// The address of this host that packets to `host` have as their source. If `host` is this host, the result is
-// an address that other hosts can reach. It is a loopback address only if `host` is one. UNAVAILABLE if the
-// name cannot be resolved.
+// The address of this host from which packets to `host` are sent. If `host` is this host, the result is an
+// address that other hosts can reach. The result is a loopback address only if `host` is a loopback address.
+// UNAVAILABLE if the name cannot be resolved.
 absl::StatusOr<std::string> LocalAddressFor(const std::string& host);
 
-// The name of this host, to show to people; "unknown" if the system does not tell it.
+// The name of this host, for people; "unknown" if the system does not report a name.
 std::string HostName();
 
 // An unbounded queue of messages from one thread to another. Thread-safe.
@@ -70,7 +71,7 @@ class ThreadQueue {
     absl::MutexLock lock(&mutex_);
     closed_ = true;
   }
-  // Waits for a message. nullopt once the queue is closed; messages that are left are dropped.
+  // Waits for a message. nullopt once the queue is closed; the messages still in the queue are dropped.
   std::optional<Message> Pop() {
     absl::MutexLock lock(&mutex_);
     const auto news = [this] {

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Leader, rank 0 of a server of several processes (leader.h): streams of workers, forming, and losses.
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>
@@ -16,7 +17,7 @@
 
 namespace lossd::ranks {
 
-// A worker's stream to the leader, over gRPC. Thread-safe as WorkerTransport says.
+// A worker's stream to the leader, over gRPC. Threads as in WorkerTransport.
 class GrpcTransport final : public WorkerTransport {
  public:
   using Stream = grpc::ServerReaderWriter<v1::ToWorker, v1::FromWorker>;
@@ -44,8 +45,8 @@ class LeaderRows {
   // Call when a worker has prepared. `prepared` says whether its rows travel in shared memory or in messages.
   void OnPrepared(WorkerStream& worker, const v1::Prepared& prepared);
   // Adds two things to the options of the group: its staging memory comes from this object, which outlives
-  // the group; and the group computes nothing once a worker is lost. A lost worker may still write gradients
-  // of its old chunks into shared memory, where the gradients of new chunks would lie.
+  // the group; and the group computes nothing once a worker is lost. (A lost worker may still write gradients
+  // of its old chunks to shared memory, where the gradients of new chunks would lie.)
   kernels::GroupOptions Complete(kernels::GroupOptions group, const Workers& workers);
   // SharedRows::Silence, after Prepare.
   absl::Duration Silence() const { return shared_ == nullptr ? absl::ZeroDuration() : shared_->Silence(); }
@@ -56,13 +57,14 @@ class LeaderRows {
 
 namespace {
 
-// How often the wait for ranks asks whether to stop, and how long a worker may take to send its Hello.
+// kLook: the pause between two checks whether to stop waiting for ranks. kHelloTimeout: the time that a
+// worker may take to send its Hello.
 constexpr absl::Duration kLook = absl::Milliseconds(200);
 constexpr absl::Duration kHelloTimeout = absl::Seconds(20);
-// Threads beyond two for each rank: for streams that are refused, and gRPC's own threads.
+// Threads in addition to two for each rank: for streams that are refused, and gRPC's own threads.
 constexpr int kSpareThreads = 16;
-// Connections beyond one for each rank, both of one peer and in all: for attempts that end, and for
-// strangers.
+// Connections in addition to one for each rank, both of one peer and in all: for attempts that end, and for
+// clients that are not ranks.
 constexpr int kSpareConnections = 32;
 
 }  // namespace
@@ -159,8 +161,8 @@ absl::Status Leader::Enter(const std::shared_ptr<WorkerStream>& worker) {
   return absl::OkStatus();
 }
 
-// Other ranks may wait for the lost worker. So all workers are given up, and every request to the ranks
-// fails.
+// Other ranks may wait for the lost worker. So the leader gives up all workers, and every request to the
+// ranks fails.
 void Leader::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Status& status) {
   Workers others;
   {
@@ -181,8 +183,9 @@ void Leader::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Stat
   link_->Abort(status);
 }
 
-// The exchange of a chunk has failed. If a worker's stream reports a loss soon, that loss is the cause and is
-// returned. Otherwise some rank hangs. Giving up one worker makes all ranks end (Leave).
+// The exchange of a chunk has failed. If a worker's stream reports a loss soon afterwards, that loss is the
+// cause, and this function returns it. Otherwise some rank hangs. The function then gives up one worker,
+// which makes all ranks end (Leave).
 absl::Status Leader::OnChunkFailure(const absl::Status& failure) {
   absl::MutexLock lock(&mutex_);
   const auto is_lost = [this] {
@@ -354,7 +357,7 @@ Leader::~Leader() {
   loss_.Unwatch();
   leaving_.Unwatch();
   for (const auto& [rank, worker] : workers) worker->End();
-  // Workers close their streams. Streams that are open after kGoodbye are cancelled.
+  // Workers close their streams now. Streams that are still open after kGoodbye are cancelled.
   constexpr absl::Duration kGoodbye = absl::Seconds(5);
   if (server_ != nullptr) server_->Shutdown(wire::GrpcTime(clocks::SteadyNow() + kGoodbye));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Leader is rank 0 of a server of several processes. It waits until all workers have connected and their
-// settings agree (start.h), and joins their backends and its own into one backend (remote_backend.h).
-// Afterwards it reports when a rank is lost or wants to leave.
+// settings agree (start.h). Then it joins their backends and its own backend into one backend
+// (remote_backend.h). Afterwards it reports when a rank is lost or wants to leave.
 //
 // Thread-safe, except for Form.
 #ifndef LOSSD_SERVER_RANKS_LEADER_H_
@@ -48,11 +48,12 @@ struct LeaderOptions {
   int port = 0;  // 0: any free port
   // The credentials outlive the leader.
   std::shared_ptr<grpc::ServerCredentials> credentials;
-  // What a worker must send. Empty: each program that reaches the address may be a rank. On a loopback
-  // address only programs of this process's user and of root may, where the kernel tells the user.
+  // The secret that a worker must send. Empty: each program that reaches the address may be a rank. If the
+  // address is a loopback address and the kernel reports the user of a connection, only programs of this
+  // process's user and of root may be ranks.
   std::string secret;
   ChannelLimits limits;
-  // Without the settings of the backend, which Form adds.
+  // The settings of this rank, without the settings of the backend, which Form adds.
   Settings settings;
   kernels::GroupOptions group;
   // Whether workers of this host get rows in shared memory. Other workers get rows in messages.
@@ -91,12 +92,12 @@ class Leader final : private v1::RankService::Service {
   // Waits for all workers, and returns one backend of all ranks; `own` is the leader's part of it. The leader
   // outlives the result. Once all workers have connected, no other worker can.
   //
-  // A worker whose settings do not agree is refused, and the leader waits on. The worker is told which of its
-  // values is wrong; the log also has the right value.
+  // The leader refuses a worker whose settings do not agree, and continues to wait. It sends the worker the
+  // name and the value of the wrong setting; the log also has the right value.
   //
-  // DEADLINE_EXCEEDED naming the missing ranks, and why the last refused worker was refused; CANCELLED if
-  // `stop` says so; UNAVAILABLE if the ranks cannot be connected with each other. After an error the workers
-  // are told, and end.
+  // Errors: DEADLINE_EXCEEDED, which names the missing ranks and the reason why the last refused worker was
+  // refused; CANCELLED if `stop` returns true; UNAVAILABLE if the ranks cannot be connected with each other.
+  // After an error the leader tells the workers, which then end.
   absl::StatusOr<std::unique_ptr<kernels::Backend>> Form(kernels::CreatedBackend own);
 
   // The library that carries the sums and exchanges of the ranks (kernels/rank_link.h). Valid after Form.
@@ -162,9 +163,10 @@ class Leader final : private v1::RankService::Service {
   mutable absl::Mutex mutex_;
   bool forming_ ABSL_GUARDED_BY(mutex_) = false;
   bool formed_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last
+  absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last refusal
   Workers workers_ ABSL_GUARDED_BY(mutex_);
-  std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);  // calls without a Hello yet
+  // Calls that have not sent a Hello.
+  std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
   FirstNews<absl::Status> loss_;
   FirstNews<Leaving> leaving_;

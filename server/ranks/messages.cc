@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Converts between the messages of the ranks' protocol and the types of the kernels (messages.h).
 #include "server/ranks/messages.h"
 
 #include <cstring>
@@ -365,7 +366,7 @@ absl::Status WrongLength(const char* what, size_t want, size_t got) {
       absl::StrCat("it sent ", errors::ExactBytes(got), " of ", what, " instead of ", want));
 }
 
-// Points `values` to an array of the message. Leaves `values` as it is if the message has no such array.
+// Points `values` to an array of the message. Does not change `values` if the message has no such array.
 template <typename T>
 absl::Status Get(const char* what, const std::string& bytes, int64_t rows, const T*& values) {
   if (bytes.empty()) return absl::OkStatus();
@@ -419,8 +420,9 @@ absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t
   return chunk.retained->ReadBytes(slice.retained_offset, {bytes, length});
 }
 
-// Call after PlaceGradients. The leader retains hidden states here; for a head split by vocabulary, its first
-// part does.
+// Puts the hidden states of a slice into the message, or names their place. Also retains hidden states, in
+// the leader's memory; for a head split by vocabulary, the first part of the head does this instead. Call
+// after PlaceGradients.
 absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t length, bool is_part,
                        FindPlace find, v1::ChunkSlice* message) {
   if (length == 0 || message->without_hidden()) return absl::OkStatus();
@@ -643,7 +645,7 @@ void SetResults(const Slice& slice, size_t row_bytes, bool in_place, v1::SliceRe
 }
 
 void SetPartResults(const Slice& slice, v1::SliceResults& results) {
-  results = v1::SliceResults();  // all parts together give the results of rows
+  results = v1::SliceResults();  // only all parts together have the results of rows
   results.set_first_nonfinite_row(slice.first_nonfinite_row);
 }
 

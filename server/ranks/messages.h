@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversions between the messages of the ranks' protocol (proto/lossd/ranks/v1) and the types of the kernels
-// and of checkpoints: first for requests and answers, then for chunks with their slices, on the leader's side
-// and on the worker's side.
+// Conversions between the messages of the ranks' protocol (proto/lossd/ranks/v1), which the leader and its
+// workers exchange, and the types of the kernels and of checkpoints. First come requests and answers, then
+// chunks with their slices, on the leader's side and on the worker's side.
 //
 // All functions are stateless and thread-safe. They trust a message, because its sender was admitted and has
-// the same version and byte order. They refuse only values out of the range of an enumeration, and arrays of
-// a wrong length.
+// the same version and byte order. So they refuse only values outside the range of an enumeration, and arrays
+// of a wrong length.
 #ifndef LOSSD_SERVER_RANKS_MESSAGES_H_
 #define LOSSD_SERVER_RANKS_MESSAGES_H_
 
@@ -60,8 +60,8 @@ std::vector<kernels::Choice> ChoicesOf(const google::protobuf::RepeatedPtrField<
 v1::SliceSums ToProto(const kernels::LossSums& sums);
 kernels::LossSums FromProto(const v1::SliceSums& sums);
 
-// What the worker that wrote a file tells about it: its size and its tensors. The leader knows the file's
-// name and classes.
+// The report about a file by the worker that has written it: the file's size and its tensors. The leader
+// knows the file's name and classes.
 v1::FileLine ToProto(const head::ManifestShard& shard);
 head::ManifestShard FromProto(const v1::FileLine& line);
 
@@ -105,26 +105,27 @@ void TakePartResults(const v1::SliceResults& results, kernels::Slice& slice);
 absl::StatusOr<kernels::Chunk> ChunkOf(const v1::ChunkStart& start);
 // The memory that a slice uses on the worker.
 struct SliceMemory {
-  // For hidden states that the message brings, and for gradients whose place the message does not name.
+  // Memory for hidden states that the message brings, and for gradients whose place the message does not
+  // name.
   void* own = nullptr;
-  // Where the hidden states lie that the message names; null: the message brings them.
+  // The hidden states, if the message names their place; null: the message brings them.
   void* hidden = nullptr;
-  // The same for the teacher's hidden states.
+  // The teacher's hidden states, in the same way.
   void* teacher_hidden = nullptr;
-  // Where the gradients go that the message names a place for; null: it names none.
+  // The place of the gradients, if the message names it; null: the message does not name a place.
   void* grad_hidden = nullptr;
 };
 // Whether the slice needs SliceMemory::own.
 bool NeedsOwnMemory(const v1::ChunkSlice& message);
 // The slice of a message. Its inputs point into the message, and its row results into `results`. Hidden
-// states that the message brings are copied to `memory.own`. Gradients go there too, unless
-// `memory.grad_hidden` is set. INTERNAL if an array has a wrong length.
+// states that the message brings are copied to `memory.own`. Gradients are also written to `memory.own`,
+// unless `memory.grad_hidden` is set. INTERNAL if an array has a wrong length.
 absl::StatusOr<kernels::Slice> SliceOf(v1::ChunkSlice& message, const RowBytes& row_bytes,
                                        const SliceMemory& memory, v1::SliceResults& results);
 // Puts the results of a computed slice into `results`. `in_place`: the gradients are already in the place
 // that the leader named.
 void SetResults(const kernels::Slice& slice, size_t row_bytes, bool in_place, v1::SliceResults& results);
-// The same for a part of a head that is split by vocabulary, to be read by TakePartResults.
+// The same for a part of a head that is split by vocabulary. TakePartResults reads these results.
 void SetPartResults(const kernels::Slice& slice, v1::SliceResults& results);
 
 }  // namespace lossd::ranks

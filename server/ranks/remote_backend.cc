@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The leader's view of its workers: their heads, backends and files (remote_backend.h).
 #include "server/ranks/remote_backend.h"
 
 #include <algorithm>
@@ -103,8 +104,8 @@ void RemoteHead::Submit(kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks
   worker_->Submit(heads, chunk, std::move(callbacks));
 }
 
-// Does not compare the classes of the two heads. The leader's own part does, and all ranks divide a head in
-// the same way.
+// Does not compare the classes of the two heads. The leader's own part compares them, and all ranks divide a
+// head in the same way.
 absl::Status RemoteHead::CheckTeacher(const kernels::HeadKernels& teacher) const {
   constexpr absl::string_view kField = "distillation.teacher";
   LOSSD_RETURN_IF_ERROR(ValidateTeacher(config_, teacher.config(), kField));
@@ -257,7 +258,7 @@ absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> RemoteBackend::Allocate
 }
 absl::Status RemoteBackend::PlanHostMemory(kernels::MemoryKind, int64_t) { return OnlyAtTheLeader(); }
 
-// ---- What all ranks do together ----
+// ---- Operations that all ranks do together ----
 
 namespace {
 
@@ -279,8 +280,8 @@ class RankReplicas final : public kernels::Replicas {
     std::vector<uint64_t> requests;
     for (RemoteHead* other : others_) requests.push_back((other->*start)());
     absl::Status status = own();
-    // A rank that has not answered after the time of a collective never will. After an own failure, wait only
-    // for the workers' reasons.
+    // A rank that has not answered after the time of a collective will never answer. If the leader itself has
+    // failed, it waits only for the workers' reasons.
     const absl::Time deadline =
         clocks::SteadyNow() + (status.ok() ? timeout_ + kLastWords : std::min(timeout_, kLastWords));
     absl::Status of_others, silent;
@@ -288,8 +289,8 @@ class RankReplicas final : public kernels::Replicas {
       absl::Status answer = AnswerOf(*others_[i], requests[i], deadline, status);
       (absl::IsDeadlineExceeded(answer) ? silent : of_others).Update(answer);
     }
-    // An error of a worker takes precedence: if a rank is lost, that error names the cause, and the leader's
-    // own error only says that it waited in vain.
+    // An error of a worker takes precedence. If a rank is lost, the worker's error names the cause, but the
+    // leader's own error only says that it has waited without success.
     of_others.Update(status);
     if (of_others.ok() && !silent.ok()) return absl::UnavailableError(silent.message());
     return of_others;
@@ -393,7 +394,7 @@ class FileWork {
     return absl::Status(answer.status().code(),
                         absl::StrCat("rank ", rank(), ": ", answer.status().message()));
   }
-  // The last progress that the worker has reported. It stays after the end of the work.
+  // The last progress that the worker has reported. It remains available after the end of the work.
   head::SaveProgress progress() {
     const v1::FilesProgress progress = worker_->requests().Progress(request_);
     if (progress.read_bytes() > read_bytes_) read_bytes_ = progress.read_bytes();
@@ -544,7 +545,7 @@ void RankFiles::Note(int rank, const std::string& what, const absl::Status& stat
            {{"rank", rank}, {"how", way}, {"reason", status.ok() ? "it sees the folder" : status.message()}});
 }
 
-// ---- What carries the sums and exchanges ----
+// ---- The library that carries the sums and exchanges ----
 
 namespace {
 

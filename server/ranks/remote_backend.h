@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The leader's view of its workers. RemoteBackend is the backend of a worker, and RemoteHead a head on it, as
-// members of the leader's group (kernels/group). MakeRankReplicas and JoinRankClasses let all ranks do their
-// parts of one head together, RankFiles lets workers save and load their parts, and UseCollectives chooses
-// what carries the sums and exchanges between ranks.
+// members of the leader's group (kernels/group). MakeRankReplicas and JoinRankClasses let all ranks work on
+// one head together. RankFiles lets workers save and load their parts of heads. UseCollectives chooses the
+// library that carries the sums and exchanges between ranks.
 //
 // All functions and classes send messages over the workers' streams (worker_stream.h). Once a worker is lost,
 // calls that need it return UNAVAILABLE. Thread-safety is that of Backend and HeadKernels, unless a class
@@ -33,7 +33,7 @@ namespace lossd::ranks {
 // A head of a worker's backend.
 class RemoteHead final : public kernels::HeadKernels {
  public:
-  // `description`: what the worker has answered about the head that it created.
+  // `description`: the worker's description of the head that it has created.
   RemoteHead(const kernels::HeadConfig& config, uint64_t id, const v1::HeadDescription& description,
              std::shared_ptr<WorkerStream> worker);
   ~RemoteHead() override;
@@ -86,7 +86,7 @@ class RemoteHead final : public kernels::HeadKernels {
   bool passed_by_ = false;
 };
 
-// The backend of a worker. It has no staging and no retained memory, which the leader has.
+// The backend of a worker. It has no staging memory and no retained memory, because the leader has both.
 class RemoteBackend final : public kernels::Backend {
  public:
   // INTERNAL if the worker's description of its backend is not valid.
@@ -98,7 +98,7 @@ class RemoteBackend final : public kernels::Backend {
   absl::StatusOr<kernels::MemoryBytes> PlanHead(const kernels::HeadConfig& config) const override;
   absl::StatusOr<std::unique_ptr<kernels::HeadKernels>> CreateHead(
       const kernels::HeadConfig& config) override;
-  // These three return UNIMPLEMENTED: such host memory is the leader's.
+  // The next three return UNIMPLEMENTED, because the leader has such host memory.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> AllocateStaging(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kernels::RetainedMemory>> AllocateRetained(int64_t bytes) override;
   absl::Status PlanHostMemory(kernels::MemoryKind kind, int64_t bytes) override;
@@ -114,30 +114,31 @@ class RemoteBackend final : public kernels::Backend {
 
 // The most bytes of a tensor in one message. A single row may have more.
 inline constexpr int64_t kPieceBytes = int64_t{4} << 20;
-// How many of these messages one read, write or addition of a tensor has under way: while one message crosses
-// the network, the worker handles another. Their bytes take memory in both processes.
+// The number of such messages that one read, write or addition of a tensor has under way at a time. So the
+// worker handles one message while another crosses the network. Their bytes take memory in both processes.
 inline constexpr size_t kPiecesUnderWay = 4;
 
-// ---- What all ranks do together ----
-// The leader tells every worker to do its part and does its own meanwhile.
+// ---- Operations that all ranks do together ----
+// The leader tells every worker to do its part, and does its own part at the same time.
 
-// The replicas of one head on all ranks. `heads`: first the leader's own head, which is of the backend of
-// `link`, then the workers' heads (RemoteHead) in the order of ranks. If one rank has an error, the operation
-// returns it, although other ranks may have done their parts. A worker that does not answer within `timeout`
-// plus kLastWords is given up; in that time it should have noticed the delay itself.
+// The replicas of one head on all ranks. `heads`: first the leader's own head, which belongs to the backend
+// of `link`, then the workers' heads (RemoteHead) in the order of ranks. If one rank has an error, the
+// operation returns this error, although other ranks may have done their parts. If a worker does not answer
+// within `timeout` plus kLastWords, the leader gives it up; a worker that works would have reported the delay
+// within that time.
 absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
     kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads);
 
 // Joins the leader's part of a head that is split by vocabulary to the parts of the workers, which the
-// workers have joined already. `heads` as for MakeRankReplicas. `same_chunks`: chunks must have the same size
-// on all ranks. INVALID_ARGUMENT naming rank and values if they would not.
+// workers have joined already. `heads` as for MakeRankReplicas. `same_chunks`: whether chunks must have the
+// same size on all ranks. If they must and would not, returns INVALID_ARGUMENT, which names rank and values.
 absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
                              absl::Span<kernels::HeadKernels* const> heads);
 
-// RankFiles lets workers save and load their own parts of checkpoints. It is the leader's end; WorkerFiles
-// (worker.h) is the worker's end.
+// RankFiles lets workers save and load their own parts of checkpoints. RankFiles is the leader's end, and
+// WorkerFiles (worker.h) the worker's end.
 //
-// Thread-safe. Destroy the objects that it makes before it and before the leader.
+// Thread-safe. Objects that RankFiles makes must be destroyed before the RankFiles and before the leader.
 class RankFiles final : public head::FileSites {
  public:
   using Workers = std::map<int, std::shared_ptr<WorkerStream>>;
@@ -148,8 +149,9 @@ class RankFiles final : public head::FileSites {
   std::vector<std::unique_ptr<head::SaveSite>> ForSave(absl::Span<const kernels::RemotePart> parts) override;
   std::vector<std::unique_ptr<head::LoadSite>> ForLoad(absl::Span<const kernels::RemotePart> parts) override;
 
-  // Logs whether a rank saves (or loads, in `what`) its part itself or through rank 0, if this has changed. A
-  // `status` that is not OK says why the rank cannot do it itself.
+  // Logs whether a rank saves its part itself or through rank 0, if this has changed. `what` says whether
+  // this is about saving or loading. A `status` that is not OK is the reason why the rank cannot do it
+  // itself.
   void Note(int rank, const std::string& what, const absl::Status& status) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -160,18 +162,19 @@ class RankFiles final : public head::FileSites {
   std::map<std::pair<int, std::string>, std::string> noted_ ABSL_GUARDED_BY(mutex_);
 };
 
-// ---- What carries the sums and exchanges of all ranks ----
-// The leader chooses a library for them when all workers have connected. The functions are stateless and
+// ---- The library that carries the sums and exchanges of all ranks ----
+// The leader chooses the library when all workers have connected. The functions are stateless and
 // thread-safe.
 
-// INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU. `why`: what needs a GPU for each rank,
-// for the message. CPUs have no names, and are not compared.
+// INVALID_ARGUMENT naming rank and GPU if two ranks have the same GPU. `why`: the reason why each rank needs
+// a GPU of its own, for the error message. CPUs have no names, and are not compared.
 absl::Status CheckGpus(const std::string& why, const std::string& leader_gpu,
                        absl::Span<const v1::Hello> workers);
 
 struct CollectivesChoice {
   std::string collectives;  // the chosen library, as in kernels/rank_link.h
-  std::string reason;       // why it is not the first that the leader offers; empty if it is the first
+  // The reason why this is not the first library that the leader offers; empty if it is the first.
+  std::string reason;
 };
 
 // The first library of `offered`, the leader's offer, that works with all workers: each worker must offer it
@@ -182,8 +185,8 @@ absl::StatusOr<CollectivesChoice> ChooseCollectives(absl::Span<const std::string
                                                     const std::string& nccl_version,
                                                     absl::Span<const v1::Hello> workers);
 
-// Chooses as ChooseCollectives does, sets the choice in `link`, the leader's own, and logs it. If processes
-// have several `devices` each, no two ranks may have the same GPU, with any library.
+// Chooses a library as ChooseCollectives does, sets it in the leader's own `link`, and logs it. If each
+// process has several `devices`, no two ranks may have the same GPU, for any library.
 absl::StatusOr<std::string> UseCollectives(kernels::RankLink* link, const std::string& leader_gpu,
                                            int devices, absl::Span<const v1::Hello> workers);
 

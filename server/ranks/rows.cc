@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Memory for rows that the leader shares with workers of its host (rows.h).
 #include "server/ranks/rows.h"
 
 #include <fcntl.h>
@@ -151,7 +152,8 @@ std::optional<RowRegions::News> RowRegions::NextNews(int rank) const {
   return news;
 }
 
-// The region may have been removed while the news was sent. The worker must then hear that it is gone, too.
+// The region may have been removed while the news was sent. Then the worker must also be told that the region
+// is gone.
 void RowRegions::Told(int rank, const News& news) {
   absl::MutexLock lock(&mutex_);
   Worker& told = worker(rank);
@@ -241,7 +243,8 @@ absl::StatusOr<std::unique_ptr<MappedRows>> MappedRows::Connect(const std::strin
                                                                 kernels::Backend* backend) {
   LOSSD_TRY(wire::OwnedDescriptor connected, wire::ConnectRegionSocket(socket));
   if (absl::Status status = CheckListener(connected.get()); !status.ok()) {
-    access::CloseElsewhere(std::move(connected));  // a stranger may have sent something
+    // The other process may have sent data, which nothing reads.
+    access::CloseElsewhere(std::move(connected));
     return status;
   }
   v1::RowsFromWorker hello;
@@ -315,7 +318,8 @@ bool MappedRows::Read() {
   return wire::SendRegionPacket(socket_.get(), answer.SerializeAsString(), -1).ok();
 }
 
-// Closes the descriptor before it returns, so that the worker holds none when the leader gets the answer.
+// Closes the descriptor before it returns, so that the worker no longer holds it when the leader gets the
+// answer.
 absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescriptor descriptor) {
   if (!descriptor) return absl::UnavailableError("the leader's memory came without a descriptor");
   LOSSD_RETURN_IF_ERROR(CheckSealed(descriptor.get(), bytes));
@@ -336,7 +340,7 @@ namespace {
 
 constexpr size_t kTokenBytes = 32;
 constexpr size_t kNameBytes = 16;
-// Connections beyond the workers' own, for processes that have not sent a token yet.
+// Connections in addition to those of the workers, for processes that have not sent a token yet.
 constexpr int64_t kStrangers = 8;
 constexpr absl::Duration kBeat = absl::Seconds(1);
 
@@ -418,8 +422,8 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(ker
   if (bytes <= 0 || !regions_.AnyHere()) return first->AllocateStaging(bytes);
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> shared = AllocateShared(first, bytes);
   if (shared.ok()) return shared;
-  // If shared memory has no room, other memory mostly has none either. The error of the other memory is then
-  // returned.
+  // If there is no room for shared memory, there is mostly no room for other memory either. The error for the
+  // other memory is then returned.
   absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> own = first->AllocateStaging(bytes);
   if (own.ok()) {
     log::Log(log::LogLevel::kWarning, "staging memory is not shared, its rows travel in messages",
@@ -428,8 +432,8 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Allocate(ker
   return own;
 }
 
-// Adopts the memory, which counts its bytes, before it takes the pages. So a limit refuses memory that has no
-// room.
+// Adopts the memory, which counts its bytes, before the pages are allocated. So if the bytes exceed a limit,
+// no pages are allocated.
 absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShared(kernels::Backend* first,
                                                                                    int64_t bytes) {
   LOSSD_TRY(std::unique_ptr<wire::SharedMemory> memory, wire::SharedMemory::Reserve(bytes));

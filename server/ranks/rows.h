@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory for rows that the leader shares with the workers of its host. A slice then names a place in this
-// memory instead of bringing its hidden states in the message. Rows that cannot be shared with a worker
-// travel in messages, as they do to workers of other hosts.
+// Memory for rows that the leader shares with the workers of its host. The message of a slice then names a
+// place in this memory instead of bringing the hidden states. Rows that cannot be shared with a worker travel
+// in messages, as they also do to workers of other hosts.
 //
 // - SharedRows is the leader's side: it makes the memory and hands it to workers over a Unix socket.
 // - MappedRows is a worker's side: it maps the memory.
@@ -51,9 +51,10 @@ class RowRegions {
   RowRegions(int ranks, std::function<void()> on_news);
 
   // ---- For the owners of memory ----
-  // Adds a region and returns its id. Returns 0 if there are too many regions, or one begins at the same
-  // address; rows in `memory` then travel in messages. `descriptor`: the file of `memory`, which begins at
-  // offset 0 and has whole pages. Call Remove once no chunk uses the memory, before the memory is freed.
+  // Adds a region and returns its id. Returns 0 if there are too many regions, or if another region begins at
+  // the same address; rows in `memory` then travel in messages. `descriptor`: the file of `memory`, which
+  // begins at offset 0 and has whole pages. Call Remove once no chunk uses the memory, before the memory is
+  // freed.
   uint64_t Add(absl::Span<uint8_t> memory, wire::OwnedDescriptor descriptor);
   void Remove(uint64_t region);
   // Waits, at most for `limit`, until each connected worker has mapped or refused the region.
@@ -65,22 +66,23 @@ class RowRegions {
   std::optional<v1::RowsPlace> Find(int rank, const void* begin, size_t bytes) const;
 
   // ---- For the workers' connections ----
-  // The worker has connected. False if it has connected before: it may do so once.
+  // Call when the worker has connected. Returns false if it has connected before: a worker may connect only
+  // once.
   bool Enter(int rank);
-  // The worker's connection has ended. No memory is shared with it any more, though it may still have some
-  // mapped.
+  // Call when the worker's connection has ended. From then on no memory is shared with the worker, although
+  // it may still have memory mapped.
   void Leave(int rank);
   bool AnyHere() const;
   struct News {
     v1::RowsFromLeader message;
     std::shared_ptr<const wire::OwnedDescriptor> descriptor;  // null: the region is gone
   };
-  // The first piece of news for worker `rank`; nullopt: there is none. Call Told, which drops it, once it is
-  // sent.
+  // The first piece of news for worker `rank`; nullopt: there is none. Once it is sent, call Told, which
+  // drops it.
   std::optional<News> NextNews(int rank) const;
   void Told(int rank, const News& news);
-  // The worker has answered that it has mapped the region or has refused it. False if it was not told of the
-  // region.
+  // The worker has answered that it has mapped the region or has refused it. Returns false if the worker was
+  // not told of the region.
   bool OnAnswer(int rank, uint64_t region, bool mapped);
 
  private:
@@ -89,7 +91,7 @@ class RowRegions {
     bool here = false;
     bool was_here = false;
     std::deque<v1::RowsFromLeader> news;
-    std::map<uint64_t, State> regions;  // regions it was told of and that are not gone
+    std::map<uint64_t, State> regions;  // the regions that the worker was told of and that are not gone
   };
   struct Region {
     uint64_t id = 0;
@@ -179,8 +181,8 @@ class SharedRows final : public kernels::GroupStaging {
   SharedRows(const SharedRows&) = delete;
   SharedRows& operator=(const SharedRows&) = delete;
 
-  // What a worker needs to connect: the socket's name "@...", and its token of 32 random bytes, which admits
-  // one connection.
+  // What a worker needs to connect: the name "@..." of the socket, and the worker's token of 32 random bytes,
+  // which admits one connection.
   const std::string& socket() const { return name_; }
   const std::string& TokenOf(int rank) const { return tokens_[static_cast<size_t>(rank)]; }
 
@@ -212,7 +214,7 @@ class SharedRows final : public kernels::GroupStaging {
   // ---- On the thread ----
   void Run();
   void Accept(int listener);
-  // These three return whether the session goes on.
+  // The next three return whether the session goes on.
   bool Read(Session* session);
   bool Enter(Session* session, const v1::RowsFromWorker& message);
   bool Write(const Session& session);
@@ -224,7 +226,7 @@ class SharedRows final : public kernels::GroupStaging {
   const wire::OwnedDescriptor wake_;
   const wire::OwnedDescriptor stop_;
   RowRegions regions_;
-  std::list<Session> sessions_;  // used by the thread alone
+  std::list<Session> sessions_;  // used only by the thread
   clocks::Heartbeat beat_;
   std::thread thread_;
 };

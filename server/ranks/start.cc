@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// How several processes start as one server: their settings, and which process is which (start.h).
 #include "server/ranks/start.h"
 
 #include <google/protobuf/descriptor.h>
@@ -43,8 +44,8 @@ std::string DevicesOf(const v1::Hello& worker) {
   return devices == nullptr ? "1" : *devices;
 }
 
-// How an error names the worker: by its process if processes have several devices, because settings are those
-// of a process; otherwise by its rank.
+// The name of the worker in an error. If processes have several devices, it is the number of the process,
+// because settings belong to processes; otherwise it is the rank.
 std::string NameOf(const std::string& devices, const v1::Hello& worker, bool by_process) {
   uint32_t count = 1;
   if (!by_process) return absl::StrCat("rank ", worker.rank());
@@ -52,7 +53,8 @@ std::string NameOf(const std::string& devices, const v1::Hello& worker, bool by_
   return absl::StrCat("process ", worker.rank() / count);
 }
 
-// The rule of an error: to have the value of rank 0 (or process 0). Only the log gets the value itself.
+// The rule that an error states: the setting must have the value of rank 0 (or process 0). Only an error for
+// the log has the value itself.
 std::string Rule(absl::string_view whose, const std::string& value, Listener listener) {
   return absl::StrCat("be what ", whose, " 0 has", listener == Listener::kLog ? ", " : "",
                       listener == Listener::kLog ? value : " (its log says what that is)");
@@ -72,7 +74,7 @@ absl::Status CheckDevice(const kernels::RankTraits& leader, const v1::Hello& wor
 
 Settings SettingsOf(Settings flags, const kernels::BackendInfo& backend) {
   // The device's text begins with the number of the device or of the threads, which may differ between ranks.
-  // Drop it, and write "threads" for one thread too.
+  // So the number is dropped, and "thread" becomes "threads".
   const size_t space = std::min(backend.device.find(' '), backend.device.size());
   const std::string kind = absl::StrReplaceAll(backend.device.substr(space), {{" thread,", " threads,"}});
   flags.emplace_back("backend", backend.name);
@@ -123,8 +125,8 @@ absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration ti
 
 namespace {
 
-// The environment variables of a launcher. Each list has alternatives, of which the first that is set counts.
-// MASTER_PORT is not used, because torchrun's own store may listen there.
+// The environment variables of a launcher. Each list has alternatives; the first variable that is set counts.
+// MASTER_PORT is not used, because torchrun's own store may listen at that port.
 struct Launcher {
   const char* name;
   std::vector<const char*> rank;
@@ -177,7 +179,7 @@ absl::StatusOr<MaybeNumber> ReadNumber(const std::vector<const char*>& names, co
   return MaybeNumber(Number{value, name});
 }
 
-// The value of a flag, or of a variable if the flag is not given. If both are given they must agree.
+// The value of a flag, or of a variable if the flag is not given. If both are given, they must be equal.
 absl::StatusOr<MaybeNumber> Agreed(const char* flag, std::optional<int> given, MaybeNumber variable) {
   if (!given.has_value()) return variable;
   if (variable.has_value() && variable->value != *given) {
@@ -203,7 +205,8 @@ absl::StatusOr<const Launcher*> FindLauncher(const std::string& name, const Envi
   for (const Launcher& launcher : Launchers()) {
     if (name == launcher.name) return &launcher;
     if (name != "auto" || FirstSet(launcher.rank, environment) == nullptr) continue;
-    // torchrun may run inside a job of Slurm or a pod. Its variables, which are more specific, then count.
+    // torchrun may run inside a job of Slurm or a pod. Then torchrun's variables count, because they are more
+    // specific.
     if (found != nullptr && absl::string_view(found->name) != "torchrun") {
       return errors::FieldError(
           "launcher", absl::StrCat("say which of ", found->name, " and ", launcher.name, " is meant"), name);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions with which several processes start as one server. ReadLaunch reads flags and environment
-// variables: which of the processes this one is, and where the leader is. CheckAgreement checks that a worker
-// has the same settings as the leader. FirstNews passes on the first loss, or the first wish to leave, of any
-// rank.
+// Functions with which several processes start as one server. ReadLaunch reads from flags and environment
+// variables which of the processes this process is, and where the leader is. CheckAgreement checks that a
+// worker has the same settings as the leader. FirstNews reports the first event of a kind to a watcher; the
+// leader uses it for the first lost rank and the first rank that wants to leave.
 //
 // The functions are pure and thread-safe.
 #ifndef LOSSD_SERVER_RANKS_START_H_
@@ -46,33 +46,34 @@ absl::Status CheckRank(const v1::Hello& worker, int ranks);
 // same value have the same definitions.
 std::string ProtocolHash();
 
-// Checks that a worker's settings are the leader's, and that its GPU has as much memory as the leader's GPU:
-// a GPU product may be sold with several sizes, and a plan for one GPU must fit the others. The sizes may
-// differ by a hundredth, because drivers reserve different amounts. INVALID_ARGUMENT naming rank (or process,
-// if processes have several devices), setting and both values. `listener`: a message for the worker has only
-// the worker's value, because any program may say that it is a worker.
+// Checks that a worker's settings equal the leader's settings, and that its GPU has as much memory as the
+// leader's GPU. (A GPU product may be sold with several sizes, and a plan for one GPU must fit the others.)
+// The memory sizes may differ by a hundredth, because drivers reserve different amounts. INVALID_ARGUMENT
+// names rank (or process, if processes have several devices), setting and both values. `listener`: the reader
+// of the message. A message for the worker has only the worker's value, because any program may claim to be a
+// worker.
 enum class Listener : uint8_t { kLog, kWorker };
 absl::Status CheckAgreement(const Settings& leader, const kernels::RankTraits& traits,
                             const v1::Hello& worker, Listener listener = Listener::kLog);
 
-// The error DEADLINE_EXCEEDED. It names the `missing` ranks, of `ranks` ranks, the `timeout`, and the last
-// refusal unless that is OK.
+// Makes the error DEADLINE_EXCEEDED. It names the `missing` ranks out of `ranks` ranks, the `timeout`, and
+// `refusal`, the last refusal, unless that is OK.
 absl::Status NotCome(absl::Span<const int> missing, int ranks, absl::Duration timeout,
                      const absl::Status& refusal = absl::OkStatus());
 
-// ---- Which of how many processes this one is, and where the leader is reached ----
-// Flags say so, or the environment variables that launchers set.
+// ---- The number of this process, the number of processes, and the address of the leader ----
+// They come from flags, or from the environment variables that launchers set.
 
 // The most processes of a server, and the most ranks.
 inline constexpr int kMostRanks = 1024;
 
 // The place of this process in its server. The processes of a server are its ranks, as in MPI. If each
-// process has several devices, the devices are the ranks, and the numbers here, in flags and in launchers
-// count processes.
+// process has several devices, the devices are the ranks; but the numbers in Launch, in flags and in
+// launchers still count processes.
 struct Launch {
   int rank = 0;                   // rank 0 is the leader, which serves clients
   int ranks = 1;                  // the number of ranks; > 1: there are workers
-  std::optional<int> local_rank;  // the rank within this host, if the launcher tells
+  std::optional<int> local_rank;  // the rank within this host, if the launcher reports it
   std::string leader;             // "host:port" where workers reach the leader; empty with one rank
 };
 
@@ -90,21 +91,21 @@ struct LaunchFlags {
 
 using Environment = std::map<std::string, std::string>;
 
-// INVALID_ARGUMENT naming the flag or the variable and its value if one is missing, is not a number, is out
-// of range or contradicts another.
+// INVALID_ARGUMENT, which names the flag or the variable and its value, if a value is missing, is not a
+// number, is out of range or contradicts another value.
 absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& environment);
 
-// The first host of a Slurm node list, "gpu[03-05,9],login" -> "gpu03"; empty if it is not one.
+// The first host of a Slurm node list, "gpu[03-05,9],login" -> "gpu03"; empty if the text is not a node list.
 std::string FirstHost(const std::string& node_list);
 
-// Passes the first news of a kind to one watcher. A watcher that begins to watch after the news is called at
-// once. Thread-safe; the watcher is called without a lock.
+// Passes the first event (news) of a kind to one watcher. If the watcher is set after the event, it is called
+// at once. Thread-safe; the watcher is called without a lock.
 template <typename T>
 class FirstNews {
  public:
   using Watcher = std::function<void(const T&)>;
 
-  // Calls the watcher if this is the first news. Later news is dropped.
+  // Calls the watcher if this is the first event. Later events are dropped.
   void Tell(const T& news) ABSL_LOCKS_EXCLUDED(mutex_) {
     Watcher watcher;
     {
@@ -124,7 +125,7 @@ class FirstNews {
         return;
       }
     }
-    watcher(*news_);  // needs no lock: it changes no more
+    watcher(*news_);  // needs no lock: news_ does not change after this
   }
 
   // Removes the watcher.

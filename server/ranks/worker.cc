@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Worker, a rank that is not the leader, with its heads and its files (worker.h).
 #include "server/ranks/worker.h"
 
 #include <grpcpp/grpcpp.h>
@@ -103,7 +104,8 @@ std::string RandomToken() {
   return token;
 }
 
-// `status` with the leader's name of the folder in place of the path by which this process has it open.
+// Returns `status` with the folder's name as the leader knows it, instead of the path by which this process
+// has opened the folder.
 absl::Status Named(const absl::Status& status, const head::FolderBelow& folder) {
   if (status.ok()) return status;
   return absl::Status(status.code(), absl::StrReplaceAll(status.message(), {{folder.path(), folder.name()}}));
@@ -607,8 +609,8 @@ absl::Status WorkerHeads::Write(Head& head, const v1::TensorAccess& access, bool
 
 // ---- Chunks ----
 
-// Reserves buffers for the chunks of a new head, so that no chunk fails for lack of memory. A chunk of a part
-// of a head must not fail, because the other parts wait for it.
+// Reserves buffers for the chunks of a new head, so that no chunk fails for lack of memory. If a worker has a
+// part of a head, its chunks must not fail, because the other parts wait for them.
 absl::Status WorkerHeads::ReserveBuffers(const kernels::HeadKernels& head) {
   if (!IsPart(head) && rows_ != nullptr) return absl::OkStatus();
   const int64_t rows = head.chunk_rows();
@@ -815,7 +817,8 @@ void Worker::Write() {
     absl::MutexLock lock(&attempt_mutex_);
     stream = attempt_->stream.get();
   }
-  // The result of Write is ignored: after a failed write, reading ends too.
+  // The result of Write is ignored: after a failed write, the reading thread also notices the end of the
+  // stream.
   while (const std::optional<v1::FromWorker> message = answers_.Pop()) {
     stream->Write(*message);
     if (message->has_metrics()) metrics_wait_ = false;
@@ -906,8 +909,8 @@ absl::Status Worker::SubmitIfComplete() {
   return heads_.Submit(start, std::exchange(slices_, {}));
 }
 
-// An exchange of this rank has failed. Mostly the leader has noticed the cause too, and ends this rank within
-// kLastWords. Otherwise this rank reports the loss to the leader.
+// An exchange of this rank has failed. Mostly the leader has also noticed the cause, and ends this rank
+// within kLastWords. Otherwise this rank reports the loss to the leader.
 absl::Status Worker::OnChunkFailure(const absl::Status& failure) {
   if (!stopping_.AwaitFor(kLastWords)) ReportLoss(failure);
   return failure;

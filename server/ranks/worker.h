@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Worker is a rank that is not the leader. It connects to the leader, and carries out the leader's requests
-// and chunks until one of the two ends. WorkerHeads has the worker's heads and computes on them; WorkerFiles
-// handles the requests that concern files of checkpoints.
+// and chunks until the worker or the leader ends. WorkerHeads has the worker's heads and computes on them;
+// WorkerFiles handles the requests that concern files of checkpoints.
 //
 // Worker and WorkerFiles are thread-safe.
 #ifndef LOSSD_SERVER_RANKS_WORKER_H_
@@ -49,18 +49,19 @@ namespace lossd::ranks {
 // WorkerFiles takes the leader's requests, and a FileJob carries out one request. RankFiles
 // (remote_backend.h) is the leader's end.
 //
-// The leader sends names of folders and heads, which are checked here. The worker creates files only in a
+// The leader sends names of folders and heads, and the worker checks them. The worker creates files only in a
 // temporary folder, and makes the names of the files itself.
 //
-// Threads. Each request has a thread of its own, which works on the files. The worker's driving thread reads
-// and writes the tensors for it, a slice at a time, between chunks. Both classes are thread-safe.
+// Threads. Each request has a thread of its own, which works on the files. For this thread, the worker's
+// driving thread reads and writes the tensors, a few MiB at a time, between chunks. Both classes are
+// thread-safe.
 
 struct WorkerFilesOptions {
   int rank = 1;
   std::string directory;                    // the checkpoint directory; empty: there is none
   int64_t slice_bytes = int64_t{8} << 20;   // bytes that the driving thread copies at once
   int64_t buffer_bytes = int64_t{1} << 30;  // the most buffer memory of one request
-  int64_t reserve_bytes = 0;                // host memory that buffers leave free, for other programs
+  int64_t reserve_bytes = 0;                // host memory that buffers leave free for other programs
   int threads = 4;                          // threads that read in a load
   head::Disk* disk = head::Disk::Real();
 };
@@ -85,10 +86,10 @@ class WorkerFiles {
   WorkerFiles(const WorkerFilesOptions& options, Parts parts);
   ~WorkerFiles();
 
-  // Whether `request` concerns files, so that it is for this class.
+  // Whether WorkerFiles handles `request`, because the request concerns files.
   static bool IsFor(const v1::Request& request);
   // Begins, continues or cancels the work of a request. Call it on the driving thread; it does not block. It
-  // answers at once, except that a save or a load that has begun answers when it ends.
+  // answers at once, but a save or a load that has begun answers when it ends.
   void Handle(const v1::Request& request) ABSL_LOCKS_EXCLUDED(mutex_);
   // Call when the driving thread has ended. Ends all work.
   void End() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -115,7 +116,7 @@ class FileJob {
   FileJob(const WorkerFilesOptions& options, const WorkerFiles::Parts& parts, const v1::Request& request);
   ~FileJob();
 
-  // Lets the work go on that waits in AwaitGoOn. INTERNAL if it does not wait there.
+  // Lets the job's thread, which waits in AwaitGoOn, continue. INTERNAL if it does not wait there.
   absl::Status GoOn(const v1::GoOn& go_on) ABSL_LOCKS_EXCLUDED(mutex_);
   void Cancel() ABSL_LOCKS_EXCLUDED(mutex_);
   // Call when the driving thread has ended: cancels the work, and ends waits for the driving thread.
@@ -129,7 +130,8 @@ class FileJob {
 
   // ---- Saving ----
   // Reads the nonce file that the leader has written to the folder, and writes a proof file with a token of
-  // its own. Puts nonce and token into `progress_`: so the leader knows that both see the same folder.
+  // its own. Puts nonce and token into `progress_`. From them the leader learns that both processes see the
+  // same folder.
   absl::Status Prove(const head::FolderBelow& folder);
   absl::StatusOr<std::vector<head::PlannedFile>> FilesOf(const v1::GoOn& go_on,
                                                          const kernels::HeadConfig& config) const;
@@ -153,7 +155,7 @@ class FileJob {
   const WorkerFilesOptions& options_;
   const WorkerFiles::Parts& parts_;
   const v1::Request request_;
-  v1::FilesProgress progress_;  // used by the job's thread alone
+  v1::FilesProgress progress_;  // used only by the job's thread
 
   mutable absl::Mutex mutex_;
   bool waits_ ABSL_GUARDED_BY(mutex_) = false;  // the job waits for GoOn
@@ -167,7 +169,7 @@ class FileJob {
 // The heads of a worker. WorkerHeads carries out the leader's requests and chunks on them. WorkerBuffers has
 // memory for the rows of chunks that come in messages.
 //
-// WorkerHeads is called by one thread, the backend's driving thread. It may send from the backend's own
+// WorkerHeads is called by one thread, the backend's driving thread. It may call Send on the backend's own
 // threads.
 
 // Staging memory for the chunks of a worker: one buffer for each chunk in flight, which later chunks use
@@ -195,8 +197,8 @@ class WorkerBuffers {
     }
     return backend_->AllocateStaging(bytes);
   }
-  // Allocates a buffer of `bytes` bytes for each chunk that can be in flight, so that Take never fails for up
-  // to `bytes`. RESOURCE_EXHAUSTED if there is no memory; then nothing changes.
+  // Allocates a buffer of `bytes` bytes for each chunk that can be in flight. Then Take never fails for up to
+  // `bytes` bytes. RESOURCE_EXHAUSTED if there is no memory; then nothing changes.
   absl::Status Reserve(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_) {
     {
       absl::MutexLock lock(&mutex_);
@@ -284,7 +286,7 @@ struct WorkerOptions {
   ChannelLimits limits;
   Settings settings;                          // without the settings of the backend
   WorkerFilesOptions files = {};              // `rank` is not used here
-  absl::Duration timeout = absl::Minutes(5);  // how long the leader may take to admit it
+  absl::Duration timeout = absl::Minutes(5);  // how long the leader may take to admit the worker
   // Called once on the driving thread, when joined() becomes true. It must not call into the worker.
   std::function<void()> on_joined = [] {};
   // Returns the metrics of this rank, as a scrape would. The leader shows them beside its own. Once the
@@ -302,16 +304,16 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // Connects, serves the leader, and returns when that is over:
+  // Connects, serves the leader, and returns when the connection is over:
   // - OK: the leader has ended the ranks, or this rank left before it had joined.
   // - INVALID_ARGUMENT: the leader has refused this rank, because settings or secret differ.
   // - DEADLINE_EXCEEDED: the leader was not reached, or did not admit this rank in time.
-  // - UNAVAILABLE: the connection has ended, because the leader or another rank is lost, or this rank's
-  //   device. After joined() the backend may then hang: end the process without destroying the backend.
-  // - Other codes that the leader sends if the ranks could not be connected.
+  // - UNAVAILABLE: the connection has ended, because the leader, another rank or this rank's device is lost.
+  //   If joined() is true, the backend may then hang: end the process without destroying the backend.
+  // - Other codes, which the leader sends if the ranks could not be connected.
   absl::Status Run();
 
-  // Call after Run. Closes the stream, which the leader may wait for, and ends the worker's threads. If Run
+  // Call after Run. Closes the stream (the leader may wait for this), and ends the worker's threads. If Run
   // has failed, exchanges that wait for other ranks are aborted.
   void Close();
 
@@ -366,7 +368,7 @@ class Worker {
   WorkerHeads heads_;
   WorkerFiles files_;
   absl::Status failure_;                 // the error of Run
-  std::string refusal_;                  // the last error because another process had this rank
+  std::string refusal_;                  // the last refusal because another process had this rank
   std::optional<v1::ChunkStart> chunk_;  // the chunk of which some slices have not arrived yet
   std::vector<v1::ChunkSlice> slices_;
   std::atomic<bool> joined_{false};

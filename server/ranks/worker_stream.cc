@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The leader's end of the connection to one worker (worker_stream.h).
 #include "server/ranks/worker_stream.h"
 
 #include <utility>
@@ -137,7 +138,7 @@ bool WorkerStream::Send(const v1::ToWorker& message) {
 
 void WorkerStream::SendAlone(const v1::ToWorker& message) {
   absl::MutexLock lock(&write_mutex_);
-  Send(message);  // if it fails, the reading thread notices the end of the stream too
+  Send(message);  // if it fails, the reading thread also notices the end of the stream
 }
 
 void WorkerStream::Refuse(const absl::Status& reason) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The leader's end of the connection to one worker. WorkerStream sends requests and chunks, and takes answers
 // and results. PendingRequests has the requests that wait for an answer. RankReport is the leader's
-// information about a rank. WorkerTransport is the stream of messages, of gRPC or of a test.
+// information about a rank. WorkerTransport is the stream of messages, which gRPC or a test implements.
 #ifndef LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 #define LOSSD_SERVER_RANKS_WORKER_STREAM_H_
 
@@ -35,22 +35,22 @@ class PendingRequests {
 
   // Adds a request and returns its id; ids count up from 1. Call Await or Forget for it once.
   uint64_t Add();
-  // Waits for the answer. If the answer reports an error, returns that error; if all requests have failed,
-  // returns the error of Fail. DEADLINE_EXCEEDED: there is no answer yet, and Await may be called again.
+  // Waits for the answer. If the answer reports an error, returns that error. If Fail was called, returns its
+  // error. DEADLINE_EXCEEDED: there is no answer yet, and Await may be called again.
   absl::StatusOr<v1::Answer> Await(uint64_t request, absl::Time deadline);
   // The answer to this request is not wanted any more.
   void Forget(uint64_t request);
 
   // The last progress that the worker has reported of a request that works on files.
   v1::FilesProgress Progress(uint64_t request) const;
-  // Waits until the reported progress is `enough`, the request has its answer, or all requests have failed.
-  // False at the deadline.
+  // Waits until `enough` returns true for the reported progress, the request has its answer, or Fail was
+  // called. False at the deadline.
   bool AwaitProgress(uint64_t request, absl::FunctionRef<bool(const v1::FilesProgress&)> enough,
                      absl::Time deadline) const;
-  // Whether the answer reports an error, or all requests have failed.
+  // Whether the answer reports an error, or Fail was called.
   bool HasFailed(uint64_t request) const;
 
-  // Take a message of the worker. INTERNAL if there is no such request.
+  // Handle a message of the worker. INTERNAL if there is no such request.
   absl::Status OnAnswer(v1::Answer& answer);
   absl::Status OnProgress(v1::FilesProgress& progress);
   // The worker is lost. All requests, also later ones, fail with `status`.
@@ -77,14 +77,14 @@ struct RankReport {
   v1::Metrics metrics;  // the last metrics that a worker has sent
 };
 
-// When a collective has taken too long, each rank notices it. This is how long the ranks then may take to
-// report the cause.
+// When a collective takes too long, each rank notices it. Then the ranks may take this long to report the
+// cause.
 inline constexpr absl::Duration kLastWords = absl::Seconds(5);
 
 // The most bytes of one message of metrics.
 inline constexpr size_t kMostMetricsBytes = 64 << 10;
 
-// The stream of messages itself, of gRPC or of a test.
+// The stream of messages, which gRPC or a test implements.
 class WorkerTransport {
  public:
   virtual ~WorkerTransport() = default;
@@ -103,7 +103,7 @@ struct RemoteHeadId {
   bool is_part = false;
 };
 
-// The heads that a chunk is computed with.
+// The heads with which a chunk is computed.
 struct RemoteHeads {
   RemoteHeadId head;
   RemoteHeadId teacher;  // id 0: there is no teacher
@@ -152,7 +152,7 @@ class WorkerStream {
   // is lost already.
   void Submit(const RemoteHeads& heads, kernels::Chunk* chunk, kernels::ChunkCallbacks callbacks);
 
-  // The memory of the worker's backend, as the worker has last reported it.
+  // The memory of the worker's backend, from the worker's last report.
   kernels::MemoryStats memory() const;
   RankReport report() const;
   bool lost() const;
@@ -168,8 +168,9 @@ class WorkerStream {
     kernels::ChunkCallbacks callbacks;
     size_t row_bytes = 0;  // bytes of a row of hidden states
     bool is_part = false;
-    std::vector<bool> in_place;  // for each slice: the message has named the place of its gradients
-    // All slices have been read for sending. Only then may results arrive.
+    // For each slice: whether the message has named the place of the slice's gradients.
+    std::vector<bool> in_place;
+    // All slices have been read for sending. Results may arrive only after that.
     bool is_read = false;
     size_t slices = 0;         // the slices that have results
     int64_t rows = 0;          // the rows of all slices
@@ -188,7 +189,7 @@ class WorkerStream {
   absl::Status OnSlice(const v1::SliceResults& results);
   absl::Status OnResults(const v1::ChunkResults& results);
   absl::Status OnDone(const v1::ChunkDone& done);
-  // The flight of a chunk that the worker may send results of; null: there is none.
+  // The flight of a chunk whose results the worker may send; null: there is none.
   Flight* FindFlight(uint64_t chunk);
   void FailAll(const absl::Status& status);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// CudaHead (cuda_head.h). CudaHead::Enqueue shows a chunk phase by phase. The norm, the planner of chunks and
-// helpers of the phases come first.
+// CudaHead (cuda_head.h). CudaHead::Enqueue shows the phases of a chunk in order. The norm, the planner of
+// chunks and helpers of the phases come first.
 #include "kernels/cuda/heads/cuda_head.h"
 
 #include <algorithm>
@@ -23,7 +23,8 @@
 
 namespace lossd::kernels::cuda {
 
-// Plans what the launches will choose. Every matrix of a launch is aligned for vector accesses.
+// Writes to `plan` the kernels that the launches will choose. Every matrix of a launch is aligned for vector
+// accesses.
 void HeadNorm::Plan(const ChunkFacts& chunk, DType hidden_dtype, ChunkPlan& plan) const {
   if (!exists()) return;
   NormParams p;
@@ -197,8 +198,8 @@ absl::Status HiddenGradientLost(bool accumulated) {
   return accumulated ? absl::DataLossError(kWhat) : absl::InternalError(kWhat);
 }
 
-// Finds the rows that may not be accumulated, from their results; after GuardHiddenGradient also from their
-// hidden gradients.
+// Finds the rows that must not be accumulated: from their results and, after GuardHiddenGradient, also from
+// their hidden gradients.
 absl::Status GuardRows(const ChunkJob& job, const ChunkSlot& slot, int32_t* keep, cudaStream_t stream) {
   const GuardParams p = {.slices = job.layout.device_slices,
                          .slice_begin = slot.device_in.slice_begin,
@@ -214,9 +215,9 @@ absl::Status GuardRows(const ChunkJob& job, const ChunkSlot& slot, int32_t* keep
 }
 
 // Finds rows whose hidden gradient is not finite, and runs GuardRows again. In two cases the slice cannot
-// fail alone, so the whole chunk fails and what it has accumulated is lost: a path that recomputes logits has
-// already added the rows to the weight gradient, and the other parts of a split head do not know of the rows
-// here.
+// fail alone. Then the whole chunk fails, and the accumulated gradients are lost:
+// - A path that recomputes logits has already added the rows to the weight gradient.
+// - The other parts of a split head do not know of the rows that were found here.
 absl::Status GuardHiddenGradient(const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
                                  const ChunkJob& job, const ChunkSlot& slot, cudaStream_t stream) {
   const bool late = config.logits == Logits::kRecomputed && job.layout.accumulate;
@@ -253,7 +254,7 @@ absl::Status PlaceTargets(const Device& device, const HeadSizes& sizes, const Pa
 }
 
 // Computes the logits of the classes that slices name. Each class is on one device; the other devices have 0
-// for it.
+// for its logit.
 absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const PathMemory& memory,
                           const void* weight, DType compute, ClassExchange& exchange, const ChunkJob& job) {
   const int64_t count = job.layout.class_count;
@@ -285,8 +286,9 @@ absl::Status NamedClasses(const Device& device, const HeadSizes& sizes, const Pa
   return absl::OkStatus();
 }
 
-// Computes one chunk of zeros. All slices share the memory of their rows. A part that computes without the
-// other parts may get values that are not finite; an error that reports this is ignored.
+// Computes one chunk of zeros. All slices share the memory of their rows. A part of a split head computes
+// here without the other parts and may get values that are not finite. An error that reports such values is
+// ignored.
 absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidden_dtype, int64_t rows,
                           bool wants_gradients, bool independent = true) {
   constexpr int64_t kSliceRows = 128;
@@ -323,16 +325,16 @@ absl::Status RunChunkOnce(CudaHead& head, const LossOptions& options, DType hidd
   return absl::IsUnavailable(results) || absl::IsInvalidArgument(results) ? results : absl::OkStatus();
 }
 
-// Computes chunks of zeros with weights of 0. Code that is loaded at its first use is then loaded before a
-// trainer that shares the process has work on the GPU. Products take steps (Gemms::TakeSteps), so chunks of
-// powers of two rows use all steps. They are computed
+// Computes chunks of zeros with weights of 0. So GPU code that is loaded at its first use is loaded before a
+// trainer in the same process has work on the GPU. A product is computed in steps (Gemms::TakeSteps); chunks
+// with powers of two as numbers of rows use all steps. They are computed
 // - without gradients,
 // - with every kind of gradient that a request may ask for,
 // - with hidden states in the compute dtype and in fp32, because the products of their gradients use
 //   different kernels.
 //
-// Sampled chunks that use what earlier chunks have sampled (not `independent`) multiply the most frequent
-// classes in products of their own. The parts of a split head are not connected yet: each computes alone.
+// Sampled chunks that are not `independent` multiply the most frequent classes in products of their own. The
+// parts of a split head are not connected yet, so each part computes alone.
 absl::Status RunOnce(CudaHead& head) {
   constexpr Gradients kAll[] = {Gradients::kExact, Gradients::kFiltered, Gradients::kSampled,
                                 Gradients::kAuto};
@@ -347,8 +349,8 @@ absl::Status RunOnce(CudaHead& head) {
         LOSSD_RETURN_IF_ERROR(
             RunChunkOnce(head, {.gradients = gradients}, dtype, rows, /*wants_gradients=*/true));
       }
-      // Smaller chunks have no product of frequent classes, but the last steps of larger chunks have these
-      // rows.
+      // Chunks with fewer rows than kLeastHotRows have no product of frequent classes, but the last step of
+      // the product of a larger chunk may have this number of rows.
       const int64_t with_hot = rows < kLeastHotRows ? kLeastHotRows + rows : rows;
       if (with_hot > head.chunk_rows()) continue;
       LOSSD_RETURN_IF_ERROR(RunChunkOnce(head, {.gradients = Gradients::kSampled}, dtype, with_hot,
@@ -370,7 +372,7 @@ CudaHead::CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& conf
                                                  : std::nullopt),
       tensors_(device, config, sizes_, host_.has_value() ? &*host_ : nullptr) {}
 
-// Leaves the pool first, because a copy to the pool may still read the head's host memory.
+// The head leaves the pool first, because a copy to the pool may still read the head's host memory.
 CudaHead::~CudaHead() {
   cudaSetDevice(device_->options().device);
   LeavePool();
@@ -380,7 +382,7 @@ absl::StatusOr<std::unique_ptr<HeadKernels>> CudaHead::Create(Device* device, Cu
                                                               const HeadConfig& config) {
   std::unique_ptr<CudaHead> head(new CudaHead(device, pool, config));
   LOSSD_RETURN_IF_ERROR(head->Allocate());
-  // Heads that compute in blocks or that move in memory take cuBLAS's first choice.
+  // Heads that recompute logits and heads in host memory do not tune: they take cuBLAS's first choice.
   const bool may_tune = config.logits == Logits::kStored && config.residency == Residency::kDevice;
   const bool tune = may_tune && device->options().autotune && !device->options().deterministic;
   if (tune) LOSSD_RETURN_IF_ERROR(head->Tune());
@@ -493,7 +495,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
     if (status.ok() && pending->job.rows() > 0)
       status = link_.exchange->Watched([&] { return Enqueue(*pending); });
   }
-  if (!status.ok()) link_.exchange->Abort(status);  // the other parts wait for what does not come
+  if (!status.ok()) link_.exchange->Abort(status);  // the other parts wait for an exchange that does not come
   Report(pending, std::move(status), std::move(callbacks));
 }
 
@@ -513,7 +515,7 @@ absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
 
 // ---- a teacher's part of a chunk ----
 
-// All parts of a split head get the same number.
+// All parts of a split head get the same result.
 int64_t CudaHead::Lesson::MostRows(const CudaHead& head) {
   const HeadSizes& sizes = head.sizes_;
   const int64_t matrix = sizes.chunk_rows * sizes.planned_vocab() * sizes.element;  // ClaimGradients
@@ -640,7 +642,8 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.weight_branch = &slot.weight_branch;
 
   const float t = chunk->options.logit_scale;
-  // DistilledRecomputedPath adds to dW where it computes dx, so it computes dx if the chunk accumulates.
+  // DistilledRecomputedPath computes dx and dW in the same function, so it must also compute dx if the chunk
+  // only accumulates.
   const bool together = chunk->teacher != nullptr && config_.logits == Logits::kRecomputed;
   job.wants_hidden_gradient =
       job.layout.want_hidden_gradient || (job.layout.accumulate && (norm_->exists() || together));
@@ -724,8 +727,8 @@ void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status stat
   completion.results = [pending, on_device, shared, final_status, device, hidden = sizes_.hidden,
                         exchange = link_.exchange.get(), reports = sizes_.part == 0, pool = pool_] {
     if (on_device) *final_status = device->Fail(exchange->Wait(pending->slot->results));
-    // Copies to the slices' memory may still be under way. The caller may reuse that memory once it has heard
-    // of the failure, so drain first.
+    // Copies to the slices' memory may still be under way. The caller may reuse that memory as soon as it is
+    // told of the failure, so wait for the copies first.
     if (!final_status->ok() && pending->slot != nullptr) *final_status = device->Drain(*final_status);
     if (final_status->ok() && on_device && *pending->slot->host_out.lost != 0) {
       *final_status = HiddenGradientLost(pending->job.layout.accumulate);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// CudaHead: one head on a GPU. It is the HeadKernels of the CUDA backend, with the contract of
-// kernels/backend.h. CudaHead::Enqueue lists the phases of a chunk. This file also has the norm (HeadNorm)
-// and the planner of chunks (ChunkPlanner). Tensors, slots, transfers, and the ways of computing a chunk
-// (paths/) have files of their own.
+// CudaHead: one head on a GPU. It implements HeadKernels (kernels/backend.h, which has the contract) for the
+// CUDA backend. CudaHead::Enqueue lists the phases of a chunk. This file also has the norm of a head
+// (HeadNorm) and the planner of its chunks (ChunkPlanner). Tensors, slots, transfers, and the ways of
+// computing a chunk (paths/) have files of their own.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_HEAD_H_
 
@@ -30,12 +30,12 @@
 
 namespace lossd::kernels::cuda {
 
-// The norm of a head's hidden states: it is applied before the loss of a chunk, and its backward pass follows
-// the hidden gradients. Only for heads with a norm. Enqueues on the device's compute stream. Driven by the
-// backend's thread.
+// The norm of a head's hidden states. Forward runs before the loss of a chunk, and Backward after the hidden
+// gradients. Exists only for heads with a norm. Enqueues its work on the device's compute stream. Called by
+// the backend's driving thread.
 class HeadNorm {
  public:
-  // `device`, `tensors` and `link` outlive the object; `workspace` is the head's.
+  // `device`, `tensors` and `link` outlive the object; `workspace` is the head's workspace.
   HeadNorm(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
            HeadTensors* tensors, const ClassLink* link)
       : device_(device),
@@ -46,7 +46,7 @@ class HeadNorm {
         link_(link) {}
 
   bool exists() const { return config_.norm != Norm::kNone; }
-  // Plans the kernels of a chunk's norm; the launches choose the same.
+  // Writes to `plan` which kernels compute the chunk's norm. The launches choose the same kernels.
   void Plan(const ChunkFacts& chunk, DType hidden_dtype, ChunkPlan& plan) const;
   // Computes job.hidden, the normalized rows, from the raw rows of the slot. Padding rows become 0.
   absl::Status Forward(const ChunkJob& job, const ChunkSlot& slot) const;
@@ -69,17 +69,17 @@ class HeadNorm {
 };
 
 // Plans the chunks of a head, one after the other. A plan depends only on options and device, with one
-// exception: after filtering has been in vain, chunks are planned to be exact for a while (FilterBackoff in
-// paths/path_steps.h). Driven by the backend's thread.
+// exception: after several chunks whose filtering or sampling was given up, chunks are planned to be exact
+// for a while (FilterBackoff in paths/path_steps.h). Called by the backend's driving thread.
 class ChunkPlanner {
  public:
   // `norm` outlives the object.
   ChunkPlanner(const Device& device, const HeadConfig& config, const HeadSizes& sizes, const HeadNorm* norm);
 
-  // The plan of a chunk, without regard to earlier chunks.
+  // The plan of a chunk if earlier chunks are ignored.
   ChunkPlan Plan(const LossOptions& options, const ChunkFacts& facts, DType hidden_dtype) const;
-  // The plan of the next chunk, which gets `slot`. First notes whether filtering was worth it for the last
-  // chunk of the slot.
+  // The plan of the next chunk, which gets `slot`. Before that, tells the back-off whether the last chunk of
+  // the slot was really filtered or sampled.
   ChunkPlan Next(const Chunk& chunk, const ChunkFacts& facts, ChunkSlot& slot);
 
  private:
@@ -90,8 +90,8 @@ class ChunkPlanner {
 
 class CudaHead : public PooledKernels {
  public:
-  // `config` is valid and its plan fits. `device` and `pool` must outlive the head; heads in host memory
-  // compute in the memory of `pool`.
+  // `config` is valid, and the head fits into memory. `device` and `pool` must outlive the head. A head in
+  // host memory computes in the memory of `pool`.
   static absl::StatusOr<std::unique_ptr<HeadKernels>> Create(Device* device, CudaTeacherPool* pool,
                                                              const HeadConfig& config);
   ~CudaHead() override;
@@ -102,8 +102,8 @@ class CudaHead : public PooledKernels {
   MemoryBytes memory() const override { return plan_; }
   std::vector<Choice> Describe() const override { return choices_; }
 
-  // The teacher must have the same classes as this head, and enough workspace: the logits of both are
-  // computed in it.
+  // The teacher must have the same classes as this head. Its workspace must be large enough, because the
+  // logits of both heads are computed in the teacher's workspace.
   absl::Status CheckTeacher(const HeadKernels& teacher) const override;
   void Submit(Chunk* chunk, ChunkCallbacks callbacks) override;
   absl::Status ReadTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
@@ -126,16 +126,17 @@ class CudaHead : public PooledKernels {
   absl::Status ZeroGradients() override { return tensors_.ZeroGradients(); }
   absl::Status ZeroMoments() override { return tensors_.ZeroMoments(); }
 
-  // For a head that is split by vocabulary; call before the first chunk.
+  // Connects this part of a head that is split by vocabulary with the other parts. Call before the first
+  // chunk.
   void Join(std::unique_ptr<ClassExchange> exchange) { link_.exchange = std::move(exchange); }
   // For the code that connects the replicas of a head.
   Device& device() { return *device_; }
   HeadTensors& tensors() { return tensors_; }
 
  private:
-  // The teacher's part of a chunk that is distilled: the teacher's hidden states of the rows, in a slot of
-  // the teacher. The teacher computes nothing else of these rows; the path of the student computes their
-  // logits.
+  // The teacher's part of a chunk that is distilled: it brings the teacher's hidden states of the rows into a
+  // slot of the teacher, and applies the teacher's norm. The path of the student computes everything else,
+  // including the teacher's logits.
   class Lesson {
    public:
     // `chunk` has the teacher `teacher`.
@@ -146,7 +147,8 @@ class CudaHead : public PooledKernels {
     absl::Status Upload() const { return teacher_->transfers_->Upload(job_, *slot_); }
     absl::Status Enqueue() const;
     absl::Status EndUse() const { return teacher_->EndUse(); }
-    // How many rows of fp32 logits fit where `head` keeps the logits of a chunk; a multiple of 8.
+    // How many rows of fp32 logits fit into the memory in which `head` keeps the logits of a chunk; a
+    // multiple of 8.
     static int64_t MostRows(const CudaHead& head);
 
    private:
@@ -162,26 +164,26 @@ class CudaHead : public PooledKernels {
     ChunkJob job;
     ChunkSlot* slot = nullptr;       // null: nothing to do on the device
     std::unique_ptr<Lesson> lesson;  // if the chunk is distilled
-    // Copies of values to the pool that the chunk needs: of the head and of its teacher, if they live in host
-    // memory and were not on the device.
+    // The copies to the pool for which the chunk waits: the values of the head and of its teacher, if they
+    // live in host memory and were not on the device.
     std::vector<std::unique_ptr<CudaTeacherPool::Copied>> copied;
   };
 
   CudaHead(Device* device, CudaTeacherPool* pool, const HeadConfig& config);
   absl::Status Allocate();
-  // Sets the device memory that chunks work in: once, or for a head in host memory also later, while no chunk
-  // is in flight.
+  // Sets the device memory that chunks work in. Called once; for a head in host memory also later, while no
+  // chunk is in flight.
   absl::Status Place(uint8_t* workspace, uint8_t* slots);
   absl::Status Tune();
   // Fills choices_; chooses the algorithms of a full chunk's GEMMs.
   absl::Status MakeChoices();
 
   absl::Status CheckChunk(const Chunk& chunk) const;
-  // Lays the chunk out and plans it. If it has rows, also makes the pool copy the values of heads in host
-  // memory.
+  // Lays the chunk out and plans it. If it has rows, also makes the pool copy the values of heads that live
+  // in host memory.
   absl::Status Prepare(Chunk* chunk, Pending& pending);
-  // Enqueue runs the phases of a chunk, which include Loss and HiddenGradient. Each enqueues its work and
-  // returns.
+  // Enqueue runs the phases of a chunk, which include Loss and HiddenGradient. Each phase enqueues its work
+  // and returns.
   absl::Status Enqueue(const Pending& pending);
   absl::Status Loss(const Pending& pending, ChunkPath& path);
   absl::Status HiddenGradient(const Pending& pending, ChunkPath& path);

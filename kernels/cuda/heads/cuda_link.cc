@@ -40,7 +40,7 @@ class HeadReplicas final : public Replicas {
   HeadReplicas(std::shared_ptr<Collectives> collectives, std::vector<CudaHead*> heads)
       : collectives_(std::move(collectives)), heads_(std::move(heads)) {}
 
-  // NCCL adds in an order of its own. The order depends on how many GPUs there are and how they are linked,
+  // NCCL adds in an order of its own. The order depends on the number of GPUs and on the links between them,
   // but not on time. HostCollectives add in the order of the ranks.
   absl::Status SumGradients() override {
     LOSSD_RETURN_IF_ERROR(Synchronize());
@@ -65,7 +65,7 @@ class HeadReplicas final : public Replicas {
     return Synchronize();
   }
 
-  // Copies what chunks compute with: the weight in the compute dtype, and the vectors.
+  // Copies the values that chunks compute with: the weight in the compute dtype, and the vectors.
   absl::Status SpreadValues() override {
     LOSSD_RETURN_IF_ERROR(Synchronize());
     const DType compute = heads_.front()->compute_dtype();
@@ -191,8 +191,8 @@ class HeadReplicas final : public Replicas {
   const std::vector<CudaHead*> heads_;
 };
 
-// The replicas of a head that is split by vocabulary. Each place has its replicas on GPUs of its own, so all
-// places exchange at the same time.
+// The replicas of a head that is split by vocabulary. A place is a part of the classes. Each place has its
+// replicas on GPUs of its own, so all places exchange at the same time.
 class PlacesReplicas final : public Replicas {
  public:
   explicit PlacesReplicas(std::vector<std::unique_ptr<Replicas>> places) : places_(std::move(places)) {}
@@ -240,7 +240,8 @@ absl::StatusOr<CudaHead*> CudaHeadOf(HeadKernels* head) {
   return cuda;
 }
 
-// RankLink by NCCL or through the hosts. With NCCL, the leader's address is the id that the leader makes.
+// A RankLink by NCCL, or through host memory. With NCCL, the leader's Address() is the id of the NCCL
+// communicator, which the leader makes.
 class CudaLink final : public RankLink {
  public:
   CudaLink(const CudaLinkOptions& options, std::vector<std::string> offered,
@@ -368,7 +369,7 @@ void CudaLink::Abort(const absl::Status& reason) {
     aborted_.Update(reason);
     collectives = collectives_;
   }
-  if (transfers_ != nullptr) transfers_->Abort(reason);  // they may still be connecting
+  if (transfers_ != nullptr) transfers_->Abort(reason);  // the transfers may still be connecting
   if (collectives != nullptr) collectives->Abort(reason).IgnoreError();
 }
 
@@ -503,8 +504,8 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
     return kernels::PlacesOf(heads.front()->config(), static_cast<int>(heads.size()));
   }
 
-  // The connections for `places`. They are made for the first head that needs them, and kept. Where the
-  // connection of all GPUs will do (one replica on all GPUs, or replicas of one GPU each), that is used.
+  // The connections for `places` places. They are made for the first head that needs them, and kept. If there
+  // is only one replica, or each replica has only one GPU, the existing connection of all GPUs is used.
   absl::StatusOr<const Grid*> GridOf(size_t places) {
     const auto made = grids_.find(places);
     if (made != grids_.end()) return &made->second;

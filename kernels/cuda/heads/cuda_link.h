@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// RankClassExchange: the class exchange of a head whose parts lie in several processes, with one GPU in each.
-// Rank 0 delivers the results of all rows. cuda_link.cc also implements the links between ranks and between
-// the GPUs of a process (cuda_backend.h), with the sums of gradients and the copies of values over the
-// replicas of a head.
+// RankClassExchange: the exchange between the parts of a head that is split by vocabulary, if each part is in
+// a process of its own with one GPU. Rank 0 delivers the results of all rows. cuda_link.cc also implements
+// the links between ranks and between the GPUs of a process (cuda_backend.h), with the sums of gradients and
+// the copies of values over the replicas of a head.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_LINK_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_LINK_H_
 
@@ -20,7 +20,7 @@ namespace lossd::kernels::cuda {
 // Called when a chunk's exchange has failed (RankLink::WatchChunks).
 using OnChunkFailure = std::function<absl::Status(const absl::Status&)>;
 
-// Enqueues each exchange on the compute stream of this process's GPU. Threads and errors as ClassExchange.
+// Enqueues each exchange on the compute stream of this process's GPU. Threads and errors as in ClassExchange.
 class RankClassExchange final : public ClassExchange {
  public:
   // `timer` and `on_failure` outlive the object. The function *on_failure may be set until the first chunk.

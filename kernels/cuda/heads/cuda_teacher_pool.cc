@@ -51,8 +51,8 @@ absl::Status CudaTeacherPool::Grow(const HostedBytes& bytes) {
   LOSSD_RETURN_IF_ERROR(allocate(bytes.slots, memory_.slots, grown.slots));
   const bool other_memory = grown.values.bytes() + grown.workspace.bytes() + grown.slots.bytes() > 0;
   if (!other_memory && *values == pool_.size()) return absl::OkStatus();
-  // If its size changes, TeacherPool::Add forgets where values lie, and no later copy waits for chunks that
-  // read them. So wait here.
+  // If the size of the pool changes, TeacherPool::Add forgets where values lie, so no later copy waits for
+  // chunks that read these values. So this function waits for all chunks.
   LOSSD_RETURN_IF_ERROR(device_->Synchronize());
   LOSSD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   if (!other_memory) return absl::OkStatus();
@@ -83,7 +83,7 @@ absl::StatusOr<CudaTeacherPool::Id> CudaTeacherPool::Add(const HostedBytes& byte
 
 void CudaTeacherPool::Remove(Id id) {
   cudaSetDevice(device_->options().device);
-  cudaStreamSynchronize(stream_);  // the copy reads memory of the head
+  cudaStreamSynchronize(stream_);  // a copy may still read memory of the head
   pool_.Remove(id);
   members_.erase(id);
   if (workspace_of_ == id) workspace_of_ = 0;
@@ -96,8 +96,8 @@ absl::StatusOr<std::unique_ptr<CudaTeacherPool::Copied>> CudaTeacherPool::CopyVa
   copied->id = id;
   LOSSD_RETURN_IF_ERROR(Take(Event::Create(/*timing=*/true), copied->begin));
   LOSSD_RETURN_IF_ERROR(Take(Event::Create(/*timing=*/true), copied->end));
-  // Copies of members that left the pool earlier come before this one on the stream, and have waited for
-  // their uses.
+  // Members that left their places earlier need no wait: the copies that replaced them come before this copy
+  // on the stream, and have waited for the last uses of these members.
   for (const Id other : place.evicted) {
     LOSSD_RETURN_IF_ERROR(Await(members_.at(other).last_use, stream_));
   }
@@ -132,7 +132,7 @@ absl::StatusOr<HostedPlaces> CudaTeacherPool::Use(Id id, const uint8_t* home,
   if (place.copy) {
     absl::StatusOr<std::unique_ptr<Copied>> copy = CopyValues(id, place, home);
     if (!copy.ok()) {
-      pool_.Invalidate(id);  // the memory does not hold the values now
+      pool_.Invalidate(id);  // the copy failed, so the pool does not have the values
       return copy.status();
     }
     copied = *std::move(copy);

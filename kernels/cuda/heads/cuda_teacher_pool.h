@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// CudaTeacherPool: the memory of a GPU for heads that live in host memory (kernels/teacher_pool.h makes the
-// decisions). It has room for values of these heads, and one workspace with slots, in which all of them
-// compute. At any time only the head of one chunk and its teacher use the workspace.
+// CudaTeacherPool: the memory of a GPU for heads that live in host memory. It has room for values of these
+// heads, and one workspace with slots in which all these heads compute. The chunks use the workspace one
+// after the other, each with its head and its teacher. TeacherPool (kernels/teacher_pool.h) decides which
+// heads have their values on the device.
 //
-// Copies to the pool have a stream of their own. On it, a copy waits for the chunks that still read the
-// values in its place. On the compute stream, the chunk that needs the copy waits for it. No thread of the
-// host waits.
+// Copies to the pool have a stream of their own. On that stream, a copy waits for the chunks that still read
+// the old values in the same place. On the compute stream, the chunk that needs the copy waits for the copy.
+// No thread of the host waits.
 //
-// When the workspace goes from one head to another, the compute stream waits for the transfers of earlier
-// chunks and zeroes the workspace (heads rely on zeros in their padding), and the upload stream waits for
-// that. This takes about a millisecond, in addition to the copy of a head's values that is mostly needed then
+// When another head uses the workspace, the compute stream first waits for the transfers of earlier chunks
+// and zeroes the workspace, because heads rely on zeros in their padding. The upload stream waits until the
+// workspace is zeroed. This takes about a millisecond. Mostly the head's values must be copied at that time,
 // too.
 //
-// Driven by the backend's thread; const members are thread-safe.
+// Used by the backend's driving thread; const members are thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_CUDA_TEACHER_POOL_H_
 #define LOSSD_KERNELS_CUDA_HEADS_CUDA_TEACHER_POOL_H_
 
@@ -43,7 +44,7 @@ struct HostedPlaces {
 class CudaTeacherPool {
  public:
   using Id = TeacherPool::Id;
-  // Called with the device idle when the memory of the pool has been replaced.
+  // Called, while the device is idle, when the memory of the pool has been replaced.
   using OnMoved = absl::AnyInvocable<absl::Status(const HostedPlaces&)>;
 
   // A copy of a head's values to the pool. Its duration is known when a chunk that waited for it is done.
@@ -59,14 +60,15 @@ class CudaTeacherPool {
   // The memory that Add would allocate before it frees the memory that it replaces. RESOURCE_EXHAUSTED as
   // TeacherPool::SizeWith.
   absl::StatusOr<MemoryBytes> GrowthWith(const HostedBytes& bytes) const;
-  // Adds a member. Calls `moved` at once, and again whenever the memory moves. After an error nothing has
-  // changed, except if a head could not be moved.
+  // Adds a member. Calls `moved` at once, and again each time the memory of the pool is replaced. After an
+  // error nothing has changed, except if a head could not be moved.
   absl::StatusOr<Id> Add(const HostedBytes& bytes, OnMoved moved);
   void Remove(Id id);  // waits for copies
 
-  // Call before a chunk that has the member as its head or teacher is enqueued. Work that is enqueued on
-  // compute() and upload() from now on finds the values and the workspace in the places returned. If the
-  // values were not on the device, they are copied from `home` (pinned), and `copied` is set.
+  // Call before a chunk that has the member as its head or teacher is enqueued. Work that is enqueued
+  // afterwards on compute() and upload() finds the values and the workspace in the returned places. If the
+  // values were not on the device, Use enqueues a copy of them from `home`, the pinned host memory of the
+  // values, and sets `copied`.
   absl::StatusOr<HostedPlaces> Use(Id id, const uint8_t* home, std::unique_ptr<Copied>& copied);
   // Call when the chunk has been enqueued.
   absl::Status EndUse(Id id);
@@ -108,7 +110,7 @@ class CudaTeacherPool {
   Id workspace_of_ = 0;  // the member that used the workspace last; 0: none since it was allocated
 };
 
-// A head that may live in host memory. It leaves the pool when it is destroyed.
+// A base class of heads that may live in host memory. It removes the head from the pool when it is destroyed.
 class PooledKernels : public HeadKernels {
  public:
   std::optional<PagingStats> paging() const override {
@@ -125,14 +127,14 @@ class PooledKernels : public HeadKernels {
     id_.reset();
   }
 
-  // JoinPool and UsePool call Add and Use of CudaTeacherPool. UsePool is for a head that has joined.
+  // JoinPool and UsePool call Add and Use of CudaTeacherPool. UsePool may be called only after JoinPool.
   absl::Status JoinPool(const HostedBytes& bytes, CudaTeacherPool::OnMoved moved);
   bool is_pooled() const { return id_.has_value(); }
   absl::StatusOr<HostedPlaces> UsePool(const uint8_t* home,
                                        std::unique_ptr<CudaTeacherPool::Copied>& copied) {
     return pool_->Use(*id_, home, copied);
   }
-  // These do nothing for a head that has not joined.
+  // The next functions do nothing if the head has not joined the pool.
   absl::Status EndUse() const { return id_.has_value() ? pool_->EndUse(*id_) : absl::OkStatus(); }
   void Invalidate() const {
     if (id_.has_value()) pool_->Invalidate(*id_);

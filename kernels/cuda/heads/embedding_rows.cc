@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// EmbeddingRows (embedding_rows.h): where the rows lie, rows that go out (LookUp), and gradients that come in
-// (TakeGradients).
+// EmbeddingRows (embedding_rows.h): the places of rows in device memory, the reading of rows of the weight
+// (LookUp), and the adding of gradients of rows (TakeGradients).
 #include "kernels/cuda/heads/embedding_rows.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// Whether kernels of this GPU may write to `data`: it is the GPU's own memory. Rows for other memory are
+// Whether `data` is memory of this GPU, so that its kernels may write rows there. Rows for other memory are
 // copied.
 absl::StatusOr<bool> IsMemoryOf(int device, const void* data) {
   cudaPointerAttributes attributes = {};
@@ -91,10 +91,10 @@ absl::Status EmbeddingRows::ForPieces(const RawRows& place, int64_t begin, int64
   return fn(at(place.second, begin + in_first - place.first_rows), in_first, rows - in_first);
 }
 
-// ---- rows that go out ----
+// ---- rows of the weight that are read ----
 
-// If there are several replicas, each has fp32 values of its own shard only; it has the other classes in the
-// compute dtype.
+// If there are several replicas, each replica has fp32 values only of its own shard; it has the other classes
+// in the compute dtype.
 DeviceMatrix EmbeddingRows::SourceFor(DType dtype) const {
   const ValueBuffer& values = tensors_->values();
   const bool has_replicas = CopyOf(config_, device_->options().replica).count > 1;
@@ -116,8 +116,8 @@ absl::Status EmbeddingRows::Gather(const ChunkJob& job, const ChunkSlot& slot, i
   return ToStatus(LaunchGatherClasses(p, device_->download()), "gather kernel");
 }
 
-// All work is on the download stream, so that the rows need not wait for the weight gradient of the chunk
-// before. Rows whose destination is this GPU's memory are written there. Other rows are written to the slot
+// All work is on the download stream, so that the rows do not wait for the weight gradient of the previous
+// chunk. Rows whose destination is this GPU's memory are written there. Other rows are written to the slot
 // and then copied.
 absl::Status EmbeddingRows::LookUp(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t stream = device_->download();
@@ -142,7 +142,7 @@ absl::Status EmbeddingRows::LookUp(const ChunkJob& job, const ChunkSlot& slot) c
         place, 0, job.layout.raw_rows,
         [&](uint8_t* at, int64_t first, int64_t count) { return Gather(job, slot, first, count, at); }));
   }
-  // Later work on the compute stream may change the weight.
+  // Later work on the compute stream waits for this work, because it may change the weight.
   LOSSD_RETURN_IF_ERROR(Record(slot.row_results, stream));
   LOSSD_RETURN_IF_ERROR(Await(slot.row_results, device_->compute()));
   for (const SliceLayout* const slice : to_copy) {
@@ -157,8 +157,9 @@ absl::Status EmbeddingRows::LookUp(const ChunkJob& job, const ChunkSlot& slot) c
   return Record(slot.done, stream);
 }
 
-// Each part has the rows of its classes, and zeros for the others, so the sum over the parts is the row. The
-// sums go to the region of hidden gradients, and each part delivers the rows whose sum it has.
+// Each part has the rows of its own classes, and zeros for the rows of other classes. So the sum over the
+// parts is the row. The sums go to the region of hidden gradients, and each part delivers the rows whose sum
+// it has.
 absl::Status EmbeddingRows::LookUpParts(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t compute = device_->compute(), download = device_->download();
   const int64_t d = sizes_.padded_hidden;
@@ -206,7 +207,7 @@ absl::Status EmbeddingRows::DownloadPart(const ChunkJob& job, const ChunkSlot& s
   return absl::OkStatus();
 }
 
-// ---- gradients that come in ----
+// ---- gradients of rows that are added ----
 
 absl::Status EmbeddingRows::TakeGradients(const ChunkJob& job, const ChunkSlot& slot) const {
   LOSSD_RETURN_IF_ERROR(UploadGradients(job, slot));
@@ -237,8 +238,9 @@ absl::Status EmbeddingRows::UploadGradients(const ChunkJob& job, const ChunkSlot
   return Record(slot.uploaded, stream);
 }
 
-// Each part of a split head has read the rows by itself, so if they change meanwhile, parts may see different
-// values. The sum of `bad` over the parts makes all parts leave out the same slices.
+// Each part of a split head reads the gradients from the host by itself. If the gradients change during that
+// time, the parts may see different values. So `bad` is summed over the parts; then all parts leave out the
+// same slices.
 absl::Status EmbeddingRows::GuardGradients(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t stream = device_->compute();
   float* const bad = slot.device_out.loss;  // these chunks have no loss; its memory is free

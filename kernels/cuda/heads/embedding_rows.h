@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// EmbeddingRows: the chunks of a head whose rows are rows of its weight (LossOptions::embedding). Either rows
-// of the weight go out, or gradients of rows come in; no product, norm or loss is computed. These chunks use
-// the slots and the memory of other chunks, and need no memory of their own.
+// EmbeddingRows computes the chunks of embedding rows of a head: chunks whose rows are rows of the head's
+// weight (LossOptions::embedding). Such a chunk either reads rows of the weight, or adds gradients to rows of
+// the weight; it has no product, norm or loss. These chunks use the slots and the memory of other chunks, and
+// need no memory of their own.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_EMBEDDING_ROWS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_EMBEDDING_ROWS_H_
 
@@ -19,10 +20,10 @@
 
 namespace lossd::kernels::cuda {
 
-// Driven by the backend's thread.
+// Called by the backend's driving thread.
 class EmbeddingRows {
  public:
-  // All pointers outlive the object; `workspace` is the head's.
+  // All objects that are passed by pointer outlive this object. `workspace` is the head's workspace.
   EmbeddingRows(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace,
                 HeadTensors* tensors, const ClassLink* link, const RowTransfers* transfers)
       : device_(device),
@@ -54,7 +55,7 @@ class EmbeddingRows {
   // Copies rows of the weight for the raw rows [begin, begin + rows) to `to`, on the download stream.
   absl::Status Gather(const ChunkJob& job, const ChunkSlot& slot, int64_t begin, int64_t rows,
                       void* to) const;
-  // For a head that is split by vocabulary.
+  // The next two are for a head that is split by vocabulary.
   absl::Status LookUpParts(const ChunkJob& job, const ChunkSlot& slot) const;
   absl::Status DownloadPart(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place) const;
   // The weight from which rows of `dtype` are made: [classes here, D].

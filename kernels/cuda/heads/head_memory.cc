@@ -30,13 +30,13 @@ constexpr int64_t kPad = 8;  // elements: 16 bytes of a 16-bit type
 constexpr int64_t kTransferBytes = int64_t{8} << 20;
 // The transfer buffer of a head that recomputes logits takes at most 1 / kTransferParts of the head's limit.
 constexpr int64_t kTransferParts = 32;
-// The most rows of a chunk of a head without logits (Logits::kNone): a microbatch of the usual size. More are
-// no faster.
+// The most rows of a chunk of a head without logits (Logits::kNone): a microbatch of the usual size. More
+// rows would not be faster.
 constexpr int64_t kEmbeddingChunkRows = 8192;
 
 bool Recomputes(const HeadConfig& config) { return config.logits == Logits::kRecomputed; }
 
-// The most rows of a chunk, however much memory there is.
+// The most rows of a chunk, for any amount of memory.
 int64_t MostRows(const HeadConfig& config, int64_t max_chunk_rows) {
   switch (config.logits) {
     case Logits::kStored:
@@ -56,7 +56,7 @@ HeadSizes WithRows(HeadSizes sizes, int64_t rows) {
   return sizes;
 }
 
-// The bytes of each region: those that the paths of the head claim, and those that the head itself uses.
+// The bytes of each region that the paths of the head claim, and that the head itself uses.
 PathClaims AllClaims(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors) {
   PathClaims claims = ClaimsOf(config, sizes);
   claims.Claim(Region::kHiddenGradient,
@@ -100,23 +100,25 @@ int64_t LimitedBytes(const HeadConfig& config, const HeadSizes& sizes, int multi
   return Recomputes(config) ? w.bytes : w.bytes + w.slot_bytes;
 }
 
-// The time of one row in a chunk of `rows`, in units of one of the three products. Logits and hidden
-// gradients are computed in panels of whole rows. Adding to the weight gradient costs each chunk as much as
-// some 350 rows of its product (8 V D bytes beside 2 V D operations a row, measured on an H200; V and D make
-// no difference).
+// The time of one row in a chunk of `rows` rows. The unit is the time that one of the three products takes
+// for a row, 2 V D operations. The products of the logits and of the hidden gradient are computed in whole
+// panels of rows. Each chunk also reads and writes the whole weight gradient, 8 V D bytes. On an H200 this
+// takes as long as about 350 rows of a product, for any V and D.
 double RowCost(int64_t rows) {
   constexpr int64_t kAddRows = 350;
   const int64_t in_panels = hopper::Panels(rows) * hopper::kPanelRows;
   return static_cast<double>(2 * in_panels + rows + kAddRows) / static_cast<double>(rows);
 }
 
-// All rows that fit, or the largest number of whole panels if a row is cheaper then.
+// `fit`, the number of rows that fit, or the largest number of whole panels below it if one row then takes
+// less time.
 int64_t CheapestRows(int64_t fit) {
   const int64_t full = fit - fit % hopper::kPanelRows;
   return full > 0 && RowCost(full) < RowCost(fit) ? full : fit;
 }
 
-// Bisection over chunk rows, in units of 8: more rows need more workspace.
+// Finds the largest number of rows of a chunk that stays within `limit`, by bisection in units of 8, because
+// more rows need more workspace.
 HeadSizes WithRowsThatFit(const HeadConfig& config, const HeadSizes& sizes, int64_t limit,
                           int64_t max_chunk_rows, int multiprocessors) {
   int64_t fits = 1;
@@ -129,7 +131,9 @@ HeadSizes WithRowsThatFit(const HeadConfig& config, const HeadSizes& sizes, int6
   return WithRows(sizes, sizes.fused ? CheapestRows(fits * kPad) : fits * kPad);
 }
 
-// The arena gets the part of the limit that nothing else takes. Fewer rows leave more for it.
+// The sizes of a head that recomputes logits. The arena is the memory for blocks of logits (RecomputedArena
+// in paths/path_memory.h). It gets the part of the limit that nothing else takes. If too little is left for
+// the arena, chunks get fewer rows, which need less of the other memory.
 HeadSizes WithArena(const HeadConfig& config, HeadSizes sizes, int64_t limit, int64_t max_chunk_rows,
                     int multiprocessors) {
   if (limit >= kDevicePage) limit -= limit % kDevicePage;  // whole pages are allocated
@@ -165,7 +169,8 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   sizes.most_classes = MostClassesOf(config, replica.count);
   sizes.fused = fused && config.compute_dtype != DType::kFloat32 && config.logits != Logits::kNone;
   sizes.hidden = config.hidden_size;
-  sizes.vocab = sizes.most_classes;  // so that all parts get the same rows and arena
+  // All parts are planned with the classes of the largest part, so they get the same rows and arena.
+  sizes.vocab = sizes.most_classes;
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
   sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
   sizes.element = static_cast<int64_t>(SizeOf(config.compute_dtype));
@@ -293,7 +298,8 @@ absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& de
 
 ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
   const int64_t end = shard.end_class() == sizes.vocab ? sizes.padded_vocab : shard.end_class();
-  // A replica without classes updates no rows. A part of a split head without classes still has padding rows.
+  // A replica without classes updates no rows. But if a part of a split head has no classes, its padding rows
+  // are updated.
   const int64_t rows = shard.classes > 0 || sizes.vocab == 0 ? end - shard.first_class : 0;
   return {.weight = {shard.first_class * sizes.padded_hidden, rows * sizes.padded_hidden},
           .bias = {shard.first_class, rows},

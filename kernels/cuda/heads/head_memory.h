@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a head keeps on the device, and where: the sizes of a head (SizesFor), the memory of its chunks
-// (Workspace), the memory of its tensors (ParamBlock, ValueBuffer), and the plan of all memory (PlanHead).
-// The Carve functions lay out a buffer; with a null base they only count bytes. The backend creates a head by
-// the same arithmetic as PlanHead, so a plan made on another machine is what the server allocates.
+// The device memory of a head: the sizes of a head (SizesFor), the memory of its chunks (Workspace), the
+// memory of its tensors (ParamBlock, ValueBuffer), and the plan of all memory (PlanHead). The Carve functions
+// lay out a buffer; with a null base they only count bytes. The backend uses the same functions as PlanHead
+// when it creates a head. So the server allocates exactly what a plan says, even if the plan was made on
+// another machine.
 //
 // paths/path_memory.h says what each way of computing chunks needs. All functions are pure and thread-safe,
 // and programs without CUDA can use them.
@@ -26,13 +27,14 @@ namespace lossd::kernels::cuda {
 
 inline constexpr int kChunkSlots = 2;  // chunks of a head that may be in flight
 
-// The sizes of a head. chunk_rows is the largest number of rows for which workspace and slots stay within the
-// limit: at least 8, and at most max_chunk_rows rounded up. Where losses are fused it may be somewhat
-// smaller, if that leaves less of the kernels' tiles empty. The limit is config.workspace_bytes if that is
-// set, else workspace_bytes.
+// The sizes of a head. chunk_rows is the largest number of rows for which workspace and slots together stay
+// within the limit: at least 8, and at most max_chunk_rows rounded up. If losses are fused, chunk_rows may be
+// somewhat smaller, so that the kernels' tiles have fewer empty rows. The limit is config.workspace_bytes if
+// the config sets it, else workspace_bytes.
 //
-// A head that recomputes logits gets at most kRecomputedChunkRows rows, and an arena that keeps the workspace
-// without the slots within the limit. Its default limit is kRecomputedWorkspaceBytes, if that is less.
+// A head that recomputes logits gets at most kRecomputedChunkRows rows. The rest of its workspace within the
+// limit is the arena, the memory for blocks of logits; slots do not count. If the config sets no limit, the
+// limit is at most kRecomputedWorkspaceBytes.
 //
 // `fused`: whether the device can compute fused losses, for a 16-bit compute dtype.
 //
@@ -42,9 +44,10 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
 
 // The device memory of one chunk slot.
 struct SlotMemory {
-  void* hidden = nullptr;     // [chunk_rows, padded_hidden] compute dtype; shared by the slots of a norm head
-  void* raw = nullptr;        // [chunk_rows, D] hidden dtype of the chunk; norm heads only
-  uint8_t* inputs = nullptr;  // RowInputBlock
+  // [chunk_rows, padded_hidden] compute dtype; one matrix for all slots if the head has a norm
+  void* hidden = nullptr;
+  void* raw = nullptr;         // [chunk_rows, D] hidden dtype of the chunk; only if the head has a norm
+  uint8_t* inputs = nullptr;   // RowInputBlock
   uint8_t* outputs = nullptr;  // RowOutputBlock
 };
 
@@ -61,7 +64,8 @@ struct Workspace {
   int64_t bytes = 0;
   int64_t slot_bytes = 0;
 
-  // `base` has `bytes`, `slot_base` has `slot_bytes`; both null: only counts.
+  // `base` has `bytes` bytes, and `slot_base` has `slot_bytes` bytes. If both are null, only counts the
+  // bytes.
   static Workspace Carve(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors, uint8_t* base,
                          uint8_t* slot_base);
 };
@@ -69,21 +73,22 @@ struct Workspace {
 // INVALID_ARGUMENT if config.workspace_bytes is too small for the head.
 absl::Status CheckWorkspace(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 
-// The memory that a head takes, by kind, as allocated; for a replica, with the moments of its shard. A head
-// in host memory takes no device memory for itself: its values have room in the pool (HostedBytes).
+// The memory that is allocated for a head, by kind. A replica has moments only for its shard. A head in host
+// memory takes no device memory of its own, because it computes in the pool (HostedBytes).
 MemoryBytes PlanMemory(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors,
                        Replica replica = {});
 
 // The device memory that a head in host memory takes while it computes.
 struct HostedBytes {
-  int64_t values = 0;     // in the pool (kernels/teacher_pool.h)
-  int64_t workspace = 0;  // Workspace::bytes; like `slots` (slot_bytes), in memory that all such heads share
+  int64_t values = 0;  // in the pool (kernels/teacher_pool.h)
+  // Workspace::bytes; all heads in host memory share the memory of `workspace` and `slots`
+  int64_t workspace = 0;
   int64_t slots = 0;
 
   static HostedBytes Of(const HeadConfig& config, const HeadSizes& sizes, int multiprocessors);
 };
 
-// What a plan needs to know of a GPU and of the backend's options (cuda_options.h).
+// The facts about a GPU, and the options of the backend (cuda_options.h), that a plan depends on.
 struct PlanDevice {
   DeviceLimits limits;
   int64_t workspace_bytes = kDefaultWorkspace;  // > 0
@@ -92,18 +97,18 @@ struct PlanDevice {
   Replica replica;
 };
 
-// What the CUDA backend would do with a head: its memory, the rows of its chunks, and how it computes a full
-// chunk.
+// How the CUDA backend would create a head: the head's memory, the rows of its chunks, and how it computes a
+// full chunk.
 struct HeadPlan {
   HeadSizes sizes;
   MemoryBytes memory;  // by kind, as allocated
   // The rows of a chunk, the blocks of a chunk whose logits are recomputed, and the kernels of a full chunk
-  // with gradients and default options. The algorithms of cuBLAS are not in it: they are chosen when the head
-  // is created. Nor are the kernels of the norm, which the GPU decides.
+  // with gradients and default options. It has neither the algorithms of cuBLAS, which are chosen when the
+  // head is created, nor the kernels of the norm, which depend on the GPU.
   std::vector<Choice> choices;
 };
 
-// Errors: INVALID_ARGUMENT naming the field if the config is invalid or its workspace is too small.
+// INVALID_ARGUMENT, which names the field, if the config is invalid or its workspace is too small.
 absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& device);
 
 // How many rows a chunk has, and why not more.
@@ -116,16 +121,17 @@ struct ShardRange {
   int64_t count = 0;
 };
 
-// The part of each tensor that a replica updates: whole rows of the weight; all of the norm's two vectors, or
-// nothing.
+// The part of each tensor that a replica updates. Of the weight these are whole rows. Of the norm's two
+// vectors it is everything or nothing.
 struct ShardRanges {
   ShardRange weight, bias, norm;
 
   static ShardRanges Of(const HeadSizes& sizes, const Shard& shard);
 };
 
-// The part of the classes here that a replica updates: its shard among the copies of the head (validation.h).
-// Where there is one copy, that is all classes here. Classes are counted from the first one here.
+// The part of the classes on this device that the replica updates: its shard among the copies of the head
+// (validation.h). If there is only one copy, the shard is all classes here. Classes are counted from the
+// first class here.
 Shard OwnShard(const HeadConfig& config, const HeadSizes& sizes, Replica replica);
 
 // The tensors of one role (value, gradient or a moment) in their buffer: all trained parameters, one after
@@ -139,7 +145,8 @@ struct ParamBlock {
 
   static ParamBlock Carve(const HeadConfig& config, const HeadSizes& sizes, uint8_t* base,
                           bool with_weight = true);
-  // Lays out the ranges alone: each tensor begins with its range, and a tensor with an empty range is null.
+  // Lays out only the ranges: the pointer of each tensor is where its range begins. A tensor with an empty
+  // range is null.
   static ParamBlock CarveRanges(const HeadConfig& config, const ShardRanges& ranges, uint8_t* base);
   float* first() const { return weight; }
   int64_t floats() const { return bytes / static_cast<int64_t>(sizeof(float)); }

@@ -170,7 +170,8 @@ absl::StatusOr<double> HeadTensors::GradNorm() {
   const cudaStream_t stream = device_->compute();
   double* result = scratch_.square_sums + kSquareSumPartials;
   double sum = 0.0;
-  // The gradients of the norm come last. Every part of a split head has them, so only part 0 counts them.
+  // The gradients of the norm come last. Every part of a split head has these gradients, so only part 0
+  // counts them.
   const bool without_norm = sizes_.part > 0 && gradients_.norm_gain != nullptr;
   const int64_t floats = without_norm ? gradients_.norm_gain - gradients_.first() : gradients_.floats();
   const auto compute = [&]() -> absl::Status {

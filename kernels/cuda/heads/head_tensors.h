@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// HeadTensors: the tensors of one head on the device (values, gradients and moments). Between chunks they may
-// be read, written and added to, and the optimizer's step is applied. All functions except accessors and
-// those that enqueue wait for the device. Driven by the backend's thread; a chunk in flight may use the
-// tensors.
+// HeadTensors: the tensors of one head on the device (values, gradients and moments). Between chunks, its
+// functions read and write tensors, add to gradients, and apply the optimizer's step. All functions wait for
+// the device, except accessors and functions whose comment says that they enqueue. Called by the backend's
+// driving thread; a chunk in flight may use the tensors.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HEAD_TENSORS_H_
 
@@ -26,14 +26,14 @@ namespace lossd::kernels::cuda {
 
 class HeadTensors {
  public:
-  // Device memory that the functions below work in. Owned by the head.
+  // Device memory in which the functions of HeadTensors work. Owned by the head.
   struct Scratch {
     uint8_t* transfer = nullptr;    // HeadSizes::transfer_bytes
     double* square_sums = nullptr;  // [kSquareSumPartials + 1]
   };
 
-  // `device` outlives the object. `host`: the tensors of a head in host memory, which outlive the object too;
-  // else null.
+  // `device` outlives the object. `host`: the tensors of a head in host memory, which also outlive the
+  // object; null for other heads.
   HeadTensors(Device* device, const HeadConfig& config, const HeadSizes& sizes, HostTensors* host)
       : host_(host),
         device_(device),
@@ -43,13 +43,13 @@ class HeadTensors {
         ranges_(ShardRanges::Of(sizes, shard_)),
         class_weight_sum_(static_cast<float>(config.vocab_size)) {}
 
-  // Allocates the tensors: zeros, except norm gain and class weights, which are 1. Enqueues on the compute
-  // stream. The tensors of a head in host memory are allocated only there, and values() are null until
+  // Allocates the tensors: zeros, except norm gain and class weights, which are 1. Enqueues its work on the
+  // compute stream. For a head in host memory, allocates nothing on the device; values() are null until
   // PlaceValues.
   absl::Status Allocate();
   // For a head in host memory: chunks from now on find its values at `base` on the device.
   void PlaceValues(uint8_t* base) { values_ = ValueBuffer::Carve(config_, sizes_, base); }
-  // Call before any function below.
+  // Call before any of the functions below.
   void Use(const Scratch& scratch) { scratch_ = scratch; }
 
   // As HeadKernels.
@@ -74,33 +74,35 @@ class HeadTensors {
     return static_cast<uint8_t*>(values_.compute_weight) +
            first_class * sizes_.padded_hidden * sizes_.element;
   }
-  // Adds the sums [padded_hidden] to the gradients of norm gain and norm shift; `shift` may be null. Enqueued
-  // on the compute stream.
+  // Adds the sums `gain` and `shift` [padded_hidden] to the gradients of norm gain and norm shift. `shift`
+  // may be null. Enqueues its work on the compute stream.
   absl::Status AddNormGradients(const float* gain, const float* shift);
-  // Zeroes the gradients of another replica's shard. Enqueued on the compute stream.
+  // Zeroes the gradients of another replica's shard. Enqueues its work on the compute stream.
   absl::Status ZeroGradientsOf(const Shard& shard);
-  float class_weight_sum() const { return class_weight_sum_; }          // vocab_size without class weights
-  float largest_class_weight() const { return largest_class_weight_; }  // by magnitude; 1 without
+  float class_weight_sum() const { return class_weight_sum_; }  // vocab_size without class weights
+  // The largest absolute value of the class weights; 1 without class weights.
+  float largest_class_weight() const { return largest_class_weight_; }
 
  private:
-  // Rows of a tensor, in a copy between host and device.
+  // Rows of a tensor that are being copied between host and device.
   struct TransferBlock {
     DeviceMatrix tensor;  // the rows in the tensor
     DeviceMatrix buffer;  // the transfer buffer, in the host's dtype
     int64_t rows = 0;
-    int64_t offset = 0;  // bytes, in the host's memory
+    int64_t offset = 0;  // of these rows in the host's memory, in bytes
     int64_t bytes = 0;
   };
 
-  // A tensor from row `row_begin` on, as a matrix on the device.
+  // The rows of a tensor from row `row_begin` on, as a matrix on the device.
   DeviceMatrix Find(TensorId id, int64_t row_begin) const;
   // Makes the device current, checks an access to rows of a tensor, and waits for the chunks in flight.
   absl::Status Begin(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes);
-  // Calls `step` for blocks of rows that fit the transfer buffer. Each block ends before the next begins,
-  // because host memory need not be pinned and the buffer is shared.
+  // Calls `step` for blocks of rows that fit the transfer buffer. Waits for the end of each block before the
+  // next one, because the blocks share the buffer and host memory may be not pinned.
   absl::Status ForEachBlock(const DeviceMatrix& tensor, int64_t rows, DType dtype,
                             absl::FunctionRef<absl::Status(const TransferBlock&)> step);
-  // One step of the optimizer on a range of a tensor. The other pointers may be null.
+  // Applies one step of the optimizer to a range of a tensor. Does nothing if `values` is null. The moments
+  // may be null.
   absl::Status StepRange(OptimizerStepParams params, bool matrix, const ShardRange& range, float* values,
                          float* gradients, float* moment1, float* moment2);
   // The first row of the tensor that is here.
@@ -117,7 +119,7 @@ class HeadTensors {
   DeviceBuffer value_buffer_, gradient_buffer_, optimizer_buffer_;
   ValueBuffer values_;
   ParamBlock gradients_;
-  ParamBlock moments_[2];  // of the shard alone
+  ParamBlock moments_[2];  // only of the replica's shard
   WeightAccumulators accumulators_;
   Scratch scratch_;
   float class_weight_sum_;

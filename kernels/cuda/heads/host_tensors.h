@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// HostTensors: the tensors of a head that lives in host memory. They are in pinned memory, laid out as on the
-// device, so that one copy brings them there. The weight is rounded to the compute dtype when it is written
-// (to nearest even, as on the device); bias, norm and class weights are fp32.
+// HostTensors: the tensors of a head that lives in host memory. They are in pinned memory, with the same
+// layout as on the device, so that one copy brings them to the device. The weight is rounded to the compute
+// dtype when it is written (to nearest even, as on the device); bias, norm and class weights are fp32.
 //
-// Driven by the backend's thread, while no copy to the device is under way.
+// Called by the backend's driving thread while no copy to the device is under way.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_HOST_TENSORS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_HOST_TENSORS_H_
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ChunkSlots and RowTransfers (row_transfers.h): rows to the device (Upload) and back (Download).
+// ChunkSlots and RowTransfers (row_transfers.h): the copies of rows to the device (Upload) and of results
+// back to the host (Download).
 #include "kernels/cuda/heads/row_transfers.h"
 
 #include <algorithm>
@@ -112,7 +113,7 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
 
 absl::Status RowTransfers::Download(const ChunkJob& job, const ChunkSlot& slot) {
   const cudaStream_t stream = device_->download();
-  // Wait for the guard of hidden gradients too, because it can still change the rows' results.
+  // If hidden gradients are wanted, wait for their guard, because it can still change the rows' results.
   LOSSD_RETURN_IF_ERROR(Await(job.wants_hidden_gradient ? slot.hidden_gradient : slot.row_results, stream));
   LOSSD_RETURN_IF_ERROR(
       Copy(slot.host_outputs.data(), slot.memory.outputs, slot.host_outputs.bytes(), stream));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RowTransfers copies the rows of chunks between host and device. ChunkSlot holds what belongs to one chunk
-// of a head from Submit to its end.
+// RowTransfers copies the rows of chunks between host and device. ChunkSlot has the memory and the events of
+// one chunk of a head, from Submit to the end of the chunk.
 #ifndef LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 #define LOSSD_KERNELS_CUDA_HEADS_ROW_TRANSFERS_H_
 
@@ -17,8 +17,8 @@
 
 namespace lossd::kernels::cuda {
 
-// The memory and events of one chunk, from Submit to its end. A plain owner, driven by the backend's thread,
-// except that the completion thread reads the host blocks and events of a chunk in flight.
+// The memory and events of one chunk, from Submit to its end. Owns them and has no behavior. Used by the
+// backend's driving thread; the completion thread also reads the host blocks and events of a chunk in flight.
 struct ChunkSlot {
   SlotMemory memory;
   PinnedBuffer host_inputs;
@@ -29,16 +29,16 @@ struct ChunkSlot {
   RowClassBlock classes;
   Event uploaded, row_results, hidden_gradient, results, done;
   DeviceBranch loss_branch, weight_branch;  // of a filtered chunk
-  // The options of the slot's chunk, if the chunk is a trial: host_out.decision then says whether later
-  // chunks should try the filter.
+  // Set if the slot's chunk tries to be filtered or sampled (FilterBackoff): the options of the chunk.
+  // host_out.decision then says whether the trial succeeded.
   std::optional<LossOptions> trial;
 };
 
-// The slots of a head. Driven by the backend's thread.
+// The slots of a head. Called by the backend's driving thread.
 class ChunkSlots {
  public:
   absl::Status Allocate(MemoryLedger* ledger, const HeadSizes& sizes);
-  // Sets where the slots lie on the device: once, or again while no chunk is in flight.
+  // Sets the place of the slots on the device. May be called again while no chunk is in flight.
   void Place(const HeadSizes& sizes, const Workspace& workspace);
   // Returns the slots in turn. The slot's last chunk must have left the device.
   ChunkSlot& Next();
@@ -49,22 +49,22 @@ class ChunkSlots {
   size_t next_ = 0;
 };
 
-// Moves rows between host and device, on the upload and download streams: hidden states and per-row inputs to
-// the device, results and hidden gradients to the host. Where host and device differ, rows are converted and
-// compacted. Driven by the backend's thread.
+// Copies rows between host and device, on the upload and download streams: hidden states and per-row inputs
+// to the device, results and hidden gradients to the host. Rows are converted and compacted if their form
+// differs between host and device. Called by the backend's driving thread.
 class RowTransfers {
  public:
-  // `device` outlives the object; `workspace` is the head's.
+  // `device` outlives the object; `workspace` is the head's workspace.
   RowTransfers(Device* device, const HeadConfig& config, const HeadSizes& sizes, const Workspace& workspace)
       : device_(device), config_(config), sizes_(sizes), workspace_(workspace) {}
-  absl::Status Start();  // before any function below
+  absl::Status Start();  // call before any of the functions below
 
   // Enqueues the upload of all slices, and records slot.uploaded.
   absl::Status Upload(const ChunkJob& job, const ChunkSlot& slot);
   // Enqueues the download of the row results after slot.row_results, and of hidden gradients after
   // slot.hidden_gradient; records slot.results.
   absl::Status Download(const ChunkJob& job, const ChunkSlot& slot);
-  // Recorded after the last download from Region::kHiddenGradient.
+  // This event is recorded after the last download from Region::kHiddenGradient.
   const Event& download_idle() const { return download_idle_; }
 
  private:
@@ -72,7 +72,7 @@ class RowTransfers {
   absl::Status DownloadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
   // Whether the slice is copied without conversion.
   bool IsDirect(const ChunkJob& job, const SliceLayout& place, int64_t rows) const;
-  int64_t RowBytes(const ChunkJob& job) const;  // of one row of the host
+  int64_t RowBytes(const ChunkJob& job) const;  // of one row in host memory
 
   Device* const device_;
   const HeadConfig config_;
@@ -81,8 +81,8 @@ class RowTransfers {
   Event download_idle_;
 };
 
-// Zeroes the hidden gradients of slices without any target, which no kernel writes, and waits for it. Called
-// on the device's completion thread.
+// Zeroes the hidden gradients of slices without any target, because no kernel writes them, and waits until
+// they are zero. Called on the device's completion thread.
 absl::Status ZeroUntouchedGradients(const Chunk& chunk, const ChunkLayout& layout, int64_t hidden_size);
 
 }  // namespace lossd::kernels::cuda

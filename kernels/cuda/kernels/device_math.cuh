@@ -42,7 +42,8 @@ __device__ __forceinline__ void AwaitKernelBefore() {
 #endif
 }
 
-// Lets the blocks of such a kernel start where there is room, while this kernel still runs.
+// Lets the blocks of the next kernel, if it is launched to start early, start where there is room while this
+// kernel still runs.
 __device__ __forceinline__ void LetNextKernelStart() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -173,7 +174,7 @@ __device__ __forceinline__ void Load8(const void* base, DType dtype, int64_t ind
   for (int i = 0; i < 8; ++i) x[i] = index + i < end ? LoadElement(base, dtype, index + i) : 0.0f;
 }
 
-// The counterpart of Load8; nothing at or past `end` is written.
+// Stores eight consecutive elements, as Load8 loads them; writes nothing at or past `end`.
 __device__ __forceinline__ void Store8(void* base, DType dtype, int64_t index, int64_t end, bool aligned,
                                        const float (&x)[8]) {
   if (aligned && index + 8 <= end) {
@@ -215,10 +216,10 @@ __device__ __forceinline__ float BlockSum(float value, float* scratch) {
 
 inline constexpr int kGuardThreads = 1024;  // of a block; often one block for all rows
 
-// The end of a guard kernel whose block s guards slice s, with the rows [begin, end). `first`: the first bad
-// row that the thread has found, or INT32_MAX. If the block has found a bad row, first_bad[s] becomes the
-// first one, and no row is kept. Otherwise first_bad[s] becomes -1, and the rows that are to be accumulated
-// are kept. Params has first_bad, accumulate and keep. A kernel calls this once.
+// The last step of a guard kernel, whose block s guards slice s with the rows [begin, end). `first`: the
+// first bad row that the thread has found, or INT32_MAX. If the block has found a bad row, first_bad[s]
+// becomes the first one, and no row is kept. Otherwise first_bad[s] becomes -1, and the rows that are to be
+// accumulated are kept. Params has first_bad, accumulate and keep. A kernel calls this once.
 template <typename Params>
 __device__ __forceinline__ void GuardSlice(const Params& p, int32_t begin, int32_t end, int32_t first) {
   __shared__ int32_t warp_first[kGuardThreads / 32];
@@ -302,7 +303,7 @@ cudaError_t WithElement(DType dtype, LaunchFn launch) {
 // ---- host: early launches ----
 
 // A launch whose blocks may be scheduled while the previous kernel of the stream still runs. The kernel
-// itself waits for that one (AwaitKernelBefore). Plain data.
+// itself must wait for the previous kernel (AwaitKernelBefore). Plain data.
 class EarlyLaunch {
  public:
   // `possible`: the device supports it (compute capability 9.0 or later); otherwise this is an ordinary

@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels for rows that have a teacher.
+// Kernels that compute the divergence of rows from their teacher, and its gradient (distill_rows.h).
 //
 // Math. With y = z / T of the student, y' = z' / T of the teacher, q = softmax(y) and p = softmax(y'), the
 // divergence of a row is a sum over classes of a function of p and q, and
 //
 //   dD/ds_v = (dz_v/ds_v) / T (f_v - q_v sum f),   f = q times the derivative by q
 //
-// without the logit scale. docs/math.md has f of each divergence. A KL divergence needs no pass of its own.
-// With u_v = y_v - max y, u'_v = y'_v - max y', and C = sum_v exp(u'_v) (u'_v - u_v), which is summed up
-// together with the softmaxes,
+// without the logit scale. docs/math.md has f of each divergence. A KL divergence needs no pass over the
+// logits of its own. With u_v = y_v - max y, u'_v = y'_v - max y', and C = sum_v exp(u'_v) (u'_v - u_v),
+// which is summed up together with the softmaxes,
 //
 //   KL(p || q) = C / sum_v exp(u'_v) - log sum_v exp(u'_v) + log sum_v exp(u_v),   sum f = -1
 //
-// and KL(q || p) follows by exchanging p and q; its sum f is the divergence itself.
+// and KL(q || p) is the same with p and q exchanged; its sum f is the divergence itself.
 //
 // Plan if one device has all classes and the loss with targets does not count (WholeDivergenceKernel): one
 // block a row. The first pass also sums up the softmax at temperature 1, which gives the row's other results.
-// Several blocks a row, with rows that stay in L2 from the first pass to the last, are slower, because each
-// thread then has too few classes to pay for the fixed cost of a pass.
+// A plan with several blocks a row, whose rows stay in L2 from the first pass to the last, is slower: each
+// thread then has so few classes that the fixed cost of a pass dominates.
 //
 // Plan if, in addition, the divergence is KL(p || q) and the products have computed the softmaxes of their
-// tiles (KnownDivergenceKernel): one block a row. It adds up the tiles and then reads the logits once,
-// because the gradient of a class needs nothing else.
+// tiles (KnownDivergenceKernel): one block a row. It adds up the softmaxes of the tiles and then reads the
+// logits only once, for the gradient.
 //
 // Plan otherwise: one block a row. It reads the logits of both heads once for the softmaxes, once more for a
-// divergence other than the two KL, and once for the gradient. Sums are combined in a fixed order.
+// divergence that is not a KL divergence, and once for the gradient. Sums are combined in a fixed order.
 //
 // Bytes: each pass reads rows * V * 8. The last pass also writes rows * V * 4, or, if the loss with targets
-// does not count, the gradient in the compute dtype. Operations: 2 exponentials an element and pass, by
-// ex2.approx (relative error 2^-22), and some 16 others. Exponentials are relative to a reference that
-// follows the largest logit only when it is far away, so sums are rarely rescaled.
+// does not count, the gradient in the compute dtype. Operations: each pass has 2 exponentials an element, by
+// ex2.approx (relative error 2^-22), and about 16 other operations. Exponentials are relative to a reference.
+// It moves to the largest logit only if that is far away, so sums are rarely rescaled.
 
 #include <type_traits>
 
@@ -68,7 +68,7 @@ struct Lane {
   float x[kLane];
 };
 
-// kLast: the matrix is not read again.
+// Loads a vector. kLast: the matrix is not read again afterwards.
 template <bool kLast>
 __device__ __forceinline__ Lane LoadLane(const LogitMatrix& matrix, int64_t row, int v) {
   const float4* const from =
@@ -130,18 +130,18 @@ struct LogSoftmax {
 
 // ---- softmaxes ----
 
-// Which softmax a KL divergence is an expectation over ("own"), and which is the other one. Without kCross
-// the divergence is no KL: then the two are just two softmaxes, and own is the teacher's.
+// A KL divergence is an expectation over one softmax ("own"); Sides says which softmax that is, and which is
+// the "other" one. Without kCross the divergence is not a KL divergence; own is then the teacher's softmax.
 template <Divergence kDivergence>
 struct Sides {
   static constexpr bool kCross = kIsKl<kDivergence>;
   static constexpr bool kOwnIsStudent = kDivergence == Divergence::kReverseKl;
 };
 
-// Both softmaxes of a row while they are summed up: sums of exp((z - top) / T), and
+// The running sums of both softmaxes of a row: the sums of exp((z - top) / T), and
 //   cross = sum of exp((own - own_top) / T) ((own - own_top) - (other - other_top)) / T
-// over all classes. Because cross is relative to the tops, it is exact where both softmaxes have the same
-// most probable class. A top is the largest logit, or less by at most kSlack T.
+// over all classes. Because cross is relative to the tops, it is exact if both softmaxes have the same most
+// probable class. A top is at most the largest logit, and at least the largest logit minus kSlack T.
 constexpr float kSlack = 12.0f;
 
 struct Running {
@@ -161,7 +161,8 @@ __device__ __forceinline__ bool IsFar(float logit, float top, float inverse) {
   return (logit - top) * inverse > kSlack;
 }
 
-// Makes the sums relative to tops that are at least as large. A sum is 0 only if no class has been added.
+// Makes the sums relative to other tops, which are at least as large as the present tops. A sum is 0 only if
+// no class has been added.
 template <bool kCross>
 __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_top, float inverse) {
   if (r.own_top != own_top) {
@@ -179,8 +180,8 @@ __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_to
   }
 }
 
-// Adds some classes. Masked classes add nothing to their softmax. NaN shows in the sums. kMasks: some classes
-// may be masked.
+// Adds some classes. A masked class adds nothing to its softmax. If a logit is NaN, the sums become NaN.
+// kMasks: some classes may be masked.
 template <bool kCross, bool kMasks>
 __device__ __forceinline__ void Take(Running& r, const Lane& own, const Lane& other, float inverse) {
   const float own_top = TopOf(own), other_top = TopOf(other);
@@ -308,7 +309,7 @@ __device__ __forceinline__ float Relative(float p, float log_p, float log_other)
   return p == 0.0f ? 0.0f : p * (log_p - log_other);
 }
 
-// x: what one class adds to the divergence. y: f.
+// x: the term of one class in the divergence. y: f of the class.
 template <Divergence kDivergence>
 __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float log_q, float beta) {
   if constexpr (kDivergence == Divergence::kForwardKl) {
@@ -317,8 +318,8 @@ __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float lo
     const float value = Relative(q, log_q, log_p);
     return make_float2(value, value);
   } else if constexpr (kDivergence == Divergence::kJensenShannon) {
-    // Relative to the larger logarithm, so that m is not 0 where p or q is not 0. If both are 0, the result
-    // is not used.
+    // The exponentials are relative to the larger logarithm, so that m is not 0 if p or q is not 0. If both
+    // are 0, the result is not used.
     const float top = fmaxf(log_p, log_q);
     const float log_m = top + logf(beta * Exp(log_p - top) + (1.0f - beta) * Exp(log_q - top));
     const float of_student = (1.0f - beta) * Relative(q, log_q, log_m);
@@ -358,7 +359,7 @@ __global__ __launch_bounds__(kThreads) void SumDivergenceKernel(const __grid_con
   p.rows.records[row].slope = total.y;
 }
 
-// A row whose record is of all classes: gives its divergence, and the gradient of each class.
+// Computes the divergence of a row, and the gradient of each class, from the row's record of all classes.
 template <Divergence kDivergence>
 struct RowDivergence {
   LogSoftmax student;
@@ -539,8 +540,9 @@ __device__ __forceinline__ void StoreLane(const LogitMatrix& gradient, int64_t r
   }
 }
 
-// Sums of the student's row at temperature 1, relative to `top`: the sum of exp(z - top), and of exp(z - top)
-// (z - top) (`moment`). The top is the largest logit, or less by at most kSlack.
+// Sums of the student's row at temperature 1, relative to `top`: the sum of exp(z - top), and the sum of
+// exp(z - top) (z - top) (`moment`). `top` is at most the largest logit, and at least the largest logit minus
+// kSlack.
 struct Plain {
   float top;
   float sum;
@@ -752,7 +754,7 @@ __global__ __launch_bounds__(kThreads,
 
 __device__ __forceinline__ SoftmaxPart Both(const SoftmaxPart& a, const SoftmaxPart& b, float inverse) {
   const float top = fmaxf(a.top, b.top);
-  // Two parts without a class have equal tops, -infinity, whose difference would be NaN.
+  // If both parts have no class, both tops are -infinity, and their difference would be NaN.
   const auto moved = [&](const SoftmaxPart& part) {
     return part.top == top ? part.sum : part.sum * expf((part.top - top) * inverse);
   };

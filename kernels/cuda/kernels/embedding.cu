@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels for rows of the weight that go out, and for gradients of such rows that come in. All are bound by
-// memory.
+// Kernels for embedding rows (embedding.h): they gather rows of the weight, or add gradients of such rows to
+// the gradient of the weight. All kernels are bound by memory.
 //
 // Gather: one warp a row. If the element types are the same and rows are 16-byte aligned, a lane copies
 // 16-byte vectors, four at a time; otherwise eight elements at a time are converted. Bytes: 2 N D elements;
 // the rows of frequent classes come from L2.
 //
 // Scatter-add: the host has ordered the rows by class (ClassRuns). For a short run, a warp sums kTileColumns
-// columns of the run's rows in order, and reads and writes the gradient once. For a long run, a block does
-// this: each of its warps takes every kWarps-th row, and the sums of the warps are added in order. Nothing
-// uses atomics, so the same rows give the same bits. Bytes: 2 N D elements, for the check and for the sum,
-// and 8 D of the gradient for each class that has rows.
+// columns of the run's rows in order, and reads and writes the gradient once. A long run is summed by a block
+// instead of a warp: each of the block's warps takes every kWarps-th row, and the sums of the warps are added
+// in order. Nothing uses atomics, so the same rows give the same bits. Bytes: 2 N D elements, for the check
+// and for the sum, and 8 D of the gradient for each class that has rows.
 #include <algorithm>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -29,7 +29,7 @@ __host__ __device__ constexpr int64_t BytesOf(DType dtype) { return dtype == DTy
 
 // ---- gather ----
 
-// The class of row i, or -1: the row becomes 0.
+// The class of row i; -1: row i of the output becomes 0.
 __device__ __forceinline__ int64_t ClassOfRow(const GatherClassesParams& p, int64_t i) {
   const int64_t at = p.map != nullptr ? p.map[i] : i;
   const int64_t place = at < 0 ? -1 : p.targets[at];
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool SumRowsInOrder(const AddClassRunsParams& p, int6
   return any;
 }
 
-// Adds `sums` to the gradient of a class, for the columns from c on; columns past the last one stay.
+// Adds `sums` to the gradient of a class, for the columns from c on, but not beyond the last column.
 __device__ __forceinline__ void AddToClass(const AddClassRunsParams& p, int64_t place, int64_t c,
                                            const float (&sums)[8]) {
   float* const to = p.weight_gradient + place * p.ld;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels for chunks whose rows are rows of the weight (LossOptions::embedding). They gather
-// the rows of classes; and they check gradients of rows, guard them, and add them to the gradient of the
-// weight.
+// Launchers of the kernels for chunks of embedding rows, whose rows are rows of the weight
+// (LossOptions::embedding). The kernels either gather rows of the weight, or they take gradients of such
+// rows: they check them, guard them (rows.h), and add them to the gradient of the weight.
 //
-// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe. "Raw" and "compact"
-// rows as in rows.h.
+// All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe. "Raw" and
+// "compact" rows are defined in rows.h.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_EMBEDDING_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_EMBEDDING_H_
 
@@ -61,16 +61,16 @@ struct GuardRowGradientsParams {
 };
 cudaError_t LaunchGuardRowGradients(const GuardRowGradientsParams& params, cudaStream_t stream);
 
-// For each run, which has the rows of one class v: weight_gradient[v] += the sum of factors[r] * gradients[r]
-// over its kept rows r. The sum is computed in fp32 before it is added, in an order that depends only on the
-// run's length.
+// A run is the rows of one class v. For each run: weight_gradient[v] += the sum of factors[r] * gradients[r]
+// over the kept rows r of the run. The sum is first computed in fp32, in an order that depends only on the
+// length of the run, and then added.
 struct AddClassRunsParams {
   RawRows gradients;
   const int32_t* raw_of_compact = nullptr;  // [rows]
   const float* factors = nullptr;           // [rows]
   const int32_t* keep = nullptr;            // [rows]
   const int32_t* targets = nullptr;         // [rows]
-  // The runs of classes; ClassRuns of paths/chunk_plan.h.
+  // The runs (ClassRuns in paths/chunk_plan.h).
   const int32_t* row_order = nullptr;
   const int32_t* run_begin = nullptr;
   const int32_t* run_rows = nullptr;

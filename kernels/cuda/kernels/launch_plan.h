@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Facts about kernel launches that are known without a GPU: the memory that launches need in addition to
-// operands and results, and the kernel that a norm uses (NormPlan). Pure functions; thread-safe. The header
-// needs no CUDA, so plans can be made on any machine.
+// Facts about kernel launches that are known without a GPU: the scratch memory that a launch needs in
+// addition to operands and results, and which kernel computes a norm (NormPlan). Pure functions; thread-safe.
+// The header needs no CUDA, so plans can be made on any machine.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_LAUNCH_PLAN_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_LAUNCH_PLAN_H_
 
@@ -25,19 +25,20 @@ constexpr int64_t NormPartialFloats(int64_t hidden_size, int multiprocessors) {
   return 2 * int64_t{multiprocessors} * hidden_size;
 }
 
-// Bytes of SortParams::scratch (filtered/filtered.h): an upper bound of what CUB asks for, because CUB can
-// only be asked with a device. CUB needs counters for each tile of a few thousand entries, for up to eight
-// passes.
+// Bytes of SortParams::scratch (filtered/filtered.h). This is an upper bound, because CUB tells the exact
+// size only on a machine with a device. CUB needs counters for each tile of a few thousand entries, for up to
+// eight passes.
 constexpr size_t SortScratchBytes(int64_t count) {
   return (size_t{512} << 10) + 2 * static_cast<size_t>(count);
 }
 
-// Where a kernel of a norm keeps a row between the passes over it.
+// Where a norm kernel keeps a row between its passes over the row. Faster kernels come first.
 enum class NormRows : uint8_t {
-  kRegisters,   // forward
-  kBulkCopies,  // backward on Hopper (hopper/norm_backward.cu): a ring; one thread copies whole rows
-  kWarpCopies,  // backward: a ring; each warp copies its part of a row
-  kNowhere,     // any row: it is read again for each pass
+  kRegisters,  // forward
+  // Backward on Hopper (hopper/norm_backward.cu): in a ring in shared memory; one thread copies whole rows.
+  kBulkCopies,
+  kWarpCopies,  // backward: in a ring in shared memory; each warp copies its part of a row
+  kNowhere,     // works for any row: each pass reads the row again
 };
 inline absl::string_view Name(NormRows rows) {
   switch (rows) {
@@ -57,7 +58,8 @@ inline absl::string_view Name(NormRows rows) {
 // device.
 struct NormPlan {
   NormRows rows = NormRows::kNowhere;
-  absl::string_view reason;  // why not the kernel before it in NormRows; "": it is the first
+  // The reason why not the kernel that comes before `rows` in NormRows; "": `rows` is the first choice.
+  absl::string_view reason;
 };
 
 }  // namespace lossd::kernels::cuda

@@ -3,7 +3,8 @@
 // - LossTerms: the loss that all rows share,
 // - RowInputs: the inputs of each row, and RowResults: its results,
 // - LogitMatrix: the logits of the rows,
-// - what kernels keep of a row until its loss and its gradient are complete.
+// - intermediate values of a row (RunningRow, SelectedRow and others), which kernels keep until the row's
+//   loss and gradient are complete.
 //
 // A launcher takes the structs that its kernels use.
 //
@@ -21,22 +22,23 @@ namespace lossd::kernels::cuda {
 
 // The loss that all rows of a chunk share; docs/math.md has the formulas.
 struct LossTerms {
-  int64_t vocab = 0;                     // classes on this device
-  const float* bias = nullptr;           // [vocab] or null: none
-  const float* class_weights = nullptr;  // [vocab] or null: all 1; those of classes elsewhere lie around them
-  float class_weight_sum = 0.0f;         // sum of all class weights; V without them
-  float scale = 1.0f;                    // t
-  float softcap = 0.0f;                  // c; 0: none
-  float smoothing = 0.0f;                // alpha
-  float z_loss = 0.0f;                   // lambda
-  bool want_entropy = false;             // the entropy of some row is a result
-  bool any_coef_entropy = false;         // some row has an upstream gradient of its entropy
+  int64_t vocab = 0;            // classes on this device
+  const float* bias = nullptr;  // [vocab] or null: none
+  // [vocab] or null: all 1; the weights of classes on other devices lie before and behind them
+  const float* class_weights = nullptr;
+  float class_weight_sum = 0.0f;  // sum of all class weights; V without them
+  float scale = 1.0f;             // t
+  float softcap = 0.0f;           // c; 0: none
+  float smoothing = 0.0f;         // alpha
+  float z_loss = 0.0f;            // lambda
+  bool want_entropy = false;      // the entropy of some row is a result
+  bool any_coef_entropy = false;  // some row has an upstream gradient of its entropy
   // For a head that is split by vocabulary. Kernels count classes from the first class on this device.
   int64_t first_class = 0;       // number of the first class here, in the vocabulary
   int64_t elsewhere = 0;         // classes on other devices
   bool bias_in_targets = false;  // RowInputs::target_dots already include the bias of the target
   bool soft = false;             // rows have soft targets (RowInputs::soft)
-  // Replaces the cross-entropy if it is active; then smoothing is 0 and class_weights is null.
+  // Replaces the cross-entropy if objective.active(); then smoothing is 0 and class_weights is null.
   Objective objective;
   // Whether kernels need the general form of the formulas (row_loss.cu).
   bool IsGeneral() const {
@@ -45,7 +47,7 @@ struct LossTerms {
   }
   // Whether the entropies of rows have to be computed, as a result or for a gradient.
   bool NeedsEntropy() const { return want_entropy || any_coef_entropy || objective.entropy_bonus != 0.0f; }
-  // The same loss, with classes counted from `first`.
+  // The same loss, with classes counted from class `first`.
   LossTerms From(int64_t first) const {
     LossTerms terms = *this;
     if (bias != nullptr) terms.bias += first;
@@ -54,20 +56,20 @@ struct LossTerms {
   }
 };
 
-// The value that replaces the dot product of a class that is left out of the sums over a row
-// (LossTerms::soft): the bits of a NaN that no computation produces.
+// With soft targets (LossTerms::soft), some classes are left out of the sums over a row. This value replaces
+// their dot products: the bits of a NaN that no computation produces.
 inline constexpr uint32_t kMaskedDot = 0xffe1a55du;
 
-// The statistics of the classes that a row's soft targets name, without the target. Members as in Stats of
-// row_loss_math.cuh.
+// The statistics of the classes that a row's soft targets name, without the target. The members that also
+// Stats has (row_loss_math.cuh) have the same meaning here.
 struct NamedRow {
   float max;
   float sum;
   float spread;
   int32_t arg;
-  float dot_reference;  // `dot` is relative to it; in units of log 2
+  float dot_reference;  // the value that `dot` is relative to, in units of log 2
   float dot;            // sum of q (z f - dot_reference), including the target
-  int32_t has_target;   // 1: the soft targets name the target
+  int32_t has_target;   // 1: the soft targets name the row's target
   float target_weight;  // q of the target
 };
 
@@ -76,10 +78,11 @@ struct SoftRowInputs {
   int count = 0;                     // K
   const int32_t* classes = nullptr;  // [rows, count]: number in the vocabulary; -1: none
   const float* weights = nullptr;    // [rows, count]: q
-  float* logits = nullptr;           // [rows, count]: z, written by LaunchTakeTargets; else 0
-  const float* total = nullptr;      // [rows]: s + r
-  const float* rest = nullptr;       // [rows]: r
-  const NamedRow* named = nullptr;   // [rows], written by LaunchNameRows
+  // [rows, count]: z of the classes on this device, written by LaunchTakeTargets; 0 for other classes
+  float* logits = nullptr;
+  const float* total = nullptr;     // [rows]: s + r
+  const float* rest = nullptr;      // [rows]: r
+  const NamedRow* named = nullptr;  // [rows], written by LaunchNameRows
 
   SoftRowInputs From(int64_t begin) const {
     if (count == 0) return {};
@@ -96,21 +99,23 @@ struct SoftRowInputs {
 // The inputs of each row, [rows] each.
 struct RowInputs {
   int64_t rows = 0;
-  int64_t padded_rows = 0;               // rows of the matrices that belong to them; at least `rows`
-  const int32_t* targets = nullptr;      // classes in [0, vocab); -1: elsewhere
-  const int32_t* all_targets = nullptr;  // the targets wherever they are; null: all are here
-  const float* target_dots = nullptr;    // W x at the target, in fp32; null: take it from the logits
-  const float* weights = nullptr;        // row weight
-  const float* coef_loss = nullptr;      // dL/d(loss) with row weight and scale, over the gradient unit
-  const float* coef_lse = nullptr;       // dL/dlse over the gradient unit
-  const float* coef_entropy = nullptr;   // dL/dentropy over the gradient unit, with the objective's bonus
+  int64_t padded_rows = 0;               // the number of rows in matrices of these rows; at least `rows`
+  const int32_t* targets = nullptr;      // classes in [0, vocab); -1: the target is on another device
+  const int32_t* all_targets = nullptr;  // the targets on all devices; null: all targets are on this device
+  // The dot product W x of the target, in fp32; null: kernels take it from the logits.
+  const float* target_dots = nullptr;
+  const float* weights = nullptr;    // row weight
+  const float* coef_loss = nullptr;  // dL/d(loss) with row weight and scale, divided by the gradient unit
+  const float* coef_lse = nullptr;   // dL/dlse divided by the gradient unit
+  // dL/dentropy divided by the gradient unit, with the objective's entropy bonus.
+  const float* coef_entropy = nullptr;
   // Inputs of the objective; null if there is none.
   const float* advantages = nullptr;
   const float* old_logprobs = nullptr;
   const float* ref_logprobs = nullptr;
   SoftRowInputs soft;  // if LossTerms::soft
 
-  // The rows [begin, begin + padded_count); rows at or past `rows` are padding.
+  // The rows [begin, begin + padded_count) of these; rows from index `rows` on are padding.
   RowInputs Block(int64_t begin, int64_t padded_count) const {
     return {.rows = std::clamp<int64_t>(rows - begin, 0, padded_count),
             .padded_rows = padded_count,
@@ -143,8 +148,8 @@ struct RowResults {
   }
 };
 
-// Dot products of rows and classes, or values that have replaced them: [padded_rows, ld]. The columns from
-// `classes` on are padding.
+// A matrix [padded_rows, ld] with the dot products of rows and classes, or with values that have replaced
+// them (logits, exponentials, gradients). The columns from `classes` on are padding.
 struct LogitMatrix {
   void* data = nullptr;
   DType dtype = DType::kBFloat16;
@@ -152,8 +157,8 @@ struct LogitMatrix {
   int64_t classes = 0;
 };
 
-// A part of a row's softmax at a temperature T, over some of its classes: their largest logit (-infinity if
-// there is none), and the sum of exp((z - top) / T) over them.
+// A part of a row's softmax at a temperature T, for some of the classes. `top`: the largest logit z of these
+// classes, -infinity if there is none. The other member: the sum of exp((z - top) / T) over these classes.
 struct SoftmaxPart {
   float top;
   float sum;
@@ -165,7 +170,8 @@ inline LogitMatrix InPlaceOf(const LogitMatrix& logits, DType dtype) {
           logits.classes};
 }
 
-// dL/dz of a row over the gradient unit, as factors of 2^(z f - reference). row_loss.cu has the formulas.
+// The rule by which the gradient of a row is computed from its logits: dL/dz, divided by the gradient unit,
+// as factors of 2^(z f - reference). row_loss.cu has the formulas.
 struct GradientRule {
   float softmax;
   float entropy;  // c_H / S
@@ -178,7 +184,8 @@ struct GradientRule {
   bool valid;          // false: the loss is not finite, and the gradient is zero
 };
 
-// Which values of a row have to be finite. If one is not, the row's slice fails (LaunchGuard in rows.h).
+// Which values of a row must be finite. If one of these values is not finite, the row's slice fails
+// (LaunchGuard in rows.h).
 enum class RowCheck : int32_t {
   kNothing,         // nothing: the row is absent (kernels/backend.h)
   kLoss,            // the row's results
@@ -187,8 +194,8 @@ enum class RowCheck : int32_t {
 
 // ---- statistics of a row over some of its classes, until other classes are added ----
 
-// The statistics of a row over the blocks of classes so far, without the target. Members as in Stats of
-// row_loss_math.cuh.
+// The statistics of a row over the blocks of classes that have been computed, without the target. The members
+// that also Stats has (row_loss_math.cuh) have the same meaning here.
 struct RunningRow {
   float max;
   float sum;
@@ -198,9 +205,9 @@ struct RunningRow {
   float stored_target;  // the target's logit as computed with the other logits
 };
 
-// The statistics of a row over the classes of one device, without the target. Members as in Stats of
-// row_loss_math.cuh, except that exponents are relative to `reference`, and classes are counted in the
-// vocabulary.
+// The statistics of a row over the classes of one device, without the target. The members that also Stats has
+// (row_loss_math.cuh) have the same meaning here, except that exponents are relative to `reference`, and
+// `arg` is the number of a class in the whole vocabulary.
 struct RowRecord {
   float reference;  // in units of log 2
   float max;
@@ -209,7 +216,7 @@ struct RowRecord {
   float weighted;
   int32_t arg;         // number in the vocabulary; INT32_MAX: not known
   float target;        // the target's logit as computed with the other logits
-  int32_t has_target;  // 0: the target is elsewhere, and `target` has no meaning
+  int32_t has_target;  // 0: the target is on another device, and `target` has no meaning
 };
 static_assert(sizeof(RowRecord) == 32);
 
@@ -226,12 +233,12 @@ constexpr bool CanFilterRows(int64_t ld, DType dtype) {
 }
 
 // A row and its candidates: the classes whose probability may reach epsilon, without the target. The sums are
-// over all classes but the target, in units and relative to M as in row_loss.cu.
+// over all classes but the target. Their units, and M to which they are relative, are those of row_loss.cu.
 struct SelectedRow {
-  int32_t begin;  // index of its first candidate in the pool
+  int32_t begin;  // index of the row's first candidate in the pool
   int32_t count;
   int32_t finite;  // whether lse and loss are finite
-  float max;       // of z, including the target's: M = max f
+  float max;       // of z, including z of the target: M = max f
   float sum;       // of 2^d
   float spread;    // of 2^d d
   float weighted;  // of u (z - z_y)
@@ -241,7 +248,8 @@ struct SelectedRow {
   float listed_spread;
 };
 
-// The number of runs (entries of one class), and how many short runs have been processed.
+// A run is the entries of one class. The counters are the number of short and of long runs, and how many
+// short runs have been processed.
 struct RunCounters {
   int32_t short_runs = 0;
   int32_t long_runs = 0;
@@ -250,25 +258,25 @@ struct RunCounters {
 
 // ---- sampled gradients (sampled.h) ----
 
-// The most classes that are taken of a row, including the target.
+// The most classes that a row takes, including the target.
 inline constexpr int kMaxRowSamples = 4096;
-// Extra entries for which each row needs room.
+// Each row needs room for this many entries in addition to the sum of the sizes of its classes.
 inline constexpr int kSpareEntries = 3;
 // The most classes of a head with sampled gradients: more do not fit into the shared memory of a block.
 inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
-// Levels of the threshold of a chunk: tau, 2 tau, 4 tau, ..., or 2^-23, 2^-22, ... where that is larger. At
-// the last level almost only targets are taken.
+// The number of levels of a chunk's threshold. The threshold is tau at level 0 and doubles with each level;
+// at level i it is at least 2^(i - 23). At the last level almost only targets are taken.
 inline constexpr int kSampleLevels = 32;
 
 // An entry of the list: a class that a row has taken, and its value.
 struct SampleEntry {
   int32_t column;
-  float value;  // dL/ds over (scale * gradient unit)
+  float value;  // dL/ds divided by (scale * gradient unit)
 };
 
 // A row's part of the list of entries.
 struct SampledRow {
-  int32_t begin;  // index of its first entry in the list
+  int32_t begin;  // index of the row's first entry in the list
   int32_t count;
 };
 
@@ -276,8 +284,8 @@ struct SampledRow {
 struct SampleCounters {
   int32_t used;   // entries of the list
   int32_t level;  // level of the threshold
-  // Upper bounds of the entries at each level: of all rows together, and of the row with the most. First only
-  // those of level 0 are counted.
+  // Upper bounds of the number of entries at each level: `totals` of all rows together, and `most` of the row
+  // with the most entries. At first only the entries of level 0 are counted.
   unsigned long long totals[kSampleLevels];
   int32_t most[kSampleLevels];
   int32_t highest;  // highest level of the rows that have been sampled so far
@@ -288,16 +296,17 @@ inline constexpr int kHotClasses = 2048;
 inline constexpr int kHotGroup = 32;  // classes in a word of `bits`
 inline constexpr int kHotBins = 256;  // bins of the histogram of popularity
 
-// Which classes are hot, and the counts from which that is chosen. All zero: no class is hot, and nothing has
-// been counted.
+// Which classes are hot, and the counts from which the hot classes are chosen. If all memory is zero, no
+// class is hot, and nothing has been counted.
 struct HotClasses {
   int64_t vocab = 0;
-  uint32_t* bits = nullptr;      // [groups], one bit for each class
-  int32_t* bases = nullptr;      // [groups], number of hot classes before the group
-  int32_t* ids = nullptr;        // [kHotClasses], ascending; the first `count` are valid
-  int32_t* count = nullptr;      // [1], number of valid ids
-  int32_t* taken = nullptr;      // [vocab], how often each class was taken since the last choice, in 1/16
-  float* popularity = nullptr;   // [vocab], from earlier times, fading
+  uint32_t* bits = nullptr;  // [groups], one bit for each class
+  int32_t* bases = nullptr;  // [groups], number of hot classes before the group
+  int32_t* ids = nullptr;    // [kHotClasses], ascending; the first `count` are valid
+  int32_t* count = nullptr;  // [1], number of valid ids
+  int32_t* taken = nullptr;  // [vocab], how often each class was taken since the last choice, in 1/16
+  // [vocab], how often a class was taken, with a weight that fades with each choice
+  float* popularity = nullptr;
   int32_t* histogram = nullptr;  // [kHotBins], 0 between launches
 
   int64_t groups() const { return (vocab + kHotGroup - 1) / kHotGroup; }

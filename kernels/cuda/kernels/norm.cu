@@ -3,9 +3,10 @@
 // above its kernels.
 //
 // Forward. A block holds a row in registers, so x is read once and y is written once; gain and shift come
-// from L1 or L2. A block that works on long rows holds two rows: gain and shift, in fp32, are twice as large
-// as x and y of a row, and would not stay in L1 beside them. Rows with more than kMostNormColumns columns, or
-// with a number of columns that is not a multiple of 8, are read again for each pass (NormForwardAnyKernel).
+// from L1 or L2. A block that works on long rows holds two rows, so that it loads gain and shift once for
+// both. (In fp32 they are twice as large as x and y of a row, and would not stay in L1 beside x and y.) Rows
+// with more than kMostNormColumns columns, or with a number of columns that is not a multiple of 8, are read
+// again for each pass (NormForwardAnyKernel).
 #include <algorithm>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -213,15 +214,15 @@ cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limi
 //
 // Plan: one block a multiprocessor; its groups take rows in turn. Each warp has a ring of kStages parts of
 // rows in shared memory, into which it copies its own threads' vectors of the next rows. So no barrier is
-// needed between loads and arithmetic; only the sums over a row need one. A thread sums the parameter
-// gradients of its columns in registers, over all rows of its group. Groups are added in shared memory, and
-// blocks by a second kernel over their partial sums, always in the same order.
+// needed between loads and arithmetic; only the sums over a row need a barrier. A thread sums the parameter
+// gradients of its columns in registers, over all rows of its group. The sums of a block's groups are added
+// in shared memory. A second kernel adds the partial sums of the blocks. The order is always the same.
 //
-// Short rows have two vectors a thread and the gain in registers. Long rows, and rows for which fewer threads
-// are idle that way, have four vectors a thread and the gain in shared memory. Rows of which kStages do not
-// fit into shared memory, rows with a number of columns that is not a multiple of 8, and rare pairs of dtypes
-// are read again for each pass (NormBackwardAnyKernel). On Hopper most rows of 1024 to 32768 columns use
-// hopper/norm_backward.cu.
+// Short rows have two vectors a thread and the gain in registers. Long rows have four vectors a thread and
+// the gain in shared memory, and so have rows for which fewer threads are then idle. Some rows are read again
+// for each pass (NormBackwardAnyKernel): rows so long that kStages of them do not fit into shared memory,
+// rows whose number of columns is not a multiple of 8, and rows with rare pairs of dtypes. On Hopper most
+// rows of 1024 to 32768 columns use hopper/norm_backward.cu.
 
 namespace {
 
@@ -316,7 +317,7 @@ __device__ __forceinline__ const void* FactColumn(const NormParams& p, const Nor
   return lane == 3 ? p.source : nullptr;
 }
 
-// The next rows of a warp's group, in the stages of its ring.
+// The next rows of a warp's group, in the stages of the warp's ring.
 template <typename X, typename Dy, int kVectors>
 class RowQueue {
  public:
@@ -392,8 +393,8 @@ __global__ __launch_bounds__(kNormThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
                                                         const __grid_constant__ NormBackwardParams b,
                                                         int group_size) {
-  // [kStages][warps] parts of rows, at the end reused for the groups' sums; then the gain, unless it is in
-  // registers.
+  // [kStages][warps] parts of rows; at the end their memory is used for the sums of the groups. Behind them
+  // lies the gain, unless it is in registers.
   extern __shared__ uint4 shared[];
   __shared__ GroupValues<2> scratch[2 * kNormThreads / 32];
   constexpr int kLength = Stage<X, Dy, kVectors>::kLength;
@@ -451,7 +452,7 @@ struct Plan {
 template <typename X, typename Dy, int kVectors>
 Plan MakePlan(int64_t cols, const DeviceLimits& limits) {
   constexpr int kWarpBytes = kStages * Stage<X, Dy, kVectors>::kLength * static_cast<int>(sizeof(uint4));
-  // A group's ring is reused for its sums of both parameters.
+  // The memory of a group's ring is also used for the group's sums of both parameters.
   static_assert(kWarpBytes >= 2 * kVectors * 8 * 32 * static_cast<int>(sizeof(float)));
   Plan plan;
   if (cols % 8 != 0 || cols > int64_t{kNormThreads} * kVectors * 8) return plan;

@@ -36,12 +36,14 @@ struct NormParams {
 NormPlan PlanNormForward(const NormParams& params);
 cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream);
 
-// The additional operands of the backward pass.
+// The operands of the backward pass in addition to NormParams.
 struct NormBackwardParams {
-  float scale = 1.0f;             // dL/dy is scale * y
-  const int32_t* keep = nullptr;  // [rows]: 0 keeps a row out of the parameter gradients; null: none
-  DeviceMatrix dx;                // raw rows; may be x itself; data null: not wanted
-  // The parameter gradients are added to these; null: not wanted. partials: NormPartialFloats() floats.
+  float scale = 1.0f;  // dL/dy is scale * y
+  // [rows]: 0: the row does not count in the parameter gradients; null: all rows count
+  const int32_t* keep = nullptr;
+  DeviceMatrix dx;  // raw rows; may be x itself; data null: not wanted
+  // The accumulators to which the parameter gradients are added; null: not wanted. partials: scratch of
+  // NormPartialFloats() floats.
   float* gain_gradient = nullptr;   // [D]
   float* shift_gradient = nullptr;  // [D], LayerNorm only
   float* partials = nullptr;
@@ -59,9 +61,9 @@ namespace hopper {
 // "" if this kernel can be used for the device and for such rows, else the reason why not. Launches nothing.
 absl::string_view WhyNoNormBackward(const NormParams& params, const NormBackwardParams& backward,
                                     const DeviceLimits& limits);
-// Computes dx and, if backward.partials is not null, partial sums: *partial_rows rows of them for the gain,
-// then as many for the shift. Returns false if WhyNoNormBackward gives a reason. Otherwise *error is the
-// error of the launch.
+// Computes dx and, if backward.partials is not null, partial sums of the parameter gradients: *partial_rows
+// rows for the gain, and then as many rows for the shift. Returns false if WhyNoNormBackward gives a reason.
+// Otherwise returns true, and *error is the error of the launch.
 bool LaunchNormBackwardIfFits(const NormParams& params, const NormBackwardParams& backward,
                               const DeviceLimits& limits, cudaStream_t stream, int64_t* partial_rows,
                               cudaError_t* error);

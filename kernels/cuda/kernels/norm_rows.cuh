@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Helpers that the norm kernels share: groups of threads that work on a row together, their sums, and rows in
-// shared memory. For the kernels of the backward pass also: a row's part of the sums, its gradient, and a
-// block's sums over its rows.
+// Helpers that the norm kernels (norm.cu, hopper/norm_backward.cu) share: groups of threads that work on a
+// row together (RowGroup), their sums (GroupSum), and rows in shared memory (WarpPart). For the backward
+// pass: a row's part of the sums, its gradient, and a block's sums over its rows. norm.h has the formulas.
 //
 // Thread t of a group has the vectors t, t + size, ... of a row, at most kVectors of them. A vector has eight
 // columns.
@@ -20,8 +20,8 @@ inline constexpr int kMostNormVectors = 4;  // the most vectors of a thread
 inline constexpr int64_t kMostNormColumns = int64_t{kNormThreads} * kMostNormVectors * 8;
 
 // The threads that share a row: `size` of them, a multiple of 32. A block has one group (kAlone) or several.
-// Kernels with kAlone use only the block's own barrier, because a kernel that uses more barriers leaves room
-// for few blocks on a multiprocessor.
+// Kernels with kAlone use only the barrier of the block, because few blocks of a kernel that uses more
+// barriers fit on a multiprocessor.
 template <bool kAlone>
 struct RowGroup {
   int size;
@@ -44,14 +44,14 @@ struct RowGroup {
   }
 };
 
-// Values that are summed over a group together.
+// kCount values that are summed over a group at the same time.
 template <int kCount>
 struct GroupValues {
   float at[kCount];
 };
 
-// Computes sums over a group, with the same bits in all its threads. Two scratch arrays are used in turn, so
-// that one barrier a sum is enough.
+// Computes sums over a group, with the same bits in all its threads. It uses two scratch arrays in turn, so
+// that each sum needs only one barrier.
 template <bool kAlone, int kCount>
 class GroupSum {
  public:
@@ -103,8 +103,8 @@ __device__ __forceinline__ void UnpackEight(const uint4 (&pieces)[kPieces], floa
   }
 }
 
-// The vectors of a row that belong to one warp, as they lie in shared memory. The warp copies them itself, so
-// it needs no barrier but its own.
+// The layout in shared memory of the vectors of a row that belong to one warp. The warp copies its vectors
+// itself, so it needs no barrier across warps.
 template <typename T, int kVectors>
 struct WarpPart {
   static constexpr int kPieces = sizeof(T) / 2;            // 16-byte pieces of a vector
@@ -143,7 +143,8 @@ struct WarpPart {
   }
 };
 
-// The rows that a group takes in turn, as raw rows. The number of the next row is read in advance.
+// Iterates over the rows that a group works on, as numbers of raw rows. Reads the number of the next row in
+// advance.
 class SourceRows {
  public:
   __device__ __forceinline__ SourceRows(const NormParams& p, int64_t first, int64_t step)
@@ -220,10 +221,10 @@ inline int NormThreadsForAny(int64_t cols) {
 
 // ---- backward pass ----
 //
-// A Row has `facts`, `offset` (unit = x r + offset is the normalized value) and Load(i, x, dy), which loads
-// the thread's vector i.
+// The template parameter Row is a type that has `facts` (RowFacts), `offset` (unit = x r + offset is the
+// normalized value) and Load(i, x, dy), which loads the thread's vector i.
 
-// What the backward pass needs to know of a row, apart from x and dy.
+// Values of a row that the backward pass needs, in addition to x and dy.
 struct alignas(16) RowFacts {
   float inverse_deviation;
   float mean;
@@ -232,8 +233,8 @@ struct alignas(16) RowFacts {
 };
 static_assert(sizeof(RowFacts) == sizeof(uint4));
 
-// The gain of a thread's columns: in registers or, for many columns, in the block's shared memory. There,
-// [vectors] low halves come first, then as many high halves.
+// The gain of a thread's columns: in registers or, for many columns, in the block's shared memory. In shared
+// memory, the low halves of all vectors come first, then the high halves.
 template <int kVectors>
 class Gain {
  public:
@@ -273,14 +274,14 @@ class Gain {
   int vectors_;
 };
 
-// One thread's sums over its rows, before they are multiplied by the scale of dy.
+// The sums of one thread over its rows, not yet multiplied by the scale of dy.
 template <int kVectors>
 struct ColumnSums {
   float gain[kVectors][8] = {};
   float shift[kVectors][8] = {};
 
   // Calls visit(plane, vector of the row, four sums). Planes 0 and 1 are the halves of the gain's vectors,
-  // planes 2 and 3 those of the shift's.
+  // planes 2 and 3 the halves of the shift's vectors.
   template <typename Visit>
   __device__ __forceinline__ void ForEach(int vectors, const RowGroup<false>& group, int planes,
                                           Visit visit) const {

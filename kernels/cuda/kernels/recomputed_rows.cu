@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Row kernels for logits that come one block of classes after the other. Grid: one thread block a row. The
-// formulas are those of row_loss.cu in their general form; bias, class weights and target are counted from
-// the first class of the block. The statistics of the blocks are combined in the order of classes.
+// Row kernels for heads that recompute logits: the logits come one block of classes after the other
+// (recomputed_rows.h). Grid: one thread block a row. The formulas are those of row_loss.cu in their general
+// form; bias, class weights and target are counted from the first class of the block. The statistics of the
+// blocks are combined in the order of classes.
 //
 // Bytes: fp32 logits of a block are read once for the statistics. For the gradient they are read once more,
 // and the gradient is written in the compute dtype. As long as a block stays in L2, the kernels are bound by
@@ -38,7 +39,7 @@ __device__ __forceinline__ Stats ToStats(const RunningRow& r) {
   return {r.max, r.sum, r.spread, r.weighted, r.arg};
 }
 
-// The combined statistics of the earlier blocks and the next one.
+// The combined statistics of the earlier blocks and the next block.
 __device__ __forceinline__ Stats Join(Stats before, Stats next, float f) {
   const float max = fmaxf(before.max, next.max);
   const int32_t arg = before.max == max ? before.arg : next.arg;
@@ -47,7 +48,7 @@ __device__ __forceinline__ Stats Join(Stats before, Stats next, float f) {
   return {max, before.sum + next.sum, before.spread + next.spread, before.weighted + next.weighted, arg};
 }
 
-// T: the compute dtype, or another one with the same precision.
+// T: the compute dtype, or another dtype with the same precision.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constant__ BlockParams p,
                                                             int first_class, RunningRow* running) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the row kernels of heads that recompute logits. They compute statistics of rows whose logits
-// come one block of classes after the other, and, when the statistics are complete, the gradient of such a
-// block. docs/kernels/recomputed.md describes the whole path.
+// Launchers of the row kernels of heads that recompute logits. The logits of a row come one block of classes
+// after the other. The kernels first compute the statistics of the rows over all blocks, and when these are
+// complete, the gradient of each block. docs/kernels/recomputed.md describes the whole path.
 //
-// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+// All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_RECOMPUTED_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_RECOMPUTED_ROWS_H_
 
@@ -23,23 +23,23 @@ struct ClassBlock {
   int64_t first_class = 0;
 };
 
-// running[r] becomes the statistics of the block if it is the first; otherwise the block is added to the
-// statistics of earlier blocks. `terms` and `in` are of the whole vocabulary; `in` has target_dots.
+// Adds a block of classes to the statistics running[r] of earlier blocks; if the block is the first, sets
+// running[r]. `terms` and `in` are those of the whole vocabulary; `in` has target_dots.
 cudaError_t LaunchFoldBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                             RunningRow* running, cudaStream_t stream);
 
-// Computes row results and rules from the statistics of all blocks. `in` has target_dots. with_uniform: the
-// rules include the uniform part of label smoothing.
+// Computes row results and rules from the statistics of all blocks. `in` has target_dots. with_uniform:
+// whether the rules include the uniform part of label smoothing.
 cudaError_t LaunchFinishRunning(const LossTerms& terms, const RowInputs& in, DType compute,
                                 const RowResults& out, const RunningRow* running, GradientRule* rules,
                                 bool with_uniform, cudaStream_t stream);
 
-// Makes the rules final, for rows that must not add to any sum. Such rows are
+// Makes the rules final: changes the rules of rows that must not add to any sum. Such rows are
 // - rows whose loss is not finite,
 // - rows that are accumulated but not kept (LaunchGuard),
 // - padding rows, [rows, padded_rows).
 //
-// All of them get a gradient of 0, and the first two kinds also hidden states of 0.
+// All of these rows get a gradient of 0. Rows of the first two kinds also get hidden states of 0.
 struct SettleParams {
   GradientRule* rules = nullptr;  // [padded_rows]
   DeviceMatrix hidden;            // [rows]
@@ -50,8 +50,8 @@ struct SettleParams {
 };
 cudaError_t LaunchSettleRules(const SettleParams& params, cudaStream_t stream);
 
-// Turns the logits of a block into its gradient: dL/ds over (scale * gradient unit), 0 in padding rows and
-// columns. `terms` and `in` as for LaunchFoldBlock(). rules: [padded_rows].
+// Computes the gradient of a block from its logits: dL/ds divided by (scale * gradient unit), 0 in padding
+// rows and columns. `terms` and `in` are as in LaunchFoldBlock(). rules: [padded_rows].
 cudaError_t LaunchGradientBlock(const ClassBlock& block, const LossTerms& terms, const RowInputs& in,
                                 const GradientRule* rules, cudaStream_t stream);
 // The same, but classes with a probability below epsilon get 0, except the target. No row may have a gradient

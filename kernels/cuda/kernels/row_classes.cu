@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels for single classes of a row: the top k, and classes that are given.
+// Kernels for single classes of a row (row_classes.h): the top k classes, and classes that the caller names.
 //
 // Classes are compared by a 64-bit key: the upper half is the logit, as an unsigned number with the same
 // order, and the lower half is the complement of the class. So a larger key comes first, and no two keys are
@@ -8,17 +8,17 @@
 // Selection (SelectTopKernel). Grid: one thread block a row; the row is read once. Classes that come before
 // the k-th best class so far go into a list in shared memory. Before the list becomes too long, it is sorted,
 // all but the first k are dropped, and the k-th becomes the new threshold. If logits are in random order,
-// about k ln(V / k) get into the list. In the worst order, ascending, all do, and the list is sorted for
-// every kSubTile classes.
+// about k ln(V / k) classes get into the list. In the worst order, which is ascending, all classes get into
+// the list, and it is sorted after every kSubTile classes.
 //
 // Selection from exponentials (SelectTopOfExponentialsKernel) works in the same way, in two steps.
-// Exponentials are compared by their bits. If z_a >= z_b, the bits of b's exponential exceed those of a's by
-// at most one. So the first k classes by logits are among those whose bits are at least the k-th largest bits
-// minus one. Most rows have few more than k such classes. Their logits are computed, a warp for each class,
-// and sorted. If there are so many ties that the list would become too long, the logits of the listed classes
-// are computed earlier, and the first k are kept. The target's exponential need not fit the order of the
-// others, so the target's logit is always computed. The first threshold is the k-th of the maxima that the
-// threads find in their first classes.
+// Exponentials are compared by their bits. If z_a >= z_b, the bits of b's exponential exceed the bits of a's
+// exponential by at most one. So the first k classes by logits are among the classes whose bits are at least
+// the k-th largest bits minus one. Most rows have only few more than k such classes. The kernel computes the
+// logits of these classes, each by one warp, and sorts them. If there are so many ties that the list would
+// become too long, the logits of the listed classes are computed earlier, and the first k are kept. The
+// stored exponential of the target may have any value, so the target's logit is always computed. The first
+// threshold is the k-th of the maxima that the threads find in their first classes.
 //
 // Bytes: rows * V * 4 are read; from exponentials rows * V * 2, and rows * k * D * 2 of the weight. Logits of
 // given classes: rows * count * D * (2 or 4) of the weight, most of it from L2 if rows name the same classes.
@@ -183,7 +183,7 @@ constexpr int kExpSubTile = kThreads * kExpLane;  // classes of one vector of ea
 constexpr int kExpTile = kExpSubTile * kVectors;  // classes that all threads load ahead
 constexpr int kExpListKeys = 4096;                // a power of two
 constexpr int kFull = 1024;                       // the list is pruned when it has more keys than this
-constexpr int kMostTies = 512;                    // if it has more after that, logits are computed
+constexpr int kMostTies = 512;                    // if it still has more keys than this, logits are computed
 constexpr uint32_t kInfiniteBits = 0x7f80;        // infinity in bf16
 static_assert(kExpListKeys >= kFull + kExpSubTile + kMostSelected + 1);
 static_assert(kThreads >= kMostSelected, "a maximum of each thread");

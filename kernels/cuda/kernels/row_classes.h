@@ -5,8 +5,8 @@
 // - LaunchMergeTop: merges the top classes of several devices,
 // - LaunchClassLogits: the logits of classes that the caller names.
 //
-// All enqueue on `stream`. Pointers are device memory, or pinned host memory, which the device can access
-// too. Stateless and thread-safe.
+// All launchers enqueue on `stream`. Pointers are to device memory, or to pinned host memory, which the
+// device can access, too. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_CLASSES_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_CLASSES_H_
 
@@ -22,7 +22,8 @@ namespace lossd::kernels::cuda {
 inline constexpr int kMostSelected = 128;  // the largest k
 
 // The first k classes of some rows, [rows, k] each, ordered by larger logit, then by smaller class. If there
-// are fewer than k classes, the rest is -infinity and INT32_MAX. A logit that is NaN counts as -infinity.
+// are fewer than k classes, the remaining entries are -infinity and INT32_MAX. A logit that is NaN counts as
+// -infinity.
 struct TopLists {
   float* logits = nullptr;    // after bias, scale and softcap
   int32_t* places = nullptr;  // numbers in the vocabulary
@@ -30,7 +31,7 @@ struct TopLists {
   TopLists From(int64_t entry) const { return {logits + entry, places + entry}; }
 };
 
-// Selects the top classes of a block of classes and of the blocks before it.
+// Selects the top classes of a block of classes and of all blocks before this block.
 struct SelectTopParams {
   LogitMatrix logits;       // fp32 dot products of a block of classes, [rows, ld]
   int64_t first_class = 0;  // first class of the block, among the classes here
@@ -38,15 +39,16 @@ struct SelectTopParams {
   DType compute = DType::kBFloat16;
   int64_t rows = 0;
   int k = 0;        // in [1, kMostSelected]
-  TopLists before;  // of earlier blocks of classes; null: there are none. May be `top`
+  TopLists before;  // top classes of earlier blocks; null: there are none. May be the same memory as `top`
   TopLists top;     // out: of all blocks so far
 };
 cudaError_t LaunchSelectTop(const SelectTopParams& params, cudaStream_t stream);
 
-// The same from exponentials, which order the classes of a row as its logits do, up to rounding to bf16. The
-// kernel computes the logits of the classes whose order rounding leaves open: a few more than k classes a
-// row, and more if many logits lie within 2^-7 of each other. (If all logits are equal, it computes all of
-// them: as much work as the product, and much slower.)
+// Selects the top classes from exponentials of all classes. Exponentials order the classes of a row as its
+// logits do, except where rounding to bf16 makes them equal. So the kernel computes the logits of classes
+// that may be among the top k: a few more than k classes a row, and more if many logits lie within 2^-7 of
+// each other. (If all logits are equal, it computes the logits of all classes: as much work as the product,
+// and much slower.)
 struct SelectTopOfExponentialsParams {
   const void* exponentials = nullptr;  // [rows, ld] bf16, not negative; any value at the target
   int64_t ld = 0;                      // a multiple of 8
@@ -54,15 +56,15 @@ struct SelectTopOfExponentialsParams {
   const void* weight = nullptr;        // [terms.vocab, inner] bf16
   int64_t inner = 0;                   // a multiple of 8
   LossTerms terms;                     // of all classes, without a softcap
-  const int32_t* targets = nullptr;    // [rows], classes counted from 0; -1: none here
+  const int32_t* targets = nullptr;    // [rows], classes counted from 0; -1: the target is on another device
   int64_t rows = 0;
   int k = 0;  // in [1, kMostSelected]
   TopLists top;
 };
 cudaError_t LaunchSelectTopOfExponentials(const SelectTopOfExponentialsParams& params, cudaStream_t stream);
 
-// `all`: part i has the lists [rows, k] that begin at i * stride entries. `top`: the lists of all parts
-// together.
+// Merges the top classes of several devices (parts). `all`: the lists of all parts; the lists of part i,
+// [rows, k], begin at entry i * stride. `top`: the merged lists.
 struct MergeTopParams {
   TopLists all;
   int64_t stride = 0;

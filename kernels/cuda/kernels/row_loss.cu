@@ -15,8 +15,9 @@
 // The target is kept out of M, S and the other sums until they are complete. With S' the sum over the other
 // classes, 1 - p_y = S' / S and, for a confident row, nll = log1p(S' / e_y) are exact to fp32.
 //
-// The plain case has no bias, softcap, class weights, smoothing or entropy, and scale > 0. It keeps z f
-// implicit: z is the dot product, and f = scale log2(e).
+// The plain case (not kGeneral) has no bias, softcap, class weights, smoothing or entropy, and scale > 0. In
+// this case z is the dot product itself, and f = scale log2(e), so that z f needs no multiplication of its
+// own.
 //
 // Plan: one thread block cluster (1, 2, 4 or 8 blocks) a row. Each block holds its part of the row in shared
 // memory (cp.async), so a row is read once and written once. Rows that do not fit, and all rows on GPUs
@@ -24,8 +25,8 @@
 // combined in a fixed order.
 //
 // Bytes: rows * V * 4 read and, with the gradient, rows * V * (2 or 4) written. Operations: 2 exponentials
-// and about 20 others an element. They take less time than the bytes if several blocks share a
-// multiprocessor, so a block has at most kTargetBlockBytes.
+// and about 20 other operations an element. If several blocks share a multiprocessor, they take less time
+// than the transfer of the bytes. So a block has at most kTargetBlockBytes.
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
@@ -71,7 +72,7 @@ __device__ __forceinline__ uint32_t ClusterSize() {
 //   step, how many bytes to expect; bytes may come earlier;
 // - remote stores complete on the receiver's barrier, and the receiver acquires at cluster scope.
 //
-// A block may end when it has read its mailbox: then no other block has anything left to send to it.
+// A block may end when it has read its mailbox, because no other block then has anything left to send to it.
 template <int kWords>
 struct Mailbox {
   static constexpr int kStride = (kWords + 3) / 4 * 4;

@@ -27,9 +27,10 @@ struct TargetDotParams {
   int64_t rows = 0;
   const int32_t* targets = nullptr;  // [rows]
   float* dots = nullptr;             // [rows]
-  // For a head that is split by vocabulary: `targets` may be on other devices; their dots are 0. The dots
-  // include the bias.
-  int32_t* columns = nullptr;   // [rows], out: the target, or -1 if it is elsewhere. Null: all are here
+  // For a head that is split by vocabulary. Some `targets` may be on other devices; the dots of these rows
+  // are 0. All other dots include the bias.
+  // [rows], out: the target, or -1 if it is on another device. Null: all targets are here
+  int32_t* columns = nullptr;
   int64_t classes = 0;          // classes that are here
   const float* bias = nullptr;  // [classes] or null: none
 };
@@ -38,8 +39,8 @@ cudaError_t LaunchTargetDots(const TargetDotParams& params, cudaStream_t stream)
 // Computes row results and the gradient of some rows.
 struct RowLossParams {
   LogitMatrix logits;  // fp32, W x for all classes; overwritten
-  // Out, in the compute dtype: dL/ds over (scale * gradient unit); 0 in padding rows and columns, and in rows
-  // whose loss is not finite. May be InPlaceOf(logits). data null: not wanted.
+  // Out, in the compute dtype: dL/ds divided by (scale * gradient unit); 0 in padding rows and columns, and
+  // in rows whose loss is not finite. May be InPlaceOf(logits). data null: not wanted.
   LogitMatrix gradient;
   LossTerms terms;
   RowInputs in;

@@ -2,8 +2,8 @@
 // The formulas that the row kernels share: from a dot product to a logit, from the sums over a row to its
 // loss, and from there to the factors of its gradient. row_loss.cu explains the formulas.
 //
-// kGeneral: the loss has a bias, softcap, class weights, smoothing or entropy (LossTerms::IsGeneral);
-// otherwise z f stays implicit (row_loss.cu).
+// The template parameter kGeneral says whether the loss has a bias, softcap, class weights, smoothing or
+// entropy (LossTerms::IsGeneral). If not, z f is not computed explicitly (row_loss.cu).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_
 
@@ -54,8 +54,9 @@ struct Logit {
   float slope;  // dz/ds: 1 - (z/c)^2 with a softcap, else 1
 };
 
-// tanh(x) and its derivative. If not kPrecise: below 0.5 a polynomial with a relative error of 2e-8, above it
-// a form without cancellation, with 2e-7. So a capped logit of 100 is off by at most 5e-5, whatever the cap.
+// tanh(x) and its derivative. Without kPrecise: if |x| < 0.5, a polynomial with a relative error of 2e-8;
+// else a form without cancellation, with a relative error of 2e-7. So the error of a capped logit of 100 is
+// at most 5e-5 for any cap.
 template <bool kPrecise>
 __device__ __forceinline__ float2 TanhAndSlope(float x) {
   const float t = fabsf(x);
@@ -111,12 +112,12 @@ __device__ __forceinline__ float ClassWeight(const LossTerms& terms, int column)
   return terms.class_weights != nullptr ? __ldg(terms.class_weights + column) : 1.0f;
 }
 
-// What all threads know of the row's target before the sums are computed.
+// Values of the row's target that all threads know before the sums are computed.
 struct Target {
-  int column;  // -1: elsewhere
-  int place;   // number of the class, counted as columns are, even if it is elsewhere
+  int column;  // -1: the target is on another device
+  int place;   // number of the class, counted like columns, even if the class is on another device
   Logit logit;
-  float stored_z;  // z as the other logits are stored, for comparisons with them
+  float stored_z;  // z, computed like the stored logits, for comparisons with these logits
   float class_weight;
 };
 
@@ -139,7 +140,7 @@ __device__ __forceinline__ Target MakeTargetOf(const LossTerms& terms, const Row
   return target;
 }
 
-// What is known of a row after the sums have been computed.
+// Results of a row that are known after the sums have been computed.
 struct RowResult {
   float reference;    // M
   float inverse_sum;  // 1 / S
@@ -163,8 +164,8 @@ __device__ __forceinline__ ObjectiveTerm<float> ObjectiveOf(const LossTerms& ter
                                   {in.advantages[row], in.old_logprobs[row], in.ref_logprobs[row]});
 }
 
-// The result from the statistics of all classes but the target, rebased to the largest logit of the whole
-// row. The caller sets argmax.
+// Computes the result of a row from `others`, the statistics of all classes but the target, which are rebased
+// to the largest logit of the whole row. The caller sets argmax.
 template <bool kGeneral>
 __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                 const Target& target, const Stats& others, float f) {
@@ -181,7 +182,8 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   r.p_others = others.sum / sum;
   r.nll = e_target > 0.5f * sum ? log1pf(others.sum / e_target) : (r.log2_sum - d_target) * kLn2;
   const float target_spread = e_target > 0.0f ? e_target * d_target : 0.0f;
-  // With one class the entropy is 0, whatever log2 rounds to; a sum that is not finite gives NaN.
+  // With one class the entropy is exactly 0, without the rounding errors of log2. A sum that is not finite
+  // gives NaN.
   r.entropy = others.sum > 0.0f ? kLn2 * (r.log2_sum - (others.spread + target_spread) / sum) : 0.0f * sum;
   const float weight = in.weights[row];
   float hard = (1.0f - terms.smoothing) * r.nll;
@@ -206,8 +208,8 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   return r;
 }
 
-// The result of row `row` with soft targets, from the statistics of all classes that it does not name,
-// without the target (soft_rows.cu).
+// The result of row `row` with soft targets. `unnamed`: the statistics of all classes that the row does not
+// name, without the target (soft_rows.cu).
 __device__ __forceinline__ RowResult FinishSoft(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                 const Target& target, const Stats& unnamed, float f) {
   const NamedRow named = in.soft.named[row];
@@ -289,8 +291,8 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
   return rule;
 }
 
-// An upper bound of the row's gradient with respect to its logits: kappa of docs/math.md, over the gradient
-// unit, for a row with this log-sum-exp and this log-probability of its target.
+// An upper bound of the row's gradient with respect to its logits: kappa of docs/math.md, divided by the
+// gradient unit, for a row with this log-sum-exp and this log-probability of its target.
 __device__ __forceinline__ float GradientFactor(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                 float lse, float target_logprob) {
   const float c = in.coef_loss[row];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread block does with a row of fp32 dot products, or a part of it: compute statistics, and write
-// its gradient in the compute dtype. Shared by the kernels for whole rows (row_loss.cu) and for blocks of
-// classes (recomputed_rows.cu). row_loss.cu explains the formulas.
+// Functions with which a thread block works on a row of fp32 dot products, or on a part of a row: they
+// compute its statistics, and write its gradient in the compute dtype. The kernels for whole rows
+// (row_loss.cu) and for blocks of classes (recomputed_rows.cu) share them. row_loss.cu explains the formulas.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 
@@ -111,7 +111,7 @@ struct RowPart {
     return column >= 0 && v >= begin && v < end &&
            (v - begin) % static_cast<int>(blockDim.x) == static_cast<int>(threadIdx.x);
   }
-  // Overwrites the value that the owner of `column` will load.
+  // Overwrites the value that the thread which owns `column` will load.
   __device__ __forceinline__ void Mask(int column, float value) const {
     if (!Owns(column)) return;
     if constexpr (kResident) {
@@ -123,7 +123,7 @@ struct RowPart {
   }
 };
 
-// Applies body(raw vector, index) to this thread's vectors, with a few loads ahead.
+// Applies body(raw vector, index) to this thread's vectors. A few vectors are loaded ahead of their use.
 template <typename Part, typename Body>
 __device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
   constexpr int kUnroll = Part::kUnroll;
@@ -139,8 +139,8 @@ __device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
   for (; v < part.end; v += step) body(part.Load(v), v);
 }
 
-// The same with the whole block in step: between loads and bodies all threads wait for each other. So a body
-// may overwrite memory that any thread has loaded: the vectors up to its own, and some beyond.
+// The same, but all threads of the block wait for each other between the loads and the bodies. So a body may
+// overwrite memory that any thread has already loaded: the vectors up to its own, and some vectors behind it.
 template <typename Part, typename Body>
 __device__ __forceinline__ void ForEachVectorInStep(const Part& part, Body body) {
   constexpr int kUnroll = Part::kUnroll;
@@ -160,11 +160,12 @@ __device__ __forceinline__ void ForEachVectorInStep(const Part& part, Body body)
   }
 }
 
-// The last column whose bias and class weight may be read. Without classes it is the first column of the
-// padding.
+// The last column whose bias and class weight may be read. If there are no classes, this is the first column
+// of the padding.
 __device__ __forceinline__ int LastColumn(int classes) { return max(classes - 1, 0); }
 
-// The logits of vector v of a row; -inf in padding and at the target (plain rows: see MaskRow).
+// The logits of vector v of a row. They are -inf in padding and at the target (for plain rows, MaskRow does
+// this).
 template <typename T, bool kGeneral>
 __device__ __forceinline__ void VectorLogits(const LogitMap<T, kGeneral>& map, const uint4& raw, int v,
                                              int classes, int target, Logit (&logits)[kDots]) {
@@ -207,7 +208,8 @@ __device__ __forceinline__ int32_t FindClass(const LogitMap<T, kGeneral>& map, c
   return found;
 }
 
-// The statistics of a plain row in shared memory: first the maximum, then the sum, both without branches.
+// The statistics of a plain row (not kGeneral) in shared memory. Computes first the maximum and then the sum,
+// both without branches.
 template <typename T>
 __device__ __forceinline__ Stats PlainStats(const LogitMap<T, false>& map, const RowPart<true>& part,
                                             int classes, const Target& target) {
@@ -293,9 +295,9 @@ __device__ __forceinline__ void StoreElements(T* row, int v, const float (&x)[kD
   }
 }
 
-// Writes element(logit, column) for the part, and dL/ds of the target, into the row `to`, which may begin
-// where the row of dot products begins. If it does, or if the part is not resident, the part must be the
-// whole row.
+// Writes element(logit, column) for each column of the part, and dL/ds of the target, to the row `to`. `to`
+// may begin where the row of dot products begins. In this case, and if the part is not resident, the part
+// must be the whole row.
 template <typename T, bool kGeneral, bool kResident, typename Element>
 __device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
                                               const RowPart<kResident>& part, int classes,
@@ -320,7 +322,8 @@ __device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
     ForEachVectorInStep(part, write);
   }
   if (part.Owns(target.column)) {
-    // Rounded in the same way as rule.target: with one class the two are equal.
+    // This is rounded in the same way as rule.target, because the two must be equal if there is only one
+    // class.
     const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), rule.target_slope);
     to[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }

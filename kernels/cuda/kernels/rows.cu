@@ -209,7 +209,7 @@ cudaError_t LaunchAddPartials(const float* partials, int64_t parts, int64_t cols
 //
 // Grid: one block a slice for the results of its rows; one warp a row for dx.
 //
-// Bytes: about 40 a row; and D (2 or 4) a row of dx, which has just been written and is mostly in L2.
+// Bytes: about 40 a row, and for dx 2 D or 4 D a row. dx has just been written and is mostly in L2.
 
 namespace {
 

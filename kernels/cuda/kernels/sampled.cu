@@ -22,19 +22,19 @@ inline int GroupsOf(const SampleRowsParams& p) {
   return static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
 }
 
-// What all threads know of their row. a is the size of an element, w its width (see "the list").
+// Values of a row that all threads know. a is the size of an element, and w its width (see "the list" below).
 struct RowScale {
-  float kappa;      // upper bound of the row's gradient, over the gradient unit
+  float kappa;      // upper bound of the row's gradient, divided by the gradient unit
   float factor;     // factor of the elements
   float relative;   // a divided by |element|
   float threshold;  // the threshold for a
   float width;      // w divided by |element|, before w is limited to 1
-  int target;       // -1: elsewhere
+  int target;       // -1: on another device
   int target_group;
 };
 
-// All levels but 0 are multiples of this. It has a lower bound so that at the last level few classes are
-// taken, whatever tau is.
+// The thresholds of all levels except level 0 are multiples of this. It has a lower bound, so that at the
+// last level few classes are taken for any tau.
 __device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
 
 // At level 0 the threshold has a lower bound so that widths do not overflow: elements are up to 2^60 times as
@@ -51,7 +51,7 @@ __device__ __forceinline__ RowScale ScaleOf(const SampleRowsParams& p, int64_t r
                                 : GradientFactor(p.terms, p.in, row, p.lse[row], p.target_logprob[row]);
   s.factor = p.factors != nullptr ? p.factors[row] : 1.0f;
   const float relative = fabsf(s.factor) / s.kappa;
-  s.relative = isfinite(relative) ? relative : 0.0f;  // no loss, or not finite: only the target is taken
+  s.relative = isfinite(relative) ? relative : 0.0f;  // kappa is 0 or not finite: only the target is taken
   s.threshold = threshold;
   s.width = s.relative / s.threshold;
   return s;
@@ -90,8 +90,8 @@ struct GroupOf {
   }
 };
 
-// An upper bound of the entries of a row of this width: its points, the target, and what rounding may add; at
-// most all classes.
+// An upper bound of the number of entries of a row with this sum of widths: its points, the target, and
+// entries that rounding may add; at most all classes.
 __device__ __forceinline__ int MostEntries(const SampleRowsParams& p, float width) {
   return min(static_cast<int>(fminf(width, 1e9f)) + kSpareEntries, static_cast<int>(p.elements.classes));
 }
@@ -109,11 +109,12 @@ __device__ __forceinline__ int MostEntries(const SampleRowsParams& p, float widt
 // 2. A scan over the groups computes where each group begins.
 // 3. Only the groups on which a point falls are read again, one thread for each, class by class.
 //
-// The number of a row's entries is the sum of its widths, up to one. So whether all rows fit into the list
-// does not depend on chance. If they do not fit, another pass counts what the next levels (tau 2^level, or
-// 2^(level - 24) if that is larger) need, and the selection is repeated at the first level that fits.
+// The number of a row's entries differs from the sum of the row's widths by less than one. So it does not
+// depend on chance whether all rows fit into the list. If they do not fit, another pass counts the entries
+// that the next levels need (thresholds tau 2^level, or 2^(level - 24) if that is larger), and the selection
+// is repeated at the first level that fits.
 //
-// Bytes: V (2 or 4) a row, read once, or three times if the level is not 0. Order: all sums have a fixed
+// Bytes: 2 V or 4 V a row, read once, or three times if the level is not 0. Order: all sums have a fixed
 // order; the entries of a row are in the order of classes.
 
 constexpr int kThreads = 256;
@@ -122,10 +123,11 @@ constexpr int kResident = 5;  // blocks on a multiprocessor
 
 // ---- the list: shared memory ----
 
-// Groups of one thread are consecutive in the scan; in memory they have gaps.
+// The index in memory of a group. The groups of one thread are consecutive in the scan; in memory there are
+// gaps between them.
 __device__ __forceinline__ int At(int group) { return group + group / 32; }
 
-// For each group where it begins, in widths; and the groups that are read again.
+// The place on the line of widths where each group begins, and the groups that are read again.
 struct RowMemory {
   float* begins;     // At(groups) + 1
   uint16_t* picked;  // [kMaxRowSamples]
@@ -145,7 +147,8 @@ struct Shared {
   int begin;
 };
 
-// The sum of the values of the threads before this one; total: of all threads. Always the same bits.
+// The sum of the values of all threads before this thread. `total` becomes the sum over all threads. The
+// result always has the same bits.
 template <typename Number>
 __device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& total) {
   const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
@@ -210,7 +213,8 @@ __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale
   return (sum[0] + sum[1]) * s.width;
 }
 
-// The widths of the groups, without target and hot classes. square: over the thread's hot classes.
+// Computes the widths of the groups, without the target and hot classes. square: the sum of squares of the
+// thread's hot classes.
 template <typename T>
 __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T* row, int64_t index,
                                               const RowScale& s, int groups, const RowMemory& memory,
@@ -247,8 +251,8 @@ __device__ __forceinline__ float PlaceGroups(int groups, const RowMemory& memory
   return total;
 }
 
-// Whether a point falls on the group, or may do so with rounding. A group that is as wide as the distance of
-// two points always has one.
+// Whether a point falls on the group, or may fall on it because of rounding. A group that is at least as wide
+// as the distance between two points always has a point.
 __device__ __forceinline__ bool IsPicked(const RowMemory& memory, int g, const RowScale& s, float omega) {
   const float begin = memory.begins[At(g)], end = memory.begins[At(g + 1)];
   return floorf(end - omega) > floorf(begin - omega) || end - begin > 0.99f ||
@@ -289,14 +293,15 @@ __device__ __forceinline__ uint32_t TakenOf(const SampleRowsParams& p, const Gro
   return taken;
 }
 
-// The value of an entry, over the gradient unit: the element, or the threshold if the element is smaller.
+// The value of an entry, divided by the gradient unit: the element, or the threshold if the element is
+// smaller.
 __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float element) {
   const float value = element * s.factor;
   const float size = fabsf(element) * s.relative;
   return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
 }
 
-// A thread's part of the estimates of variance and square, over kappa squared.
+// A thread's part of the estimates of variance and square, divided by kappa squared.
 struct ErrorSums {
   float variance = 0.0f, square = 0.0f;
 
@@ -400,7 +405,7 @@ __global__ __launch_bounds__(kThreads,
   WriteErrors(to, row, s, target, sums, shared.scratch);
 }
 
-// again: selects at the level that the first selection has led to; does nothing if that is 0.
+// again: selects at the level that was chosen after the first selection; does nothing if that level is 0.
 template <typename T>
 cudaError_t Launch(const SampleRowsParams& p, bool again, cudaStream_t stream) {
   auto* kernel = SampleRowsKernel<T>;
@@ -431,15 +436,16 @@ cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream
 
 // ---- the level at which the list of a chunk fits, and the decision whether it becomes the gradient ----
 //
-// Bytes: V (2 or 4) a row, read only if level 0 does not fit.
+// Bytes: 2 V or 4 V a row, read only if the list does not fit at level 0.
 
 namespace {
 
 constexpr int kDecideThreads = 1024;
-// The levels whose entries are counted one after the other; for higher levels the row's sum is enough.
+// The number of levels above 0 whose entries are counted exactly; for higher levels a bound from the row's
+// sum is enough.
 constexpr int kCounted = 3;
 
-// Counts what the rows need at the next levels. Does nothing if all rows fit at level 0.
+// Counts the entries that the rows need at the next levels. Does nothing if all rows fit at level 0.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_constant__ SampleRowsParams p,
                                                               int groups) {
@@ -576,7 +582,7 @@ namespace {
 
 constexpr int kBatchVectors = 8;  // vectors of W that a thread holds at once
 constexpr int kShared = 256;      // entries that the block loads together
-constexpr int kTakenOnce = 16;    // one time, in units of HotClasses::taken
+constexpr int kTakenOnce = 16;    // one count, in units of HotClasses::taken
 
 // How a row is divided: the number of 16-byte vectors that a thread holds, and for that the threads of a
 // block and the blocks of a multiprocessor.
@@ -706,9 +712,9 @@ cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t 
 
 // ---- the choice of hot classes ----
 //
-// Hot classes are those whose popularity falls into the highest bins of a histogram: as many bins as hold at
-// most kHotClasses classes together. Counts are integers, so the same chunks in the same order give the same
-// choice.
+// Hot classes are the classes whose popularity falls into the highest bins of a histogram. Bins are added
+// from the highest one down, as long as they have at most kHotClasses classes together. Counts are integers,
+// so the same chunks in the same order give the same choice.
 
 namespace {
 
@@ -718,7 +724,8 @@ constexpr int kCountRows = 64;  // rows of a block
 constexpr float kFading = 0.5f;
 constexpr float kTakenUnit = 1.0f / 16;
 
-// There are eight bins for each power of two above `least`; -1: below `least`.
+// The bin of a popularity. There are eight bins for each power of two above `least`. -1: the popularity is
+// below `least`.
 __device__ __forceinline__ int BinOf(float popularity, float least) {
   if (!(popularity >= least)) return -1;
   return min(static_cast<int>(8.0f * log2f(popularity / least)), kHotBins - 1);

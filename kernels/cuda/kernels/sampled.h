@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels of sampled gradients. From a chunk's matrix of ds they compute a list of a few
-// classes a row, which stands for the matrix; from the list the predicted error and dx. dW is computed from
-// the list as for filtered gradients (filtered/filtered.h). docs/math.md has the formulas,
-// docs/kernels/sampled.md an overview.
+// Launchers of the kernels of sampled gradients. From a chunk's matrix of ds (dL/ds) they compute a list with
+// a few classes of each row, which takes the place of the matrix. From the list they compute the predicted
+// error and dx. dW is computed from the list as for filtered gradients (filtered/filtered.h). docs/math.md
+// has the formulas, docs/kernels/sampled.md an overview.
 //
-// Hot classes, which are taken most often, are treated apart: they are multiplied as a dense matrix of few
-// columns, and only the other classes are sampled.
+// Hot classes, which are taken most often, are not sampled: they are multiplied as a dense matrix of few
+// columns.
 //
-// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+// All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_H_
 
@@ -27,49 +27,52 @@ namespace lossd::kernels::cuda {
 struct SampleList {
   SampleEntry* entries = nullptr;  // of the whole chunk; a row's entries are in the order of classes
   int32_t first = 0;               // index of the first entry that belongs to these rows
-  int32_t capacity = 0;            // number of entries for these rows; at least the rows
+  int32_t capacity = 0;            // number of entries for these rows; at least one for each row
   SampledRow* rows = nullptr;      // [rows]
   SampleCounters* counters = nullptr;
-  // [rows] each, over the gradient unit squared; 0 for rows without a gradient.
+  // [rows] each, divided by the gradient unit squared; 0 for rows without a gradient.
   float* variance = nullptr;
   float* square = nullptr;
 };
 
 // ---- selection ----
 
-// The part of ds that is multiplied as a dense matrix instead of being sampled. Hot classes have no entries
-// in the list.
+// The part of ds that is multiplied as a dense matrix instead of being sampled. Its classes, the hot classes,
+// have no entries in the list.
 struct HotPart {
   HotClasses classes;        // bits null: there is no such part
   void* elements = nullptr;  // out: [rows, kHotClasses], copied from SampleRowsParams::elements
-  // out: [rows]; |element| times this, but at most 1, is the probability of being taken.
+  // out: [rows]; |element| times this, but at most 1, is the probability that sampling would take the class.
   float* widths = nullptr;
 };
 
 // Selects the entries of rows, and the dense part of hot classes.
 struct SampleRowsParams {
-  // [rows, elements.ld]: row r times factors[r] (null: times 1) is dL/ds over (scale * gradient unit).
+  // [rows, elements.ld]: row r times factors[r] (null: times 1) is dL/ds divided by (scale * gradient unit).
   LogitMatrix elements;
   const float* factors = nullptr;
   LossTerms terms;
   RowInputs in;
-  const float* lse = nullptr;              // [rows]
-  const float* target_logprob = nullptr;   // [rows]
-  const float* kappas = nullptr;           // [rows], with a teacher; null: computed from the four above
+  const float* lse = nullptr;             // [rows]
+  const float* target_logprob = nullptr;  // [rows]
+  // [rows], only with a teacher; null: computed from `terms`, `in`, `lse` and `target_logprob`
+  const float* kappas = nullptr;
   const float* omega = nullptr;            // [rows]
-  const int32_t* with_gradient = nullptr;  // [rows]; other rows have no entries
+  const int32_t* with_gradient = nullptr;  // [rows]; rows where it is 0 have no entries
   float threshold = 0.0f;                  // tau
   SampleList list;
   HotPart hot;
 };
-// Writes the list at the lowest level that fits, and that level. Reads the matrix once, or three times if the
-// level is not 0.
+// Chooses the lowest level of the threshold (kSampleLevels) at which the entries fit into the list; writes
+// the list and the level. Reads the matrix once, or three times if the level is not 0.
 cudaError_t LaunchSampleRows(const SampleRowsParams& params, cudaStream_t stream);
 
-// The steps of LaunchSampleRows. LaunchSelectSamples writes the list at level 0, which may be too long; with
-// `again`, at the level that was chosen, unless that is 0. LaunchChooseLevel, between the two, chooses the
-// level from the rows' counts at level 0. If several devices sample classes of the same rows,
-// LaunchRaiseLevel then raises the level to the largest of their `levels` [parts].
+// The steps of LaunchSampleRows, in this order:
+// - LaunchSelectSamples without `again` writes the list at level 0; the list may be incomplete.
+// - LaunchChooseLevel chooses the level from the rows' counts at level 0.
+// - LaunchRaiseLevel raises the level to the largest of `levels` [parts], if several devices sample classes
+//   of the same rows.
+// - LaunchSelectSamples with `again` writes the list at the chosen level, unless that level is 0.
 cudaError_t LaunchSelectSamples(const SampleRowsParams& params, bool again, cudaStream_t stream);
 cudaError_t LaunchChooseLevel(const SampleRowsParams& params, cudaStream_t stream);
 cudaError_t LaunchRaiseLevel(SampleCounters* counters, const int32_t* levels, int parts, cudaStream_t stream);
@@ -100,16 +103,17 @@ cudaError_t LaunchDecideListed(const DecideListedParams& params, cudaStream_t st
 // ---- rows ----
 
 // hidden_gradient[r] = gradient_scale * (sum of value * weight[column] over r's entries - uniform part),
-// where the uniform part is coef_loss * smoothing / vocab * weight_sum. Also writes the entries of
-// accumulated rows to kept.keys and kept.coefs, each at the index that it has in the list.
+// where the uniform part is coef_loss * smoothing / vocab * weight_sum. Also copies the entries of
+// accumulated rows to kept.keys and kept.coefs; an entry keeps its index in the list.
 struct SampledHiddenParams {
   SampleList list;
   LossTerms terms;
   RowInputs in;
-  DType dtype = DType::kBFloat16;          // of weight
-  const void* weight = nullptr;            // [vocab, ld]
-  int64_t ld = 0;                          // a multiple of 8; CanFilterRows()
-  const float* weight_sum = nullptr;       // [ld], sum of u_v w_v; null: no uniform part
+  DType dtype = DType::kBFloat16;  // of weight
+  const void* weight = nullptr;    // [vocab, ld]
+  int64_t ld = 0;                  // a multiple of 8; CanFilterRows()
+  // [ld], the sum of u_v * row v of the weight; null: no uniform part
+  const float* weight_sum = nullptr;
   void* hidden_gradient = nullptr;         // [rows, ld], or null: not wanted
   DType gradient_dtype = DType::kFloat32;  // `dtype` or fp32
   float gradient_scale = 1.0f;
@@ -118,17 +122,17 @@ struct SampledHiddenParams {
   // The initial value of dx: row r of `dense` [rows, ld] times dense_factors[r] (null: times 1). Null: 0.
   const float* dense = nullptr;
   const float* dense_factors = nullptr;
-  int32_t* taken = nullptr;  // HotClasses::taken, to which the entries are added; or null
+  int32_t* taken = nullptr;  // HotClasses::taken; the entries are added to these counts; or null
 };
 cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t stream);
 
 // ---- hot classes ----
 
-// Makes the most popular classes hot, of those that are taken at least `least` times between two choices.
+// Chooses the hot classes: the most popular of the classes whose popularity is at least `least`.
 cudaError_t LaunchChooseHot(const HotClasses& hot, float least, cudaStream_t stream);
 
-// Adds to hot.taken how often the rows would have taken each hot class: the sum over rows of min(width *
-// |element|, 1).
+// Adds to hot.taken how often sampling would have taken each hot class: the sum of min(width * |element|, 1)
+// over the rows.
 struct CountHotParams {
   HotClasses hot;
   const void* elements = nullptr;  // [rows, kHotClasses]

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels for rows with soft targets. q, s, r and T are those of kernels/soft_targets.h, everything else is
-// as in row_loss.cu:
+// Kernels for rows with soft targets (soft_rows.h). q, s, r and T are defined in kernels/soft_targets.h, all
+// other symbols in row_loss.cu:
 //
 //   loss = w [s ln 2 log2 S - ln 2 sum_k q_k d_k - r ln T + lambda lse^2],  T = (S - sum of the named) / S
 //   dL/dz_k = p_k (c (s + r) + c_soft - c_H (log p_k + H)) - c q_k    of a named class
 //   dL/dz_v = p_v (c (s + r - r / T) + c_soft - c_H (log p_v + H))    of another one
 //     with c_soft = 2 c lambda lse + c_lse
 //
-// S - sum of the named is never computed by subtraction: the named classes are masked in the logits, and the
-// other classes are added up.
+// "S - sum of the named" is not computed by subtraction, which would cancel digits: the named classes are
+// masked in the logits, and the sum over the other classes is computed directly.
 //
-// Bytes: 12 for each named class of a row, most of it once over the bus to the host.
+// Bytes: 12 for each named class of a row; most of them go once over the bus between host and device.
 #include <cstdint>
 
 #include "kernels/cuda/device/kernel_code.h"

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that merge sums of rows over devices: they write records of a row's sums over the classes of one
-// device, and compute the sums over the classes of all devices from the records. Grid: one thread a row.
+// Kernels that merge the sums of rows over devices (split_rows.h). The first kind writes records of a row's
+// sums over the classes of one device. The second kind computes the sums over the classes of all devices from
+// these records. Grid: one thread a row.
 //
-// Merged sums are relative to the largest reference of the devices that have a sum. So sums with a smaller
-// reference are scaled down, and none overflows. A device without a sum (all its logits are -infinity) adds
-// nothing.
+// Each sum is relative to a reference. Merged sums are relative to the largest reference of the devices that
+// have a sum. So sums with a smaller reference are scaled down, and no sum overflows. A device without a sum
+// (all its logits are -infinity) adds nothing.
 //
 // Bytes: 32 a row written, and 32 for each row and device read.
 #include <cstdint>
@@ -87,7 +88,7 @@ __global__ void MergeFusedKernel(const __grid_constant__ LossTerms terms,
   w.partials.target[row] = r.target;
 }
 
-// For rows in the general form, where z log2(e) is the logit in units of log 2.
+// For rows in the general form, in which z log2(e) is the logit in units of log 2.
 __global__ void RecordRunningKernel(const __grid_constant__ LossTerms terms,
                                     const __grid_constant__ RowInputs in, const RunningRow* rows,
                                     RowRecord* records) {

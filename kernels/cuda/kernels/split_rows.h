@@ -2,7 +2,7 @@
 // Launchers of the kernels for heads that are split by vocabulary. Each device has statistics of a row over
 // its own classes; these kernels merge the statistics of all devices.
 //
-// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+// All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_SPLIT_ROWS_H_
 
@@ -17,14 +17,14 @@
 namespace lossd::kernels::cuda {
 
 // LaunchRecordRows writes one record for each row. LaunchMergeRows adds up the records `all` [parts, rows] of
-// the devices, in their order, so that every device gets the same bits. `rows.sum_reference` must not be
-// `rows.reference`.
+// all devices, in the order of the devices, so that every device gets the same bits. `rows.sum_reference`
+// must not be `rows.reference`.
 cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows,
                              RowRecord* records, cudaStream_t stream);
 cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,
                             const hopper::FusedRows& rows, cudaStream_t stream);
 
-// The same for rows whose classes come in blocks.
+// The same for a head that recomputes logits, whose classes come in blocks.
 cudaError_t LaunchRecordRows(const LossTerms& terms, const RowInputs& in, const RunningRow* rows,
                              RowRecord* records, cudaStream_t stream);
 cudaError_t LaunchMergeRows(const LossTerms& terms, const RowInputs& in, const RowRecord* all, int parts,

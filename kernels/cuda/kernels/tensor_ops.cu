@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels over a head's parameters: conversion, addition, optimizer step, gradient norm. They are bound by
-// memory. The optimizer step reads values, gradients and moments once, and writes them once, together with
-// the 16-bit copy that the GEMMs multiply.
+// Kernels that work on a head's parameters (tensor_ops.h): conversion, addition, optimizer step, gradient
+// norm. They are bound by memory. The optimizer step reads values, gradients and moments once, and writes
+// them once, together with the 16-bit copy that the GEMMs multiply.
 #include <algorithm>
 #include <cmath>
 
@@ -136,12 +136,13 @@ struct AdamWRule {
     m1 = f.beta1 * m1 + f.one_minus_beta1 * g;
     m2 = f.beta2 * m2 + f.one_minus_beta2 * (g * g);
     value *= decay;
-    // A parameter that has had no gradient so far stays, even with epsilon 0; the padding relies on this.
+    // A parameter that never had a gradient does not change, even with epsilon 0. The padding relies on this.
     if (m1 != 0.0f) value -= f.step * m1 / (sqrtf(m2) * f.inverse_root + f.epsilon);
   }
 };
 
-// A value of -infinity, which masks a class, stays if there is no decay: 0 times it would be NaN.
+// A value of -infinity masks a class and must not change if there is no decay. But 0 times -infinity would be
+// NaN.
 __device__ __forceinline__ float Decayed(float decay, float value) {
   return decay == 0.0f ? 0.0f : decay * value;
 }
@@ -180,8 +181,8 @@ __device__ __forceinline__ uint2 Pack4(bool bf16, const float4& x) {
   return make_uint2(raw.x, raw.y);
 }
 
-// Updates the four parameters at q, whose gradient is g, and zeroes the gradient. `copied`: the parameters
-// belong to the matrix, and it has a 16-bit copy.
+// Updates the four parameters at q, whose gradient is g, and zeroes the gradient. `copied`: whether the
+// parameters belong to the matrix and the matrix has a 16-bit copy.
 template <typename Rule>
 __device__ __forceinline__ void UpdateQuad(const StepFactors& f, const StepPointers& p, float decay,
                                            int64_t q, const float4& g, bool copied) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels over a head's parameters: conversion, addition, optimizer step, gradient norm.
+// Launchers of the kernels that work on a head's parameters: conversion, addition, optimizer step, gradient
+// norm.
 //
 // Launchers enqueue on `stream`; pointers are device memory. Thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_TENSOR_OPS_H_
@@ -14,7 +15,7 @@
 
 namespace lossd::kernels::cuda {
 
-// to[r, c] = from[r, c] for c < from.cols, r < rows. Other elements of `to` stay.
+// to[r, c] = from[r, c] for c < from.cols, r < rows. Other elements of `to` do not change.
 cudaError_t LaunchConvert(const DeviceMatrix& from, const DeviceMatrix& to, int64_t rows,
                           cudaStream_t stream);
 
@@ -26,13 +27,14 @@ cudaError_t LaunchAddScaled(const DeviceMatrix& from, const DeviceMatrix& to, in
 // values[i] = value for i in [0, count).
 cudaError_t LaunchFill(float* values, int64_t count, float value, cudaStream_t stream);
 
-// values[i] = fixed pseudo-random numbers in (-1, 1), for i in [0, count): operands for timing products.
+// values[i] = pseudo-random numbers in (-1, 1), always the same, for i in [0, count). They are operands for
+// timing products.
 cudaError_t LaunchFillPattern(void* values, DType dtype, int64_t count, cudaStream_t stream);
 
 // One optimizer update of `count` (a multiple of 4) consecutive parameters. The first `matrix_count` belong
-// to the weight matrix, the others to vectors. Zeroes the gradients. With options.lazy_rows the parameters
-// must be all of the matrix or all of vectors (else cudaErrorInvalidValue); of rows without a gradient only
-// the gradient is read.
+// to the weight matrix, the others to vectors. Zeroes the gradients. With options.lazy_rows, either all
+// parameters must belong to the matrix, or all to vectors (else cudaErrorInvalidValue); if the gradient of a
+// row is 0, the kernel only reads this gradient.
 struct OptimizerStepParams {
   OptimizerOptions options;
   int64_t update = 1;  // 1-based

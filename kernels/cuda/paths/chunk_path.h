@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// ChunkPath: the contract of a path. A path is a way of computing the loss and the gradients of a chunk,
-// phase by phase. The file also has what a path works with: the chunk (ChunkJob), some of its rows (RowBlock)
-// and the head (PathContext). A head has one object of each path that its chunks may take; HeadPaths
-// (head_paths.h) picks one for each chunk.
+// ChunkPath: the interface of a path. A path is a way of computing the loss and the gradients of a chunk,
+// phase by phase. The file also has the structs that a path works with: the chunk (ChunkJob), a block of its
+// rows (RowBlock) and the head (PathContext). A head has one object of each path that its chunks may take;
+// HeadPaths (head_paths.h) picks one for each chunk.
 //
-// The head calls the phases of a chunk in this order, and finishes them before it begins those of the next
-// chunk: Prepare, Loss, HiddenGradient if job.wants_hidden_gradient, WeightGradient if job.layout.accumulate.
-// Every phase but Prepare enqueues its work on the device's compute stream and returns. After an error of one
-// of them the device cannot be trusted.
+// The head calls the phases of a chunk in this order: Prepare, Loss, HiddenGradient if
+// job.wants_hidden_gradient, WeightGradient if job.layout.accumulate. It calls all phases of a chunk before
+// the first phase of the next chunk. Every phase but Prepare enqueues its work on the device's compute stream
+// and returns. After an error of such a phase the device cannot be trusted.
 //
-// Before Loss, the head enqueues on that stream the computation of job.hidden and, if it is claimed, of
-// Region::kTargetDots. After Loss it computes PathContext::keep from the row results. Driven by the backend's
-// thread.
+// The head enqueues work of its own on that stream: before Loss, it computes job.hidden and, if a path claims
+// it, Region::kTargetDots; after Loss, it computes PathContext::keep from the row results.
+//
+// All functions are called by the backend's driving thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_CHUNK_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_CHUNK_PATH_H_
 
@@ -91,8 +92,9 @@ struct RowBlock {
   RowResults out;
 };
 
-// The teacher of a chunk's rows, as paths see it. The teacher is another head on the device. Its hidden
-// states of the rows are ready when Loss begins; its row r belongs to row r of the chunk. Plain data.
+// The teacher of a chunk's rows, as paths see it. The teacher is another head on the device. Row r of its
+// matrices belongs to compact row r of the chunk. The teacher's hidden states are ready when Loss begins.
+// Plain data.
 struct TeacherRows {
   const void* hidden = nullptr;  // [padded_rows, padded_hidden] the teacher's compute dtype, after its norm
   const void* weight = nullptr;  // [padded_vocab, padded_hidden] the same dtype
@@ -103,7 +105,7 @@ struct TeacherRows {
   float* logits = nullptr;    // [block_rows, padded_vocab]
   int64_t block_rows = 0;     // a multiple of 8
   DivergenceRows rows;        // [rows]
-  bool wants_logprob = true;  // some row wants the log p of its target as a result
+  bool wants_logprob = true;  // the log p of some row's target is wanted as a result
 };
 
 // A chunk while it is being enqueued, as paths see it. Pointers are to device memory of the chunk's slot,
@@ -118,35 +120,35 @@ struct ChunkJob {
   LossTerms terms;
   RowInputs in;
   RowResults out;
-  const int32_t* accumulate = nullptr;     // [rows], 0: keep this row out of the accumulators
+  const int32_t* accumulate = nullptr;     // [rows], 0: the row is not accumulated
   const int32_t* with_gradient = nullptr;  // [rows], as in RowInputBlock
   float* dropped_mass = nullptr;           // [rows], out; if the plan is filtered
   float* divergence = nullptr;             // [rows], out; if the rows have a teacher
   // Only if the plan is sampled.
   const float* omega = nullptr;       // [rows]
-  float* variance = nullptr;          // [rows], out, over the gradient unit squared
-  float* square = nullptr;            // [rows], out, over the gradient unit squared
+  float* variance = nullptr;          // [rows], out, divided by the gradient unit squared
+  float* square = nullptr;            // [rows], out, divided by the gradient unit squared
   float* sample_threshold = nullptr;  // [1], out
   Decision* decision = nullptr;       // [1], out; if the plan is not exact
-  // If slices want results of single classes; in pinned host memory.
+  // Only if slices want results of single classes. In pinned host memory.
   RowClassBlock classes;
 
   void* hidden = nullptr;  // x: [padded_rows, padded_hidden] compute dtype, after the norm
-  // Whether dx is wanted as a result, or needed for the gradients of the norm. It goes to
-  // Region::kHiddenGradient in this dtype, as scale times W^T ds; ds is divided by (logit scale * gradient
-  // unit).
+  // Whether dx is wanted as a result, or needed for the gradients of the norm. The path writes it to
+  // Region::kHiddenGradient in hidden_gradient_dtype, as hidden_gradient_scale times W^T ds, where ds is
+  // divided by (logit scale * gradient unit).
   bool wants_hidden_gradient = false;
   DType hidden_gradient_dtype = DType::kFloat32;
   float hidden_gradient_scale = 1.0f;
-  // The rows whose dx is complete on this device: all rows, or for a head that is split by vocabulary a part
-  // of them.
+  // The rows whose dx is complete on this device: all rows, or a part of them if the head is split by
+  // vocabulary.
   RowRange rows_here;                  // compact rows
   RowRange raw_rows_here;              // raw rows, including those without a target
-  bool direct = false;                 // dx needs no conversion for the client
-  float weight_gradient_scale = 1.0f;  // dW = scale times ds^T x; also for db
+  bool direct = false;                 // dx goes to the client without conversion
+  float weight_gradient_scale = 1.0f;  // dW is this times ds^T x; the same factor for db
 
-  // For choices that the device makes: loss_branch in the first phase of the gradients, weight_branch in the
-  // last. Host memory.
+  // Branches for choices that the device makes: loss_branch in the first phase of the gradients,
+  // weight_branch in the last phase. Host memory.
   DeviceBranch* loss_branch = nullptr;
   DeviceBranch* weight_branch = nullptr;
 
@@ -165,30 +167,32 @@ struct WeightAccumulators {
   bool weight_is_zero = true;
 };
 
-// What all paths of a head work with. Everything here outlives the paths.
+// The head, as all its paths see it. All objects that it points to outlive the paths.
 struct PathContext {
   Device* device = nullptr;
   HeadConfig config;
   HeadSizes sizes;
   PathMemory memory;
-  void* const* weight_place = nullptr;  // points to where the weight is, which may move between chunks
+  // Points to the pointer to the weight; the weight may move between chunks.
+  void* const* weight_place = nullptr;
   WeightAccumulators* accumulators = nullptr;
-  const int32_t* keep = nullptr;         // [chunk_rows]: 0 keeps a row out of the accumulators
-  const Event* download_idle = nullptr;  // then Region::kHiddenGradient may be written
-  const ClassLink* link = nullptr;       // to the other parts of the head
+  const int32_t* keep = nullptr;         // [chunk_rows]: 0: the row must not be accumulated
+  const Event* download_idle = nullptr;  // after this event Region::kHiddenGradient may be written
+  const ClassLink* link = nullptr;       // connects the parts of a split head
 
   const void* weight() const { return *weight_place; }  // [padded_vocab, padded_hidden] compute dtype
 };
 
-// A way of computing chunks. The head of this file says in which order and by which thread the phases are
-// called.
+// A way of computing chunks. The comment at the top of this file says in which order and by which thread the
+// phases are called.
 class ChunkPath {
  public:
   virtual ~ChunkPath() = default;
 
   // Begins a chunk: makes the choices that must be made before anything is enqueued. Launches nothing.
   virtual absl::Status Prepare(const ChunkJob& job) = 0;
-  // Computes the row results, and what the gradients start from. If the plan is filtered, also the decision.
+  // Computes the row results, and the data from which the gradients are computed. If the plan is filtered,
+  // also makes the decision (job.decision).
   virtual absl::Status Loss(const ChunkJob& job) = 0;
   // Computes dx. A path that goes over its logits once for both gradients also adds the weight gradient.
   virtual absl::Status HiddenGradient(const ChunkJob& job) = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plan of a chunk (PlanChunk), the layout of its rows (LayOutChunk), and its results on their way to
-// slices (UnpackResults); chunk_plan.h.
+// The plan of a chunk (PlanChunk), the layout of its rows (LayOutChunk), and the copy of its results to the
+// slices (UnpackResults). See chunk_plan.h.
 #include "kernels/cuda/paths/chunk_plan.h"
 
 #include <algorithm>
@@ -27,7 +27,8 @@ absl::string_view WhyChunkIsExact(const LossOptions& options, const ChunkFacts& 
     return "logits are recomputed, and compared with a teacher's";
   if (chunk.terms.vocab + chunk.terms.elsewhere == 1 && options.label_smoothing > 0.0f)
     return "one class has no gradient";
-  // For a split head or soft targets, filtered elements are listed as samples are.
+  // If the head is split or rows have soft targets, filtered elements are listed by the kernels that list
+  // sampled elements.
   return options.gradients == Gradients::kFiltered && !limits.split && !options.has_soft_targets()
              ? WhyNotFilteredOnDevice(limits.filter, limits.device)
              : WhyNotSampledOnDevice(limits.filter, limits.device);
@@ -38,8 +39,8 @@ absl::string_view WhyChunkIsNotFused(const ChunkFacts& chunk, bool filtered, con
   if (chunk.distilled) return "the logits are compared with a teacher's";
   if (chunk.terms.soft) return "the classes that rows name are taken out of the logits";
   if (filtered && (stored || limits.split)) return "filtered gradients are selected from the logits";
-  // The exponentials that a fused loss stores can be used for the selection only where their order is the
-  // order of the logits.
+  // A fused loss stores exponentials. The most probable classes can be selected from them only if their order
+  // is the order of the logits.
   if (chunk.selects_top && (!stored || limits.split || chunk.terms.softcap != 0.0f)) {
     return "the most probable classes are selected from the logits";
   }
@@ -59,7 +60,7 @@ absl::string_view WhyLogitsAreReadTwice(const LossOptions& options, const ChunkF
   if (distillation.target_weight != 0.0f || chunk.terms.soft) return "the loss with targets counts";
   if (limits.logits != Logits::kStored) return "logits are recomputed";
   if (limits.split) return "other devices have classes of the row";
-  // The lists of top classes lie where the softmaxes would.
+  // The lists of top classes take the memory that the softmaxes would need.
   if (chunk.selects_top) return "the most probable classes are selected from the logits";
   if (limits.fused_loss == FusedLoss::kNever) return "switched off";
   // This pass stores no exponentials (the `false` below).
@@ -78,7 +79,7 @@ absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& lim
   return hopper::WhyNoFasterGradientGemms(chunk.rows);
 }
 
-// By what the device decides, for people.
+// The reason by which the device decides, for people.
 absl::string_view WhatDecides(const ChunkPlan& plan) {
   switch (plan.gradients) {
     case Gradients::kExact:
@@ -137,15 +138,15 @@ std::vector<Choice> Describe(const ChunkPlan& plan) {
 
 namespace {
 
-// fp16 represents 2^-24 ... 2^16. A unit this much smaller than the largest factor moves the gradients to the
-// upper end of that range, with some room for the z-loss and entropy terms.
+// fp16 represents 2^-24 ... 2^16. If the gradient unit is smaller than the largest factor by this ratio,
+// gradients lie at the upper end of that range, with some room for the z-loss and entropy terms.
 constexpr double kHalfHeadroom = 8192.0;
 
 float ValueOr(const float* values, int64_t row, float missing) {
   return values != nullptr ? values[row] : missing;
 }
 
-// The factors of a row's gradient, in double, before the unit is taken out.
+// The factors of a row's gradient, in double, before they are divided by the gradient unit.
 struct RowFactors {
   double loss, lse, entropy;
 };
@@ -195,8 +196,8 @@ RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool a
   return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
 }
 
-// Fills the inputs of a row. Returns whether the loss of the row counts its entropy. A row of an embedding
-// has no loss, so only the first three inputs are filled for it.
+// Fills the inputs of a row. Returns whether the entropy of the row has a gradient. An embedding row has no
+// loss, so only its first three inputs are filled.
 bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool accumulate, double inverse,
              int32_t first_class, const RowInputBlock& inputs, int64_t compact) {
   const RowFactors f = FactorsOf(options.objective, slice, row);
@@ -220,7 +221,8 @@ bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool a
   return coef_entropy != 0.0f;
 }
 
-// An absent row has no loss, and other results only if its logits are finite.
+// Sets the results of an absent row: its loss is 0, and its other results are kept only if its logits are
+// finite.
 void SettleAbsentRow(int64_t compact, const RowOutputBlock& outputs) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   outputs.loss[compact] = outputs.z_loss[compact] = 0.0f;
@@ -239,7 +241,7 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-// For a row with a teacher.
+// Adds the divergence and the loss with the target of a row with a teacher to the slice's sums.
 void AddDivergence(const Distillation& distillation, Slice& slice, int64_t row, double divergence,
                    double loss) {
   const double weighted = static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)) * divergence;
@@ -391,7 +393,8 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
                                          static_cast<uint64_t>(head.first_class));
       }
       layout.accumulate |= accumulate;
-      layout.accumulate_all &= accumulate || absent;  // an absent row has no gradient that must be removed
+      // An absent row has no gradient, so nothing must be removed.
+      layout.accumulate_all &= accumulate || absent;
     }
     layout.raw_rows += slice.rows;
     place.compact_rows = layout.compact_rows - place.compact_begin;
@@ -412,7 +415,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
   return layout;
 }
 
-// In rows of a slice that wants fewer classes, the remaining places get class 0.
+// If a slice wants fewer classes than there is room for, the remaining places of its rows get class 0.
 void PlaceClasses(const ChunkLayout& layout, const RowInputBlock& inputs, const RowClassBlock& classes) {
   if (layout.class_count == 0) return;
   for (const SliceLayout& place : layout.slices) {
@@ -460,8 +463,9 @@ struct ClassRow {
   int32_t row;
 };
 
-// Sorts by class; rows of a class stay in their order. This is a radix sort: for some thousand rows it takes
-// a tenth of the time of a comparison sort, on the thread that drives the device.
+// Sorts rows by class; rows of the same class stay in their order. This is a radix sort: for some thousand
+// rows it takes a tenth of the time of a comparison sort. The time matters because it is spent on the thread
+// that drives the device.
 void SortByPlace(std::vector<ClassRow>& rows, int64_t classes) {
   constexpr int kDigitBits = 11;
   constexpr uint32_t kDigits = 1u << kDigitBits;
@@ -505,13 +509,13 @@ ClassRuns OrderByClass(const ChunkLayout& layout, int64_t classes, const RowInpu
 
 namespace {
 
-// At most 0, even if rounding makes the difference positive; NaN if `lse` is.
+// logit - lse, but at most 0 even if rounding makes the difference positive. NaN if `lse` is NaN.
 float LogProbability(float logit, double lse) {
   const double value = double{logit} - lse;
   return static_cast<float>(value > 0.0 ? 0.0 : value);
 }
 
-// Copies the results of row r of a slice for single classes. compact < 0: the row has no target.
+// Copies the results for single classes of row r of a slice. compact < 0: the row has no target.
 void UnpackClasses(const Slice& slice, int64_t r, int64_t compact, const ChunkLayout& layout,
                    const RowOutputBlock& outputs, const RowClassBlock& classes) {
   const bool ignored = compact < 0;
@@ -534,7 +538,7 @@ int64_t FirstBadRow(const SliceLayout& place, const RowInputBlock& inputs, const
   return compact < 0 ? -1 : inputs.raw_of_compact[compact] - place.raw_begin;
 }
 
-// The rows of an embedding have no results. Only chunks that bring gradients have first_bad.
+// Embedding rows have no results. first_bad is only there for chunks that bring gradients.
 void UnpackEmbedding(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
                      const RowOutputBlock& outputs) {
   for (const SliceLayout& place : layout.slices) {

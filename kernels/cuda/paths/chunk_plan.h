@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the host decides about a chunk before it enqueues anything. ChunkPlan says which kernels compute the
-// chunk, and why these. ChunkLayout says where its rows go on the device.
+// chunk, and why. ChunkLayout says where the rows of the chunk lie on the device.
 //
 // Pure functions; thread-safe. The header needs no CUDA.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_CHUNK_PLAN_H_
@@ -25,20 +25,22 @@ namespace lossd::kernels::cuda {
 
 // ---- which kernels compute a chunk ----
 
-// Which kernels compute a chunk. A `why_...` member is empty if the faster choice is taken; otherwise it is
-// the reason, for people.
+// Which kernels compute a chunk. A `why_...` member is empty if the faster choice is taken. Otherwise it is
+// the reason why not, a text for people.
 struct ChunkPlan {
-  // kFiltered and kAuto: the device decides when it has computed the logits.
+  // With kFiltered and kAuto the device decides, after it has computed the logits, whether the gradients are
+  // filtered or sampled, or exact.
   Gradients gradients = Gradients::kExact;
-  // Gradients from a list add the uniform part of label smoothing in closed form; it is not part of ds.
+  // The uniform part of label smoothing is not part of ds. Gradients that are computed from a list add it in
+  // closed form.
   bool uniform_apart = false;
   // Filtered gradients are selected from the matrix of ds instead of the logits.
   bool filters_elements = false;
   bool distilled = false;  // the rows have a teacher
-  // "": the products of the logits also compute the softmaxes of student and teacher (hopper::SoftmaxPass),
-  // so the logits are read only once.
+  // For distilled rows. "": the products that compute the logits also compute the softmaxes of student and
+  // teacher (hopper::SoftmaxPass), so the logits are read only once.
   absl::string_view why_logits_twice;
-  absl::string_view why_exact;      // "" unless gradients are kExact
+  absl::string_view why_exact;      // "" unless `gradients` is kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
   // "": the gradients are computed by this library's own product kernels (hopper/gradient_gemm.h), else by
   // cuBLASLt.
@@ -66,25 +68,25 @@ struct ChunkFacts {
 // What PlanChunk needs to know of the head and the device.
 struct PlanLimits {
   Logits logits = Logits::kStored;
-  FilterShape filter;  // of the head; if it is split, of the part with most classes
+  FilterShape filter;  // of the head; if the head is split, of the part with the most classes
   DeviceLimits device;
   FusedLoss fused_loss = FusedLoss::kWhereFaster;
   bool split = false;  // the head is split by vocabulary
 };
 
-// Plans everything but the norm. Where logits are recomputed, the products are cuBLASLt's, and the pass that
-// computes the loss stores no logits.
+// Plans everything but the norm. If the head recomputes logits, cuBLASLt computes the products, and the pass
+// that computes the loss stores no logits.
 ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const PlanLimits& limits);
 
-// The plan, for people.
+// Describes the plan for people.
 std::vector<Choice> Describe(const ChunkPlan& plan);
 
 // ---- where the rows of a chunk go on the device ----
 
-// The rows of a chunk that carry gradients of an embedding and are accumulated here, ordered by class. A run
-// is the rows of one class; RowInputBlock::row_order(), run_begin() and run_rows() hold the runs. Runs of at
-// least kLongClassRun rows come first. Within long runs, and within short ones, the order is that of the
-// classes.
+// For a chunk with gradients of embedding rows: the rows that are accumulated on this device, ordered by
+// class. The rows of one class are a run. RowInputBlock::row_order(), run_begin() and run_rows() hold the
+// runs. Long runs, with at least kLongClassRun rows, come first, in the order of their classes; then the
+// short runs, in the same order.
 struct ClassRuns {
   int64_t rows = 0;
   int64_t runs = 0;
@@ -94,37 +96,39 @@ struct ClassRuns {
 };
 inline constexpr int32_t kLongClassRun = 32;
 
-// How rows are laid out. Rows without target are left out; the rows that stay, in their order, are the
-// "compact" rows. The factors of each row's gradient are computed, and a common power of two (the unit) is
-// taken out of them. So 16-bit storage neither underflows nor overflows, however small or large the scale of
-// the loss is.
+// How rows are laid out. "Raw" rows are all rows of the chunk. Rows without a target are left out on the
+// device; the rows that stay, in the same order, are the "compact" rows. The factors of each row's gradient
+// (coef_loss, coef_lse, coef_entropy) are divided by a common power of two, the gradient unit. So gradients
+// in 16-bit storage neither underflow nor overflow, however small or large the scale of the loss is.
 
-// The per-row inputs of the kernels, in one block that one copy brings to the device. Host and device have
-// the same offsets.
+// The per-row inputs of the kernels. They lie in one block of memory, so that one copy brings them to the
+// device. The offsets in the block are the same on host and device.
 struct RowInputBlock {
   int32_t* compact_of_raw = nullptr;   // [capacity]: -1 for rows without target
   int32_t* raw_of_compact = nullptr;   // [capacity]
-  int32_t* gradient_of_raw = nullptr;  // [capacity]: compact_of_raw, but -1 for absent rows too
+  int32_t* gradient_of_raw = nullptr;  // [capacity]: as compact_of_raw, but also -1 for absent rows
   // [capacity] each, indexed by compact row.
   int32_t* target = nullptr;
   int32_t* accumulate = nullptr;
-  int32_t* with_gradient = nullptr;  // 1: accumulated, or dx wanted; never stand-in or absent rows
+  // 1: the row is accumulated or its dx is wanted; 0 for stand-in and absent rows.
+  int32_t* with_gradient = nullptr;
   RowCheck* checks = nullptr;
   float* weight = nullptr;
   float* coef_loss = nullptr;     // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;      // grad_lse / unit
   float* coef_entropy = nullptr;  // GradEntropyOf() / unit
-  float* advantages = nullptr;    // inputs of the objective; 0 where it does not need them
+  float* advantages = nullptr;    // the inputs of the objective; 0 if the objective does not need them
   float* old_logprobs = nullptr;
   float* ref_logprobs = nullptr;
-  float* target_total = nullptr;  // SoftRow::total, and below SoftRow::rest; only with soft targets
+  float* target_total = nullptr;  // SoftRow::total; the next member is SoftRow::rest; only with soft targets
   float* target_rest = nullptr;
   float* omega = nullptr;          // SampleOf(); only if the chunk may be sampled
   int32_t* slice_begin = nullptr;  // [capacity + 1]: first compact row of each slice with compact rows
 
-  // For a chunk that brings gradients of an embedding, these arrays [capacity] take the memory of
-  // target_total, target_rest and omega: the compact rows in order of classes, and for each run of ClassRuns
-  // where it begins among them and how many rows it has.
+  // The runs of a chunk with gradients of embedding rows (ClassRuns), [capacity] each. row_order(): the
+  // compact rows in the order of their classes. run_begin() and run_rows(): where each run begins in
+  // row_order(), and how many rows it has. These arrays take the memory of target_total, target_rest and
+  // omega.
   int32_t* row_order() const { return reinterpret_cast<int32_t*>(target_total); }
   int32_t* run_begin() const { return reinterpret_cast<int32_t*>(target_rest); }
   int32_t* run_rows() const { return reinterpret_cast<int32_t*>(omega); }
@@ -132,7 +136,7 @@ struct RowInputBlock {
   static RowInputBlock Carve(Carver& carver, int64_t capacity);
 };
 
-// The per-row results in compact order, and the decisions for all rows.
+// The results of the compact rows, and the decisions about the whole chunk.
 struct RowOutputBlock {
   float* loss = nullptr;
   float* z_loss = nullptr;
@@ -141,30 +145,31 @@ struct RowOutputBlock {
   float* target_logprob = nullptr;
   int32_t* argmax = nullptr;
   float* dropped_mass = nullptr;      // only if the chunk may be filtered
-  float* variance = nullptr;          // over unit squared; only if the chunk may be sampled
-  float* square = nullptr;            // over unit squared; only if the chunk may be sampled
+  float* variance = nullptr;          // divided by unit squared; only if the chunk may be sampled
+  float* square = nullptr;            // divided by unit squared; only if the chunk may be sampled
   float* divergence = nullptr;        // before its weight; only with a teacher
   float* sample_threshold = nullptr;  // [1]
-  int32_t* first_bad = nullptr;       // [slices with compact rows]: compact row or -1
-  // [1]: not 0 if rows that should fail have been added to the accumulators.
+  // [slices with compact rows]: the first compact row that is not finite, or -1.
+  int32_t* first_bad = nullptr;
+  // [1]: not 0 if rows of a slice that must fail have already been added to the accumulators.
   int32_t* lost = nullptr;
   Decision* decision = nullptr;  // [1]; only if the chunk may be filtered or sampled
 
   static RowOutputBlock Carve(Carver& carver, int64_t capacity);
 };
 
-// Inputs and results for the single classes that slices want, in compact order. In pinned host memory, which
-// kernels read and write.
+// For slices that want results of single classes: inputs and results of the compact rows. They lie in pinned
+// host memory, which kernels read and write.
 struct RowClassBlock {
-  // [rows, ChunkLayout::class_count], with room for kMostGivenClasses a row: the classes, and later their
-  // logits in the same place (class_logits()).
+  // [rows, ChunkLayout::class_count], with room for kMostGivenClasses a row: the classes. Their logits later
+  // take the same memory (class_logits()).
   int32_t* classes = nullptr;
   // [rows, ChunkLayout::top_k], with room for kMostTopClasses a row.
   float* top_logits = nullptr;
   int32_t* top_places = nullptr;
 
-  // The soft targets of a chunk, which then has neither of the above: they take the same memory. [rows,
-  // ChunkLayout::target_count] each, with room for kMostSoftTargets a row.
+  // The soft targets of the rows: [rows, ChunkLayout::target_count] each, with room for kMostSoftTargets a
+  // row. A chunk with soft targets has neither given nor top classes, so the soft targets take their memory.
   int32_t* target_classes() const { return classes; }
   float* target_weights() const { return top_logits; }
   float* target_logits = nullptr;  // [rows, target_count]: SoftRowInputs::logits
@@ -175,8 +180,8 @@ struct RowClassBlock {
   float* class_logits() const { return reinterpret_cast<float*>(classes); }
 };
 
-// Bytes of a block: input and output blocks exist on the device and in pinned host memory, class blocks only
-// in host memory.
+// Bytes of a block. Input and output blocks exist both on the device and in pinned host memory; class blocks
+// exist only in pinned host memory.
 int64_t InputBlockBytes(int64_t capacity);
 int64_t OutputBlockBytes(int64_t capacity);
 int64_t ClassBlockBytes(int64_t capacity);
@@ -187,11 +192,11 @@ struct SliceLayout {
   int64_t raw_begin = 0;      // first raw row in the chunk
   int64_t compact_begin = 0;  // first compact row in the chunk
   int64_t compact_rows = 0;
-  int64_t absent_rows = 0;    // of these rows (kernels/backend.h)
+  int64_t absent_rows = 0;    // rows of the slice that are absent (kernels/backend.h)
   int64_t device_index = -1;  // index among the slices with compact rows; -1: none
 };
 
-// Where all rows of a chunk are, and what its slices want.
+// Where the rows of a chunk are, and what its slices want.
 struct ChunkLayout {
   std::vector<SliceLayout> slices;
   int64_t raw_rows = 0;
@@ -204,15 +209,16 @@ struct ChunkLayout {
   bool accumulate_all = true;  // every row is accumulated
   bool want_entropy = false;
   bool any_coef_entropy = false;
-  // The largest number that any slice wants (kernels/backend.h). The rows of all slices have room for it.
+  // Slice::class_count and Slice::top_k (kernels/backend.h): the largest value of any slice. The rows of all
+  // slices have room for so many classes.
   int32_t class_count = 0;
   int32_t top_k = 0;
   int32_t target_count = 0;  // soft targets of a row
   float unit = 1.0f;         // the power of two taken out of coef_*
-  // Set by the head. If it is not kExact, results include a decision: with dropped masses for kFiltered, else
-  // with variances.
+  // Set by the head. If it is not kExact, the results include a decision, and also the dropped masses
+  // (kFiltered) or the variances (kSampled, kAuto).
   Gradients planned = Gradients::kExact;
-  ClassRuns runs;  // set by the head, for gradients of an embedding
+  ClassRuns runs;  // set by the head, for gradients of embedding rows
 };
 
 // What LayOutChunk needs to know of the head.
@@ -221,7 +227,7 @@ struct LayoutHead {
   DType compute_dtype = DType::kBFloat16;
   int64_t chunk_rows = 0;
   float largest_class_weight = 1.0f;  // by magnitude; 1 if the chunk uses no class weights
-  int64_t first_class = 0;            // targets are counted from this class on
+  int64_t first_class = 0;            // targets are counted from this class
 };
 
 // Lays out a valid chunk (kernels/validation.h) and fills `inputs` (host memory of capacity >=

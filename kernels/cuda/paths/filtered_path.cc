@@ -99,8 +99,8 @@ absl::Status FilteredRecomputedPath::Prepare(const ChunkJob& job) {
 }
 
 // Computes row results, dx and the list of kept elements, block by block. The decision comes after the last
-// block, when the selection of all rows is complete. If the candidates overflow their pool, all this work was
-// in vain.
+// block, when the selection of all rows is complete. If the candidates overflow their pool, the chunk becomes
+// exact and none of this work is used.
 absl::Status FilteredRecomputedPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   const FilterArena arena =

@@ -2,7 +2,8 @@
 // The paths of filtered gradients (docs/kernels/filtered.md): FilteredStoredPath for heads that store logits,
 // FilteredRecomputedPath for heads that recompute them.
 //
-// Driven by the backend's thread.
+// A candidate is a class of a row whose probability may reach epsilon. All functions are called by the
+// backend's driving thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_FILTERED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_FILTERED_PATH_H_
 
@@ -13,9 +14,10 @@
 
 namespace lossd::kernels::cuda {
 
-// The path computes fp32 logits one block of rows after the other, and selects candidates from them. By the
-// candidates of all rows the device decides whether the chunk is filtered, or computed again as by
-// StoredPath. The lists of a filtered chunk lie in the memory of its logits, which are not read any more.
+// The path computes fp32 logits, one block of rows after the other, and selects candidates from them. From
+// the number of candidates of all rows the device decides whether the chunk is filtered, or computed again as
+// StoredPath computes it. The lists of a filtered chunk lie in the memory of its logits, which are no longer
+// read then.
 class FilteredStoredPath final : public ChunkPath {
  public:
   explicit FilteredStoredPath(const PathContext& context);
@@ -42,10 +44,10 @@ class FilteredStoredPath final : public ChunkPath {
   const TopSelector top_;
 };
 
-// The path recomputes logits one block of rows after the other. Where the plan is fused, the logit pass lists
-// the candidates; otherwise they are selected from the logits of a block of few rows. By the candidates of
-// all rows the device then decides whether the chunk is filtered, or computed as by RecomputedPath.
-// docs/kernels/recomputed.md describes the whole path.
+// The path recomputes logits, one block of rows after the other. If the plan is fused, the logit pass lists
+// the candidates; otherwise they are selected from the logits of a block of few rows. From the number of
+// candidates of all rows the device then decides whether the chunk is filtered, or computed as RecomputedPath
+// computes it. docs/kernels/recomputed.md describes the whole path.
 class FilteredRecomputedPath final : public ChunkPath {
  public:
   explicit FilteredRecomputedPath(const PathContext& context);
@@ -53,7 +55,8 @@ class FilteredRecomputedPath final : public ChunkPath {
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;
-  // If the decision is "exact", computes both gradients. Otherwise Loss has computed dx, and this adds dW.
+  // Computes both gradients if the decision is "exact". Otherwise Loss has already computed dx, and
+  // HiddenGradient adds only dW.
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {

@@ -15,7 +15,7 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// A path as HeadPaths sees it: which plans it takes, and how it is made.
+// An entry of the tables: which plans a path takes, and how the path is created.
 struct Way {
   bool (*takes)(const ChunkPlan&);
   std::unique_ptr<ChunkPath> (*make)(const PathContext&);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// HeadPaths: the paths of a head (its ways of computing chunks), and the choice of the path that computes a
-// chunk, by the chunk's plan (chunk_plan.h).
+// HeadPaths: the paths of a head, which are its ways of computing chunks (chunk_path.h). The plan of a chunk
+// (chunk_plan.h) decides which path computes the chunk.
 //
 // To add a path, derive a class from ChunkPath and add a line to one of the tables of head_paths.cc. The
 // class also needs a constructor that takes a PathContext, and this member:
@@ -20,15 +20,16 @@
 
 namespace lossd::kernels::cuda {
 
-// Driven by the backend's thread.
+// Called by the backend's driving thread.
 class HeadPaths {
  public:
-  // Makes the paths of a head with context.config. context.memory has what ClaimsOf() claims.
+  // Makes the paths of a head with context.config. context.memory has all regions that ClaimsOf() claims.
   explicit HeadPaths(const PathContext& context);
   HeadPaths(const HeadPaths&) = delete;
   HeadPaths& operator=(const HeadPaths&) = delete;
 
-  // The path that computes a chunk with this plan. Only for a head with logits, as is Describe().
+  // The path that computes a chunk with this plan. For and Describe may be called only for a head with
+  // logits.
   ChunkPath& For(const ChunkPlan& plan);
   // Describes how a full chunk with gradients and this plan is computed, and the memory that the head keeps
   // for its other paths.

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// HeadSizes: the sizes of a head on the device, from which all other sizes follow. The file also describes
-// the device memory in which the paths of a head (chunk_path.h) work: its regions (Region), the bytes that a
-// path claims of each (PathClaims, computed in path_memory.h), and where the regions lie (PathMemory).
+// HeadSizes: the sizes of a head on the device; all other sizes follow from them. The file also describes the
+// device memory in which the paths of a head (chunk_path.h) work. This memory has regions (Region).
+// PathClaims has the bytes that a path claims of each region (computed in path_memory.h), and PathMemory says
+// where the regions lie.
 //
 // Plain data and pure functions; thread-compatible. The header needs no CUDA.
 //
 // Matrices are padded to multiples of 8 rows and columns. The padding is zero and stays zero, so GEMMs may
-// run over it. A part of a split head may have no classes. Then its 8 rows of weight are all padding, which
-// kernels treat like other padding. Such a part adds nothing to sums over classes and to gradients, and takes
-// part in all exchanges.
+// run over it. A part of a split head may have no classes. Its weight then has 8 rows, all padding, which
+// kernels treat like other padding. Such a part adds nothing to sums over classes and to gradients, but it
+// takes part in all exchanges.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
 #define LOSSD_KERNELS_CUDA_PATHS_HEAD_SIZES_H_
 
@@ -32,21 +33,23 @@ struct HeadSizes {
   int64_t chunk_rows = 0;      // a multiple of 8, with PadRows(chunk_rows) == chunk_rows
   int64_t transfer_bytes = 0;  // of each buffer in which rows and tensors are converted
   bool fused = false;          // the loss of a chunk may be fused (hopper/fused_loss.h)
-  int64_t arena_bytes = 0;     // for the blocks of a head that recomputes logits; 0: others
-  // For a head that is split by vocabulary. All parts have the same values, except `part` and the sizes of
-  // its own classes.
+  // The arena: the memory for blocks of a head that recomputes logits (RecomputedArena in path_memory.h). 0
+  // for other heads.
+  int64_t arena_bytes = 0;
+  // For a head that is split by vocabulary. All parts have the same values, except `part`, first_class, vocab
+  // and padded_vocab.
   int part = 0;
   int parts = 1;             // 1: the head is not split
   int64_t first_class = 0;   // the first class here
   int64_t all_classes = 0;   // V
-  int64_t most_classes = 0;  // of the part with most classes
+  int64_t most_classes = 0;  // the classes of the part that has the most
   int64_t most_padded_vocab = 0;
 
   bool is_split() const { return parts > 1; }
-  // The padded vocabulary by which rows and blocks are planned, so that all parts plan the same. At least
-  // padded_vocab.
+  // The padded vocabulary from which rows and blocks are planned. It is the same for all parts, so all parts
+  // make the same plan. At least padded_vocab.
   int64_t planned_vocab() const { return std::max(padded_vocab, most_padded_vocab); }
-  // Rows of Region::kHiddenGradient. They can be divided into equal shares for all parts.
+  // Rows of Region::kHiddenGradient: enough to divide the rows of a chunk into equal shares for all parts.
   int64_t hidden_gradient_rows() const { return is_split() ? chunk_rows + parts : chunk_rows; }
 };
 
@@ -54,17 +57,17 @@ struct HeadSizes {
 // chosen.
 constexpr int64_t PadRows(int64_t rows) { return rows <= 128 ? RoundUp(rows, 8) : RoundUp(rows, 128); }
 
-// The dtype of dx until it is converted for the client. It is fp32 where the range of fp16 would be too
-// narrow, and where sums over devices are formed.
+// The dtype of dx until it is converted for the client. It is fp32 if the compute dtype is fp16, whose range
+// would be too narrow, and if the head is split, because dx is then a sum over devices.
 constexpr DType HiddenGradientDType(const HeadSizes& sizes, DType compute) {
   return compute == DType::kFloat16 || sizes.is_split() ? DType::kFloat32 : compute;
 }
 
-// The regions of the memory of paths. A path claims the bytes that it needs of each region. A region is as
-// large as the largest claim, because only one path works at a time. What a region holds between two phases
-// of a chunk is up to the path.
+// The regions of the memory of paths. A path claims the bytes that it needs of each region. Only one path
+// works at a time, so a region is as large as the largest claim of any path. Each path decides what a region
+// holds between two phases of a chunk.
 enum class Region : uint8_t {
-  kLogits,          // logits of a chunk, or of blocks of it with their other buffers
+  kLogits,          // logits of a chunk; or the arena: logits and other buffers of one block
   kHiddenGradient,  // dx: [chunk_rows, padded_hidden] HiddenGradientDType(); part of MemoryKind::kSlots
   kTargetDots,      // [chunk_rows] float: each row's dot product with its target; filled by the head
   kColumnSums,      // partial sums of column sums

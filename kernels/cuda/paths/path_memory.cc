@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much memory paths need, and how it is laid out (path_memory.h). ClaimsOf, at the end, collects the
+// The sizes and layouts of the memory that paths need (path_memory.h). ClaimsOf, at the end, collects the
 // claims of all paths.
 #include "kernels/cuda/paths/path_memory.h"
 
@@ -77,7 +77,7 @@ int64_t FilterBuffers::LogitsBytes(const FilterShape& shape) {
 
 namespace {
 
-// Bytes of an entry in all arrays of SampleBuffers that have one for each entry, without `listed`.
+// Bytes that one entry takes in all arrays of SampleBuffers together, without `listed`.
 constexpr int64_t kEntryBytes = 44;
 // Bytes for the other arrays, and for rounding.
 constexpr int64_t kMatrixSlack = int64_t{4} << 20;
@@ -204,21 +204,23 @@ namespace {
 
 constexpr int64_t kClassUnit = 256;
 
-// Measured on one H200 with bf16. They only rank blocks, so on another GPU the error costs little.
+// Times for the model of block sizes, measured on one H200 with bf16. They only rank sizes of blocks, so
+// their error on another GPU costs little.
 constexpr double kTileSeconds = 12.2e-9;    // a tile of 128 x 256, one step of the inner dimension
-constexpr double kIdleShare = 2.0 / 3.0;    // how much of an idle cluster's time the logit pass loses
+constexpr double kIdleShare = 2.0 / 3.0;    // the share of an idle cluster's time that the logit pass loses
 constexpr double kBytesPerSecond = 3.9e12;  // of device memory
-constexpr double kBlockSeconds = 30e-6;     // three launches, and dx in fp32, read and written in L2
+constexpr double kBlockSeconds = 30e-6;     // three launches, and reading and writing dx in fp32 in L2
 
-// The number of tiles per multiprocessor. If some multiprocessors are idle, the others run faster within the
-// power limit, down to half of them; so the result is at least 0.5.
+// The time of a product in rounds: its number of tiles per multiprocessor. If some multiprocessors are idle,
+// the others run faster, because of the power limit; this holds until half of them are idle. So the result is
+// at least 0.5.
 double Rounds(int64_t rows, int64_t cols, int multiprocessors) {
   const int64_t tiles = CeilDiv(rows, 128) * CeilDiv(cols, 256);
   return std::max(0.5, static_cast<double>(tiles) / multiprocessors);
 }
 
-// The rounds of the logit pass. Its clusters work on whole panels, so most of the time that its last round
-// leaves idle is lost.
+// The rounds of the logit pass. Its clusters work on whole panels, so in the last round some clusters are
+// idle, and most of their time is lost.
 double PassRounds(int64_t rows, int64_t classes, int multiprocessors) {
   const int64_t tiles = hopper::Panels(rows) * CeilDiv(classes, hopper::kColumnTile);
   const double rounds = static_cast<double>(tiles) / std::max(multiprocessors / hopper::kClusterBlocks, 1);
@@ -235,12 +237,12 @@ double BlockSeconds(const RecomputedShape& shape, int64_t rows, int64_t classes)
   return steps * kTileSeconds + kBlockSeconds;
 }
 
-// At least `block_rows` of `rows` rows, in whole panels, which the logit pass works on.
+// `block_rows` rounded up to whole panels, because the logit pass works on whole panels; at most `rows`.
 int64_t InPanels(int64_t block_rows, int64_t rows) {
   return std::min(RoundUp(block_rows, hopper::kPanelRows), rows);
 }
 
-// The rows of a block if there are `blocks` of them.
+// The rows of a block if `rows` rows are divided into `blocks` blocks.
 int64_t BlockRows(const RecomputedShape& shape, int64_t rows, int64_t blocks) {
   const int64_t padded = PadRows(CeilDiv(rows, blocks));
   return shape.fused && padded > hopper::kPanelRows ? InPanels(padded, rows) : padded;
@@ -254,14 +256,14 @@ bool BlocksFit(const RecomputedShape& shape, const RecomputedBlocks& blocks, int
   return RecomputedArena::Carve(shape, blocks, nullptr).bytes <= bytes;
 }
 
-// Bytes that are enough for both ways of selection.
+// Bytes that are enough for both kinds of Selection.
 int64_t FilterBytes(const RecomputedShape& shape, const FilterShape& chunk, const FilterBlock& block) {
   const int64_t bytes = FilterArena::Carve(chunk, Selection::kFromLogits, block, nullptr).bytes;
   if (!shape.fused) return bytes;
   return std::max(bytes, FilterArena::Carve(chunk, Selection::kInPass, block, nullptr).bytes);
 }
 
-// Bytes that are enough for fused chunks and for others.
+// Bytes that are enough for fused chunks and for other chunks.
 int64_t BlockBytes(const RecomputedShape& shape, const RecomputedBlocks& blocks) {
   const int64_t bytes = RecomputedArena::Carve(shape.For(false), blocks, nullptr).bytes;
   return std::max(bytes, RecomputedArena::Carve(shape, blocks, nullptr).bytes);
@@ -315,7 +317,8 @@ RecomputedArena RecomputedArena::Carve(const RecomputedShape& shape, const Recom
 
 double PredictRecomputedSeconds(const RecomputedShape& shape, const RecomputedBlocks& blocks, int64_t rows) {
   const double dw_bytes = 8.0 * static_cast<double>(shape.padded_vocab * shape.padded_hidden);
-  // Sums seconds_of over the parts of `total`. Each part has `size`; the last one may be smaller.
+  // Divides `total` into parts of size `size` (the last part may be smaller) and returns the sum of
+  // seconds_of over the parts.
   const auto sum = [](int64_t total, int64_t size, const auto& seconds_of) {
     const int64_t whole = total / size, rest = total % size;
     return static_cast<double>(whole) * seconds_of(size) + (rest > 0 ? seconds_of(rest) : 0.0);
@@ -413,7 +416,8 @@ int64_t StagedBytes(const HeadSizes& sizes, int64_t rows) {
 // Whole panels of the products, or whole units of 8 rows below one panel.
 int64_t WholePanels(int64_t rows) { return rows >= 128 ? rows / 128 * 128 : rows / 8 * 8; }
 
-// The offset in Region::kLogits at which logits may lie, behind what is kept of the rows before `end`.
+// The offset in Region::kLogits from which logits may lie: behind the elements that are kept of the rows
+// before `end`.
 int64_t OffsetBehind(const HeadSizes& sizes, Kept kept, int64_t end) {
   return kept == Kept::kNothing ? 0 : RoundUp(end * sizes.planned_vocab() * sizes.element, kAlignment);
 }

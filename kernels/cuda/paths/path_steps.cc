@@ -202,7 +202,8 @@ absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
       "soft target kernel");
 }
 
-// Each class is on one device; the others have 0 for it.
+// Each class is on one device; the other devices have 0 for its logit, so the sum over the devices is the
+// logit.
 absl::Status SoftSteps::Exchange(float* logits, int64_t entries) const {
   float* const scratch = TopScratch::Carve(context_.sizes, context_.memory[Region::kTopClasses]).own;
   const cudaStream_t stream = context_.device->compute();
@@ -362,7 +363,8 @@ absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const K
 
 namespace {
 
-// The shape of the chunk: the room, and with it the cost of sorting, depends on the rows that the chunk has.
+// The shape of this chunk. The room for entries, and with it the cost of sorting, depends on the number of
+// rows of the chunk.
 FilterShape ChunkShapeOf(const PathContext& context, const ChunkJob& job) {
   FilterShape shape = FilterShapeOf(context.config, context.sizes);
   shape.chunk_rows = job.rows();

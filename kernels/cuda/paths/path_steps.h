@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps of a chunk that several paths have in common.
+// Steps of a chunk that several paths (chunk_path.h) have in common.
 //
-// These steps combine kernels that know only the classes on this device with kernels that need all classes.
-// For a head that is not split by vocabulary they have nothing to exchange:
+// The following steps stand between kernels that know only the classes on this device and kernels that need
+// all classes. If the head is split by vocabulary, they exchange data with the other devices; otherwise they
+// have nothing to exchange:
 // - RowMerger: sums of rows,
 // - GradientMerger: the level and the errors of gradients that are not exact,
 // - TopSelector: the most probable classes,
@@ -14,8 +15,8 @@
 // - AddEntries: the weight gradient from the list, with AddUniform for the uniform part of label smoothing,
 // - BranchByDecision: how a chunk continues after the device's decision.
 //
-// Every function except those of FilterBackoff enqueues on the device's compute stream. Driven by the
-// backend's thread.
+// Every function except those of FilterBackoff enqueues on the device's compute stream. Called by the
+// backend's driving thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_PATH_STEPS_H_
 #define LOSSD_KERNELS_CUDA_PATHS_PATH_STEPS_H_
 
@@ -43,19 +44,20 @@ namespace lossd::kernels::cuda {
 
 // ---- heads that are split by vocabulary ----
 
-// Merges sums over the classes here into sums over all classes, for the rows of a chunk of a head that is
-// split by vocabulary (kernels/split_rows.h). Does nothing for other heads.
+// For a head that is split by vocabulary: adds up, for each row of a chunk, the sums over the classes of all
+// devices (kernels/split_rows.h). Does nothing for other heads.
 class RowMerger {
  public:
   explicit RowMerger(const PathContext& context);
 
-  // The rows' sums become the sums over the classes of all parts.
+  // Replaces the rows' sums over the classes here by the sums over the classes of all parts.
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows) const;
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, RunningRow* rows) const;
-  // The records of rows with a teacher become those of all parts; `launch` adds them up.
+  // Replaces the records of rows with a teacher by those of all parts together; `launch` adds the records up.
   absl::Status Merge(const DivergenceParams& p,
                      cudaError_t (*launch)(const MergeTaughtParams& params, cudaStream_t stream)) const;
-  // Sets what merged sums of fused rows are relative to, which differs from the value that is stored.
+  // Sets rows.sum_reference, the value to which merged sums of fused rows are relative. It differs from the
+  // reference of the stored exponentials.
   void UseIn(hopper::FusedRows& rows) const;
 
  private:
@@ -63,29 +65,30 @@ class RowMerger {
   const SplitRows rows_;
 };
 
-// Exchanges what the parts of a split head need for gradients that are not exact: the level at which each
-// part samples, and for each row the predicted error or the dropped mass. So all parts decide alike and
-// report the same values.
+// Exchanges data between the parts of a split head, for gradients that are not exact: the level at which each
+// part samples, and for each row the predicted error or the dropped mass. So all parts make the same decision
+// and report the same values.
 class GradientMerger {
  public:
   explicit GradientMerger(const PathContext& context);
 
-  // Where kernels write variance and square of the chunk's rows; MergeErrors then adds them up.
+  // Where kernels write variance and square of each row, summed over the classes here. MergeErrors then adds
+  // up the sums of all parts.
   float* variance(const ChunkJob& job) const;
   float* square(const ChunkJob& job) const;
-  // Does LaunchSampleRows(), at the same level on all devices.
+  // Does the work of LaunchSampleRows(), with the same level on all devices.
   absl::Status Sample(const SampleRowsParams& params) const;
-  // job.variance and job.square become the sums over all classes.
+  // Sets job.variance and job.square to the sums over all classes.
   absl::Status MergeErrors(const ChunkJob& job) const;
 
-  // Where kernels write the mass of the chunk's rows that the classes here drop.
+  // Where kernels write, for each row of the chunk, the dropped mass of the classes here.
   float* dropped_mass(const ChunkJob& job) const {
     return context_.sizes.is_split() ? rows_.own_sums : job.dropped_mass;
   }
-  // job.dropped_mass becomes the sum over all classes.
+  // Sets job.dropped_mass to the sum over all classes.
   absl::Status MergeDroppedMass(const ChunkJob& job) const;
-  // The decision about a chunk whose kept elements must fit into the lists of all devices: exact if they do
-  // not fit. Call after MergeDroppedMass.
+  // Decides whether a chunk is exact: it is if its kept elements do not fit into the list of each device.
+  // Call after MergeDroppedMass.
   absl::Status DecideListed(const ChunkJob& job, const SampleCounters* counters) const;
 
  private:
@@ -98,17 +101,19 @@ class GradientMerger {
 
 // ---- single classes of rows ----
 
-// Selects the most probable classes of rows, if the chunk wants them, while fp32 logits of the rows are in
-// memory. A path that does not compute whole rows of logits calls Select with blocks of classes, in order.
-// Until the last block, Region::kHiddenGradient holds the lists so far, so it must be free.
+// Selects the most probable classes of rows, if the chunk wants them. Select must be called while the fp32
+// logits of the rows are in memory. A path that does not compute whole rows of logits calls Select with one
+// block of classes after the other. Until the last block, Region::kHiddenGradient holds the lists, so the
+// path must not use this region.
 class TopSelector {
  public:
   explicit TopSelector(const PathContext& context)
       : context_(context), scratch_(TopScratch::Carve(context.sizes, context.memory[Region::kTopClasses])) {}
 
-  // Selects from the logits of a block of classes. `first_class` is counted from the first class here, and
-  // `last` says that the block ends with the last class here. After the last block job.classes is complete,
-  // on all devices if the head is split. Does nothing if the chunk wants no top classes.
+  // Selects from the logits of a block of classes. `first_class`: the first class of the block, counted from
+  // the first class here. `last`: whether the block ends with the last class here. After the last block
+  // job.classes is complete, on all devices if the head is split. Does nothing if the chunk wants no top
+  // classes.
   absl::Status Select(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                       int64_t first_class, bool last) const;
   // Selects from logits of all classes here.
@@ -129,20 +134,22 @@ class TopSelector {
 // ---- rows with soft targets ----
 
 // The additional steps of rows with soft targets (kernels/soft_rows.h). They do nothing for a chunk without
-// soft targets. For each block of rows call Take before the statistics of each block of classes, Name after
-// the last block and before LaunchFinishRunning, and Write after the gradient of each block.
+// soft targets. For each block of rows, call
+// - Take before the statistics of each block of classes,
+// - Name after the last block of classes and before LaunchFinishRunning,
+// - Write after the gradient of each block of classes.
 class SoftSteps {
  public:
   explicit SoftSteps(const PathContext& context) : context_(context) {}
 
   absl::Status Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
-  // If the head is split, uses the classes of all devices.
+  // If the head is split, the named classes of all devices count.
   absl::Status Name(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status Write(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                      const GradientRule* rules) const;
 
  private:
-  // logits [entries] become the sums over all devices.
+  // Replaces each of `logits` [entries] by its sum over all devices.
   absl::Status Exchange(float* logits, int64_t entries) const;
 
   const PathContext& context_;
@@ -151,46 +158,48 @@ class SoftSteps {
 // ---- the gradient of a block of classes ----
 
 // Writes the gradient of a block from its logits and `rules` [padded rows of `rows`]. LaunchFinishRunning has
-// written the rules, except those of padding rows. If the plan says so, the gradient is filtered, and the
-// mass that was left out goes to `dropped_mass` [rows of `rows`]. Includes the gradient of soft targets.
+// written the rules, except those of padding rows. If the plan says so, filters the gradient and writes the
+// dropped mass to `dropped_mass` [rows of `rows`]. The gradient includes the gradient of soft targets.
 absl::Status WriteBlockGradient(const PathContext& context, const SoftSteps& soft, const ChunkJob& job,
                                 const RowBlock& rows, const ClassBlock& block, GradientRule* rules,
                                 float* dropped_mass);
 
 // ---- sampled gradients ----
 
-// Elements of at least this size are listed as they are. For filtered gradients: all elements that are left.
+// The threshold of the list: elements of at least this size are listed as they are. It is 0 for filtered
+// gradients, whose list has all elements that the filter has left.
 inline float ThresholdOf(const ChunkJob& job) {
   return job.plan.sampled() ? job.options().sample_threshold : 0.0f;
 }
 
-// Enqueues the decision about a chunk, after all its rows have been sampled, into job.decision and
-// job.sample_threshold.
+// Enqueues the decision about a chunk, which is written to job.decision and job.sample_threshold. Call after
+// all rows of the chunk have been sampled.
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters);
 
-// The parameters for dx of the rows from `begin` on, whose inputs are `in`. The caller adds kept entries, hot
-// classes and the uniform part of label smoothing. Pure.
+// The parameters of the kernel that computes dx of the rows from `begin` on; `in` has the inputs of these
+// rows. The caller sets the members for kept entries, hot classes and the uniform part of label smoothing. A
+// pure function.
 SampledHiddenParams HiddenParamsOf(const PathContext& context, const ChunkJob& job, const SampleList& list,
                                    const RowInputs& in, int64_t begin);
 
 // ---- gradients from a list of elements of ds ----
 
-// After this many exact chunks in a row, trying pauses; then one chunk in this many tries.
+// After this many exact chunks in a row, trying pauses: then only one of this many chunks tries.
 inline constexpr int kFilterPatience = 16;
 
-// Decides which chunks that may be filtered or sampled really try it. Trying pauses once kFilterPatience
-// chunks in a row have turned out to be exact, because of their candidates or the predicted error. Then only
-// one chunk in kFilterPatience tries. The others are exact from the start: they need no selection, and where
-// filtered chunks store their logits, their loss can be fused. docs/lab/2026-11-21-filter-trials.md has the
-// arithmetic.
+// The back-off: decides which of the chunks that may be filtered or sampled try to be. If kFilterPatience
+// chunks in a row have tried and turned out to be exact, because of their candidates or the predicted error,
+// then only one chunk in kFilterPatience tries. The chunks that do not try are exact from the start. They
+// need no selection, and their loss can be fused even where filtered chunks store their logits.
+// docs/lab/2026-11-21-filter-trials.md has the arithmetic.
 //
 // The answers depend only on the order of the calls. Thread-compatible.
 class FilterBackoff {
  public:
-  // Whether the next chunk, with these options, tries. Options that differ from those of the last chunk begin
-  // anew.
+  // Whether the next chunk, with these options, tries. If the options differ from those of the last chunk,
+  // the count of exact chunks starts again.
   bool Next(const LossOptions& options);
-  // Reports the decision about a chunk that tried with these options, some chunks ago.
+  // Reports the decision about an earlier chunk that tried with these options.
   void Note(const LossOptions& options, Decision decision);
 
  private:
@@ -198,27 +207,27 @@ class FilterBackoff {
 
   LossOptions options_;
   int exact_in_a_row_ = 0;
-  int without_trial_ = 0;  // chunks since the last one that tried
+  int without_trial_ = 0;  // chunks since the last chunk that tried
 };
 
-// Zeroes the rows of job.hidden that may not reach the accumulators.
+// Zeroes the rows of job.hidden that must not be accumulated, so that they add nothing to dW.
 absl::Status ZeroDroppedHidden(const PathContext& context, const ChunkJob& job);
 
-// Makes the first `count` entries empty, by their keys.
+// Makes the first `count` entries empty: sets all bits of their keys.
 absl::Status ClearEntries(const PathContext& context, const KeptBuffers& buffers, int64_t count);
-// Adds the entries among the first `count` to the weight gradients. Dropped rows of job.hidden are 0. *runs
-// is zeroed before.
+// Adds the first `count` entries to the weight gradients, without those that are empty. Before the call, the
+// rows of job.hidden that must not be accumulated are 0 (ZeroDroppedHidden), and *runs is zero.
 absl::Status AddEntries(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers,
                         int64_t count, RunCounters* runs);
 
-// buffers.weight_sum becomes the sum of u_v w_v over the classes here.
+// Sets buffers.weight_sum to the sum of u_v w_v over the classes here (w_v: row v of the weight).
 absl::Status SumWeights(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers);
 // Adds to the weight gradients the part of label smoothing that every class gets.
 absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers);
 
 // Computes filtered gradients of a chunk after its candidates have been found (docs/kernels/filtered.md): dx
 // row by row, the list of kept elements, the decision whether the chunk is filtered, and dW from the list.
-// The path finds the candidates and says where the lists lie.
+// The path that uses it finds the candidates, and decides where the lists lie.
 class CandidateFilter {
  public:
   // `context` and `buffers` outlive the object.
@@ -227,18 +236,20 @@ class CandidateFilter {
 
   // Empties the pool of candidates.
   absl::Status Begin(const ChunkJob& job) const;
-  // The selection of candidates of the rows from `begin` on.
+  // The place for the candidates of the rows from `begin` on, which the path selects.
   RowSelection Selection(const ChunkJob& job, int64_t begin) const;
-  // Decides from the selection of all rows whether the chunk is filtered, into job.decision.
+  // Decides from the candidates of all rows whether the chunk is filtered; writes job.decision.
   absl::Status Decide(const ChunkJob& job) const;
-  // Prepares FilterRows once a chunk: an empty list of kept elements, and the sum of the weights.
+  // Prepares FilterRows, once for each chunk: empties the list of kept elements, and computes the sum of the
+  // weights.
   absl::Status PrepareRows(const ChunkJob& job) const;
-  // For the rows from `begin` on, whose inputs and results are `in` and `out`, computes from the selection:
-  // row results in fp32, dx as the GEMM of an exact chunk would compute it, the dropped mass, and the kept
-  // elements.
+  // For the rows from `begin` on, computes from their candidates: the row results in fp32, dx in the form
+  // that the GEMM of an exact chunk has, the dropped mass, and the kept elements. `in` and `out` are the
+  // inputs and the results of these rows.
   absl::Status FilterRows(const ChunkJob& job, const RowInputs& in, const RowResults& out,
                           int64_t begin) const;
-  // Adds the kept elements to the weight gradients. Dropped rows of job.hidden are 0.
+  // Adds the kept elements to the weight gradients. Before the call, the rows of job.hidden that must not be
+  // accumulated are 0 (ZeroDroppedHidden).
   absl::Status AddKept(const ChunkJob& job) const;
 
  private:
@@ -249,18 +260,18 @@ class CandidateFilter {
 // Zeroes job.dropped_mass, for a filtered chunk that turns out to be exact.
 absl::Status ZeroDroppedMass(const ChunkJob& job, cudaStream_t stream);
 
-// Continues a chunk by the device's decision (kernels/decision.h): the work of `exact` is done if
-// job.decision says "exact", else the work of `planned`. Errors are those of DeviceBranch::Enqueue(). If the
-// chunk is sampled in any case, enqueues `planned` without a branch.
+// Continues a chunk by the device's decision (kernels/decision.h): the device does the work that `exact`
+// enqueues if job.decision says "exact", else the work that `planned` enqueues. Returns the errors of
+// DeviceBranch::Enqueue(). If the chunk is sampled in any case, enqueues `planned` without a branch.
 absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, DeviceBranch& branch,
                               absl::FunctionRef<absl::Status()> exact,
                               absl::FunctionRef<absl::Status()> planned);
 
-// The same by any number on the device: `if_set` if it is not 0.
+// The same for any number on the device: the work of `if_set` if *flag is not 0, else the work of `if_not`.
 absl::Status BranchByFlag(const PathContext& context, const int32_t* flag, DeviceBranch& branch,
                           absl::FunctionRef<absl::Status()> if_set, absl::FunctionRef<absl::Status()> if_not);
 
-// ---- what paths say of themselves for people, as Choices (kernels/backend.h) ----
+// ---- descriptions of paths for people, as Choices (kernels/backend.h) ----
 
 // Adds the algorithm that cuBLASLt uses for a GEMM; `what` names the GEMM.
 absl::Status DescribeGemm(Gemms& gemms, absl::string_view what, const GemmShape& shape,
@@ -269,7 +280,7 @@ absl::Status DescribeGemm(Gemms& gemms, absl::string_view what, const GemmShape&
 // Describes the logits product that also computes the loss.
 Choice FusedLogitsChoice(const DeviceLimits& limits);
 
-// Describes whether chunks of the head can be filtered, and the memory that is kept for it.
+// Describes whether chunks of the head can be filtered, and the memory that is reserved for this.
 Choice FilterChoice(const PathContext& context);
 
 }  // namespace lossd::kernels::cuda

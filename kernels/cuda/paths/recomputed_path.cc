@@ -61,7 +61,7 @@ const uint8_t* RecomputedPath::WeightRows(int64_t first_class) const {
          first_class * context_.sizes.padded_hidden * context_.sizes.element;
 }
 
-// After the logit pass there are no logits, and the rows of the gradient have no gaps.
+// After the logit pass there are no logits in memory, and the rows of the gradient are packed without gaps.
 ClassBlock RecomputedPath::ClassesOf(const ChunkPlan& plan, int64_t first_class, int64_t padded_classes,
                                      void* data) const {
   const DType compute = context_.config.compute_dtype;
@@ -94,8 +94,8 @@ absl::Status RecomputedPath::Prepare(const ChunkJob& job) {
   });
 }
 
-// Also the last block has classes, unless there are none at all, because blocks are multiples of the unit to
-// which classes are padded.
+// The last block also has classes, because the size of a block is a multiple of the unit to which classes are
+// padded. Only if the part has no classes at all, its one block has none.
 absl::Status RecomputedPath::ForEachClassBlock(
     absl::FunctionRef<absl::Status(int64_t first, int64_t padded_classes)> step) const {
   const int64_t end = context_.sizes.padded_vocab;
@@ -150,7 +150,7 @@ absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& 
   auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
   GradientRule* const rules = Rules(rows);
   const bool with_uniform =
-      job.plan.filters_elements || !job.plan.uniform_apart;  // exact gradients may need it
+      job.plan.filters_elements || !job.plan.uniform_apart;  // exact gradients may need the uniform part
   LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
                              "statistics kernel");
@@ -206,7 +206,8 @@ absl::Status RecomputedPath::HiddenGradient(const ChunkJob& job) {
 }
 
 absl::Status RecomputedPath::WeightGradient(const ChunkJob& job) {
-  if (job.wants_hidden_gradient) return absl::OkStatus();  // HiddenGradient has added it
+  // HiddenGradient has already added the weight gradient
+  if (job.wants_hidden_gradient) return absl::OkStatus();
   LOSSD_RETURN_IF_ERROR(Gradients(job));
   context_.accumulators->weight_is_zero = false;
   return absl::OkStatus();
@@ -226,7 +227,8 @@ absl::Status RecomputedPath::Gradients(const ChunkJob& job) const {
                          [&](const RowBlock& rows) { return RowBlockGradients(job, rows); });
 }
 
-// dx is summed over the blocks of classes in fp32: in its final place if it is fp32 there.
+// dx is summed over the blocks of classes in fp32. If dx is fp32 in its final place, it is summed there, else
+// in the arena.
 absl::Status RecomputedPath::RowBlockGradients(const ChunkJob& job, const RowBlock& rows) const {
   const RecomputedArena arena = Arena(job);
   const int64_t ld = context_.sizes.padded_hidden;
@@ -247,7 +249,7 @@ absl::Status RecomputedPath::RowBlockGradients(const ChunkJob& job, const RowBlo
                   "convert kernel");
 }
 
-// Computes ds of the block, over (gradient unit * logit scale).
+// Computes ds of the block, divided by (gradient unit * logit scale).
 absl::Status RecomputedPath::ClassBlockGradient(const ChunkJob& job, const RowBlock& rows,
                                                 const ClassBlock& block) const {
   const cudaStream_t stream = context_.device->compute();
@@ -407,8 +409,8 @@ absl::Status DistilledRecomputedPath::HiddenGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   const Room room = Room::Carve(context_, *job.teacher);
   const auto step = [&](const RowBlock& rows, const LogitMatrix& logits) -> absl::Status {
-    // The first pass has delivered the results, which may be on their way to the host; so the second pass
-    // writes to scratch.
+    // The first pass has delivered the row results, and a copy of them to the host may be under way. So the
+    // second pass writes its row results to scratch memory.
     RowBlock again = rows;
     again.out = room.results;
     LOSSD_RETURN_IF_ERROR(stored_.Distil(job, again, logits, room.gradient, room.divergence));

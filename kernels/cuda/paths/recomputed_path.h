@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// RecomputedPath: the path of exact gradients of a chunk whose logits are recomputed, so that memory holds
-// the logits of at most one block of rows and classes. The path first computes the statistics of all rows.
-// When lse is known and the guard has passed, it computes the logits of each block once more, and their
-// gradient. Both steps are fused into the logits product where the plan says so. docs/kernels/recomputed.md
-// describes the whole path. DistilledRecomputedPath is the path of chunks with a teacher.
+// The paths (chunk_path.h) of exact gradients for a head that recomputes logits: RecomputedPath, and
+// DistilledRecomputedPath for chunks with a teacher.
+//
+// RecomputedPath keeps the logits of at most one block of rows and classes in memory. It first computes the
+// statistics of all rows. When lse is known and the guard has passed, it computes the logits of each block
+// once more, and from them their gradient. If the plan says so, both steps are fused into the logits product.
+// docs/kernels/recomputed.md describes the whole path.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
 
@@ -20,7 +22,7 @@
 
 namespace lossd::kernels::cuda {
 
-// Exact gradients of a head that recomputes logits. The head of this file describes the path.
+// Exact gradients of a head that recomputes logits. The comment at the top of this file describes the path.
 class RecomputedPath final : public ChunkPath {
  public:
   explicit RecomputedPath(const PathContext& context);
@@ -33,26 +35,27 @@ class RecomputedPath final : public ChunkPath {
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
 
-  // The steps of the phases, for paths that put other steps between them. Statistics computes row results and
-  // rules of all rows. `selects`: also the most probable classes; Region::kHiddenGradient must then be free.
+  // The steps of the phases, for other paths that add steps between them. Statistics computes row results and
+  // gradient rules (GradientRule) of all rows. `selects`: also the most probable classes;
+  // Region::kHiddenGradient must then be free.
   absl::Status Statistics(const ChunkJob& job, bool selects) const;
   // Computes the gradients that `job` wants, from the rules and PathContext::keep.
   absl::Status Gradients(const ChunkJob& job) const;
   // Computes the logits of a block of rows, for the classes from first_class on.
   absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
                                 const LogitMatrix& to) const;
-  // The parameters of the fused loss of a block of rows, with its partial sums in `tiles`.
+  // The parameters of the fused loss of a block of rows. `tiles`: the memory for its partial sums.
   hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
                                     const hopper::TilePartials& tiles) const;
   // For a split head: computes row results and rules of a block of rows from the sums over all classes.
   // SplitElements then writes ds in the place of the block's logits; SplitExponentials writes exponentials.
-  // If the plan is filtered, the elements are filtered too, and the mass that the classes here drop goes to
-  // dropped_mass [rows].
+  // If the plan is filtered, SplitElements also filters the elements, and writes the dropped mass of the
+  // classes here to dropped_mass [rows].
   absl::Status SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                              float* dropped_mass) const;
   absl::Status SplitExponentials(const ChunkJob& job, const RowBlock& rows, const hopper::TilePartials& tiles,
                                  void* exponentials) const;
-  // The factors of the rows of such exponentials.
+  // The factors of the rows of the exponentials that SplitExponentials writes.
   const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
   // A matrix at `data` for the fp32 logits of all classes of some rows.
@@ -91,7 +94,8 @@ class RecomputedPath final : public ChunkPath {
   RecomputedBlocks blocks_;       // of the chunk that Prepare has begun
 };
 
-// Calls step(begin, size) for the blocks of [0, end), each of `block`; the last one ends at `limit`.
+// Divides [0, end) into blocks of size `block` and calls step(begin, size) for each. The last block ends at
+// `limit`.
 absl::Status ForEachBlock(int64_t end, int64_t block, int64_t limit,
                           absl::FunctionRef<absl::Status(int64_t, int64_t)> step);
 
@@ -102,16 +106,17 @@ absl::Status ForEachRowBlock(const ChunkJob& job, int64_t block_rows,
 // ---- with a teacher ----
 
 // The path of exact gradients of a chunk with a teacher, for a head that recomputes its logits. The head has
-// no room for the logits of whole rows, so the teacher's memory holds those of a block of rows: first the
-// teacher's logits, then the head's, then the gradient of the head's logits. The path first computes the row
-// results of all blocks. When the guard has passed, it computes the logits of each block once more, their
-// gradient, and from it dx and dW of the block. This takes six products instead of the four of StoredPath.
+// no room for the logits of whole rows. So the teacher's memory holds, for one block of rows at a time: the
+// teacher's logits, behind them the head's logits, and behind these the gradient of the head's logits. The
+// path first computes the row results of all blocks. When the guard has passed, it computes the logits of
+// each block once more, their gradient, and from it dx and dW of the block. This takes six products instead
+// of the four of StoredPath.
 class DistilledRecomputedPath final : public ChunkPath {
  public:
   explicit DistilledRecomputedPath(const PathContext& context);
   static bool Takes(const ChunkPlan& plan) { return plan.distilled; }
-  // The rows of a block, a multiple of 8, if the teacher's memory has room for the fp32 logits of
-  // `teacher_rows` rows (TeacherRows::block_rows). The same for all parts of a head.
+  // The number of rows of a block, a multiple of 8, if the teacher's memory has room for the fp32 logits of
+  // `teacher_rows` rows (TeacherRows::block_rows). All parts of a head get the same number.
   static int64_t BlockRows(const HeadSizes& sizes, int64_t teacher_rows);
 
   absl::Status Prepare(const ChunkJob& job) override;
@@ -120,7 +125,7 @@ class DistilledRecomputedPath final : public ChunkPath {
   // (CudaHead::Prepare).
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override { return absl::OkStatus(); }
-  // Only used for logs of a chunk: a head is described without a teacher.
+  // Used only for the log of a chunk, because the description of a head assumes chunks without a teacher.
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override {
     return cuda::Describe(plan);
   }
@@ -129,7 +134,7 @@ class DistilledRecomputedPath final : public ChunkPath {
   // The buffers in the teacher's memory, behind the teacher's logits of a block.
   struct Room {
     int64_t rows = 0;    // of a block
-    RowResults results;  // for the results that the second pass computes again
+    RowResults results;  // memory for the row results that the second pass computes again
     float* divergence = nullptr;
     void* logits = nullptr;  // [rows, padded_vocab] fp32
     LogitMatrix gradient;    // [rows, padded_vocab] compute dtype

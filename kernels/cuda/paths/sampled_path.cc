@@ -53,7 +53,8 @@ absl::Status SampledStoredPath::Prepare(const ChunkJob& job) {
   return job.plan.fused() ? fused_.Prepare(job) : stored_.Prepare(job);
 }
 
-// The result of an independent chunk must not depend on what earlier chunks have taken, down to the last bit.
+// Independent chunks use no hot classes, because their result must not depend in any bit on the classes that
+// earlier chunks have taken.
 bool SampledStoredPath::UsesHot(const ChunkJob& job) const {
   return hot_.bits != nullptr && !job.chunk->independent && job.rows() >= kLeastHotRows;
 }
@@ -98,7 +99,8 @@ SampleRowsParams SampledStoredPath::SampleOf(const ChunkJob& job) const {
           .hot = HotPartOf(job)};
 }
 
-// With label smoothing no element is 0, so the list is not used.
+// With label smoothing no element is 0, so the list would be too long and the gradients are computed from the
+// matrix.
 absl::Status SampledStoredPath::ListFiltered(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   static_assert(static_cast<int32_t>(Decision::kAsPlanned) == 0);
@@ -120,7 +122,7 @@ HotPart SampledStoredPath::HotPartOf(const ChunkJob& job) const {
   return UsesHot(job) ? HotPart{hot_, buffers_.hot_listed, buffers_.hot_widths} : HotPart{};
 }
 
-// Before the first chunk nothing is known of any class.
+// Before the first chunk no class has been counted.
 absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   if (!knows_hot_) LOSSD_RETURN_IF_ERROR(Zero(hot_.bits, hot_bytes_, stream));
@@ -205,7 +207,8 @@ absl::Status SampledStoredPath::MultiplyHotHidden(const ChunkJob& job) const {
 }
 
 // Counts the classes that this chunk has taken, and chooses the hot classes of the next chunk. The hot
-// classes of this chunk are needed until its dW is computed; so if it accumulates, AddKept makes the choice.
+// classes of this chunk are needed until its dW is computed. So if the chunk accumulates, AddKept makes the
+// choice.
 absl::Status SampledStoredPath::ChooseHot(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   const CountHotParams count = {.hot = hot_,
@@ -228,7 +231,7 @@ absl::Status SampledStoredPath::AddKept(const ChunkJob& job) const {
                   "choosing kernels");
 }
 
-// The rows' factors are multiplied into the hidden states.
+// Before the call, the hidden states have been multiplied by the factors of the rows.
 absl::Status SampledStoredPath::AddHot(const ChunkJob& job) const {
   Device& device = *context_.device;
   const cudaStream_t stream = device.compute();

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The paths of sampled gradients (docs/kernels/sampled.md): SampledStoredPath for heads that store logits,
-// SampledRecomputedPath for heads that recompute them. Both also compute filtered gradients where a head is
-// split by vocabulary or rows have soft targets (ChunkPlan::filters_elements, docs/kernels/filtered.md).
+// The paths (chunk_path.h) of sampled gradients (docs/kernels/sampled.md): SampledStoredPath for heads that
+// store logits, SampledRecomputedPath for heads that recompute them. Both also compute filtered gradients if
+// the head is split by vocabulary or rows have soft targets (ChunkPlan::filters_elements,
+// docs/kernels/filtered.md).
 //
-// Driven by the backend's thread.
+// Called by the backend's driving thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SAMPLED_PATH_H_
 
@@ -18,10 +19,10 @@
 
 namespace lossd::kernels::cuda {
 
-// The chunk begins like an exact one of FusedStoredPath or StoredPath, which leaves a matrix of ds. A list of
-// few classes a row is taken from the matrix. With `auto` the device decides by the predicted error whether
-// dx and dW are computed from the list or from the matrix. Work after a decision for the list uses the memory
-// of the matrix.
+// The path begins a chunk as FusedStoredPath or StoredPath does, which results in a matrix of ds (dL/ds).
+// From each row of the matrix it takes a few classes into a list. With kAuto the device decides by the
+// predicted error whether dx and dW are computed from the list or from the matrix. If they are computed from
+// the list, that work may overwrite the matrix.
 class SampledStoredPath final : public ChunkPath {
  public:
   explicit SampledStoredPath(const PathContext& context);
@@ -37,20 +38,22 @@ class SampledStoredPath final : public ChunkPath {
  private:
   int64_t CapacityOf(const ChunkJob& job) const;
   SampleList ListOf(const ChunkJob& job) const;
-  // Takes the list, and makes the decision.
+  // Takes the list from the matrix, and makes the decision.
   absl::Status Sample(const ChunkJob& job);
   SampleRowsParams SampleOf(const ChunkJob& job) const;
-  // Lists all elements that are left in a matrix of filtered ds. If they do not fit, the matrix is used.
+  // For a matrix of filtered ds: lists all elements that are not 0. If they do not fit into the list, the
+  // gradients are computed from the matrix.
   absl::Status ListFiltered(const ChunkJob& job) const;
   // Enqueues a branch: the work of `listed` if gradients come from the list, else the work of `dense`.
   absl::Status Branch(const ChunkJob& job, DeviceBranch& branch, absl::FunctionRef<absl::Status()> dense,
                       absl::FunctionRef<absl::Status()> listed) const;
-  // Computes dx, if it is wanted, and the entries of dW.
+  // Computes dx from the list, if dx is wanted, and the entries from which dW is computed.
   absl::Status GatherRows(const ChunkJob& job) const;
   absl::Status CopyLists(const ChunkJob& job) const;
   absl::Status AddKept(const ChunkJob& job) const;
 
-  // Hot classes: the most frequent ones, which get dense products of their own.
+  // The next functions are for hot classes. These are the most frequent classes, which get dense products of
+  // their own.
   bool UsesHot(const ChunkJob& job) const;
   GemmShape HotHiddenShape(const ChunkJob& job) const;
   GemmShape HotWeightShape(const ChunkJob& job) const;
@@ -72,12 +75,13 @@ class SampledStoredPath final : public ChunkPath {
   bool knows_hot_ = false;
 };
 
-// The path recomputes logits one block of rows after the other. The logits of a block, of all classes, become
-// ds in place, and the list of the block's rows is taken from ds. dx and dW are computed from the lists of
-// all blocks. With `auto` the device decides by the predicted error, after the last block, whether the
-// gradients are computed as by RecomputedPath instead.
+// The path recomputes logits, one block of rows after the other. In the memory of a block's logits, of all
+// classes, it computes ds, and from ds it takes the list of the block's rows. dx and dW are computed from the
+// lists of all blocks. With kAuto the device decides after the last block, by the predicted error, whether
+// the gradients are instead computed as RecomputedPath computes them.
 //
-// Each block has its share of the room for entries. If that is too small, the block gets a larger threshold.
+// Each block has a share of the room for entries. If the share is too small, the block gets a larger
+// threshold.
 class SampledRecomputedPath final : public ChunkPath {
  public:
   explicit SampledRecomputedPath(const PathContext& context);
@@ -96,20 +100,20 @@ class SampledRecomputedPath final : public ChunkPath {
  private:
   FilterShape ShapeOfHead() const;
   FilterShape ShapeOf(const ChunkJob& job) const;
-  // Whether the logit pass leaves ds of a block, as exponentials and factors of rows.
+  // Whether the logit pass computes ds of a block, in the form of exponentials and a factor for each row.
   bool LeavesExponentials(const ChunkPlan& plan) const;
   DType ElementsOf(const ChunkPlan& plan) const;
   int64_t BlockRows(const ChunkPlan& plan, int64_t rows) const;
   // The index of the first entry of the rows from `row` on.
   int64_t FirstEntry(const ChunkJob& job, int64_t row) const;
   SampleList ListOf(const ChunkJob& job, const RowBlock& rows) const;
-  // Computes the row results of a block, and its ds in the arena.
+  // Computes the row results of a block, and the block's ds, which lies in the arena.
   absl::StatusOr<LogitMatrix> BlockElements(const ChunkJob& job, const RowBlock& rows) const;
-  // Also takes the block's entries.
+  // Does the work of BlockElements, and takes the block's entries.
   absl::Status SampleBlock(const ChunkJob& job, const RowBlock& rows) const;
   absl::Status Gradients(const ChunkJob& job) const;
   absl::Status SampledGradients(const ChunkJob& job) const;
-  // Computes dx, if it is wanted, and the entries of dW, in the arena.
+  // Computes dx from the list, if dx is wanted, and in the arena the entries from which dW is computed.
   absl::Status GatherRows(const ChunkJob& job) const;
 
   const PathContext& context_;

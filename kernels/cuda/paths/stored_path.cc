@@ -15,10 +15,11 @@
 
 namespace lossd::kernels::cuda {
 
-// The product of the weight gradient keeps its multiprocessors until it ends. Copies of rows within a GPU are
-// kernels, and the hidden gradient that the trainer waits for is such a copy. So this many clusters stay free
-// for it. On an H200 the gradient of 8,192 rows (gemma2-2b) was with an embedded trainer after 39 to 40 ms
-// instead of 45 to 46, and the weight gradient took no longer.
+// The product of the weight gradient keeps its multiprocessors until it ends. While it runs, the trainer
+// waits for a copy of the hidden gradient. If this copy is within the GPU, it is a kernel, which also needs
+// multiprocessors. So this many clusters stay free for the copy. On an H200 an embedded trainer had the
+// gradient of 8,192 rows (gemma2-2b) after 39 to 40 ms instead of 45 to 46, and the weight gradient took no
+// longer.
 constexpr int kClustersBesideWeightGradient = 1;
 
 static_assert(hopper::kGradientGemmScratchBytes <= kGemmWorkspaceBytes);
@@ -290,7 +291,8 @@ StoredPath::TeacherRoom StoredPath::RoomOf(const ChunkJob& job) const {
   hopper::TilePartials::Carve(partials, sizes.chunk_rows, sizes.most_classes);
   const int64_t parts = hopper::VocabTiles(sizes.vocab);
   int64_t rows = std::min(half, partials.used() / (2 * parts * int64_t{sizeof(SoftmaxPart)}) / 8 * 8);
-  // Fewer rows than a panel take as long as a whole panel.
+  // The logit pass takes as long for fewer rows than a panel as for a whole panel, so smaller blocks do not
+  // use it.
   if (rows < std::min<int64_t>(job.padded_rows(), hopper::kPanelRows)) return room;
   if (rows > hopper::kPanelRows) rows = rows / hopper::kPanelRows * hopper::kPanelRows;
   auto* const student = context_.memory.At<SoftmaxPart>(Region::kHiddenGradient);
@@ -421,8 +423,8 @@ absl::Status StoredPath::Distil(const ChunkJob& job, const RowBlock& rows, const
   RowBlock with_target = rows;
   with_target.in.weights = p.rows.target_weights;
   with_target.in.coef_loss = p.rows.target_coefs;
-  // Without a gradient of this loss, the kernels leave the logits as they are; FinishDivergence still needs
-  // them.
+  // If the loss with targets has no gradient, its kernels must not change the logits, because
+  // FinishDivergence still needs them.
   LogitMatrix of_targets = gradient;
   if (!mixes) of_targets.data = nullptr;
   LOSSD_RETURN_IF_ERROR(TargetRowLoss(job, with_target, logits, of_targets));

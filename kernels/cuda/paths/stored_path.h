@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The paths of exact gradients for a head that stores logits: StoredPath for every GPU, FusedStoredPath for
-// Hopper. StoredGradients is common to the paths of stored logits: it computes dx = ds W and dW += ds^T x
-// from a matrix of ds in device memory, by cuBLASLt (LibraryGemms) or by this library's own kernels
-// (OwnGemms, hopper/gradient_gemm.h), as the plan of the chunk says. StagedLogits computes fp32 logits for
-// StoredPath and for FilteredStoredPath.
+// The paths (chunk_path.h) of exact gradients for a head that stores logits: StoredPath for every GPU,
+// FusedStoredPath for Hopper. The paths of stored logits share two classes. StoredGradients computes dx = ds
+// W and dW += ds^T x from a matrix of ds (dL/ds) in device memory. The plan of the chunk says whether
+// cuBLASLt (LibraryGemms) or this library's own kernels (OwnGemms, hopper/gradient_gemm.h) compute these
+// products. StagedLogits computes fp32 logits for StoredPath and for FilteredStoredPath.
 //
-// Each function enqueues on the device's compute stream. Driven by the backend's thread.
+// Each function enqueues its work on the device's compute stream. All functions are called by the backend's
+// driving thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_STORED_PATH_H_
 
@@ -25,14 +26,14 @@ namespace lossd::kernels::cuda {
 
 // ---- gradients from a matrix of ds ----
 
-// ds over (logit scale * gradient unit), as the loss of a chunk leaves it: row r of `elements` times
-// factors[r].
+// The matrix ds of a chunk, divided by (logit scale * gradient unit), in the form that the loss has stored.
+// Its row r is row r of `elements` times factors[r].
 struct StoredGradient {
   void* elements = nullptr;        // [padded_rows, padded_vocab] compute dtype
   const float* factors = nullptr;  // [rows] or null: all 1
 };
 
-// The two products dx = ds W and dW += ds^T x, by one library of kernels.
+// Computes the two products dx = ds W and dW += ds^T x. Each derived class uses one library of kernels.
 class GradientGemms {
  public:
   virtual ~GradientGemms() = default;
@@ -41,9 +42,10 @@ class GradientGemms {
   virtual absl::Status Prepare(const ChunkJob& job) const = 0;
   // Computes dx into Region::kHiddenGradient.
   virtual absl::Status HiddenGradient(const ChunkJob& job, const StoredGradient& gradient) const = 0;
-  // Adds to the accumulated dW. The factors of the rows have been multiplied into job.hidden.
+  // Adds the product to the accumulated dW. Before the call, the rows of job.hidden have been multiplied by
+  // the factors of StoredGradient.
   virtual absl::Status WeightGradient(const ChunkJob& job, const void* elements) const = 0;
-  // Adds a description of the GEMMs of a full chunk.
+  // Adds a description of the GEMMs of a full chunk to `choices`.
   virtual absl::Status Describe(std::vector<Choice>& choices) const = 0;
 };
 
@@ -86,7 +88,8 @@ class StoredGradients {
   const GradientGemms& GemmsOf(const ChunkPlan& plan) const;
   // Computes dx into Region::kHiddenGradient.
   absl::Status HiddenGradient(const ChunkJob& job, const StoredGradient& gradient) const;
-  // Adds db and dW. The factors of the rows have been multiplied into job.hidden.
+  // Adds to the accumulated db and dW. Before the call, the rows of job.hidden have been multiplied by the
+  // factors of StoredGradient.
   absl::Status WeightGradient(const ChunkJob& job, const StoredGradient& gradient) const;
 
  private:
@@ -97,8 +100,13 @@ class StoredGradients {
 
 // ---- paths ----
 
-// Computes the fp32 logits of a chunk, one block of rows after the other (PlanStaging in path_memory.h). So
-// no row result is computed from 16-bit logits.
+// Computes the logits of a chunk in fp32, one block of rows after the other, because memory has no room for
+// the fp32 logits of all rows. The caller computes row results from each block, so no row result is computed
+// from 16-bit logits.
+//
+// PlanStaging in path_memory.h chooses the blocks and their place. `kept` says what the caller keeps in
+// Region::kLogits of each row (path_memory.h). The last blocks lie in the "spare" memory,
+// Region::kHiddenGradient.
 class StagedLogits {
  public:
   explicit StagedLogits(const PathContext& context);
@@ -107,18 +115,18 @@ class StagedLogits {
   absl::Status Prepare(const ChunkJob& job, Kept kept) const;
   // The number of rows of each block.
   std::vector<int64_t> BlockRows(const ChunkJob& job, Kept kept) const;
-  // Whether the logits of some rows lie in Region::kHiddenGradient.
+  // Whether the logits of some rows lie in the spare memory.
   bool UsesSpare(const ChunkJob& job, Kept kept) const;
-  // Enqueues the work on the logits of a block of rows.
+  // A function that enqueues the caller's work on the logits of a block of rows.
   using BlockStep = absl::FunctionRef<absl::Status(const RowBlock&, const LogitMatrix&)>;
-  // Enqueues the logits of each block and then calls `step`. If UsesSpare, Region::kHiddenGradient must be
-  // free.
+  // For each block, enqueues the product that computes its logits, and then calls `step`. If UsesSpare,
+  // Region::kHiddenGradient must be free.
   absl::Status ForEachBlock(const ChunkJob& job, Kept kept, BlockStep step) const;
-  // Does this for one block of padded rows, with the logits at `at`.
+  // Does the same for one block, the padded rows [begin, begin + count), with its logits at `at`.
   absl::Status ComputeBlock(const ChunkJob& job, int64_t begin, int64_t count, void* at,
                             BlockStep step) const;
 
-  // The product of the largest block of a full chunk, and where its result lies.
+  // The GEMM for the largest block of a full chunk, and the place of its result.
   GemmShape LargestGemm() const;
   void* LargestBlock() const;
 
@@ -134,9 +142,9 @@ class StagedLogits {
   const GemmShapes shapes_;
 };
 
-// cuBLASLt computes the logits of a block of rows in fp32. The row loss kernel turns them into row results
-// and their gradient in the compute dtype. When all rows have their gradient, two GEMMs compute dx and dW
-// from it.
+// For each block of rows, cuBLASLt computes the logits in fp32. The row loss kernel computes from them the
+// row results, and the gradient of the logits (ds) in the compute dtype. When ds of all rows is complete, two
+// GEMMs compute dx and dW from it.
 class StoredPath final : public ChunkPath {
  public:
   explicit StoredPath(const PathContext& context);
@@ -149,61 +157,66 @@ class StoredPath final : public ChunkPath {
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
   absl::Status Tune(const void* hidden) override;
 
-  // The steps of the phases, for paths that put other steps between them. RowLoss computes row results, and
-  // the gradient if it is wanted; Region::kHiddenGradient must be free. `selects`: also the most probable
-  // classes.
+  // The steps of the phases, for other paths that add steps between them. RowLoss computes row results and,
+  // if gradients are wanted, ds; Region::kHiddenGradient must be free. `selects`: whether it also selects the
+  // most probable classes.
   absl::Status RowLoss(const ChunkJob& job, bool selects) const;
-  // The gradient as a matrix that takes all of Region::kLogits.
+  // The matrix ds, which takes all of Region::kLogits.
   LogitMatrix elements() const;
-  // Computes dx, or adds dW, from that gradient. Rows of job.hidden that may not be added are 0 for dW.
+  // HiddenGemm computes dx from ds. WeightGemm adds dW, also from ds; before the call, the rows of job.hidden
+  // that must not be accumulated are 0 (ZeroDroppedHidden).
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
   absl::Status WeightGemm(const ChunkJob& job) const { return gradients_.WeightGradient(job, Gradient()); }
-  // Softmaxes of rows at the temperature of a distillation, as partial results that the products of the
-  // logits compute (hopper::SoftmaxPass): [rows, parts] of each head.
+  // The softmaxes of rows at the temperature of a distillation, as partial results [rows, parts] for each
+  // head. The products that compute the logits also compute them (hopper::SoftmaxPass).
   struct SoftmaxParts {
     SoftmaxPart* student = nullptr;
     SoftmaxPart* teacher = nullptr;
     int64_t parts = 0;
     uint32_t* claimed_positions = nullptr;  // [hopper::kMostClusters], scratch
   };
-  // For rows whose logits have been computed, and for whose teacher logits there is room: computes the
-  // teacher's logits, the row results, `divergence` [rows], and the gradient unless its data is null. Uses no
-  // memory of this path. `known`: the student's softmaxes are there, and the teacher's have room; null: the
-  // logits are read for both.
+  // For rows with a teacher whose student logits are in `logits`: computes the teacher's logits (in
+  // TeacherRows::logits), the row results, `divergence` [rows], and ds into `gradient` unless its data is
+  // null. There are at most TeacherRows::block_rows rows. Uses no region of this path's memory, so other
+  // paths may call it. `known`: known->student has the student's softmaxes, and known->teacher is memory for
+  // the teacher's softmaxes. Null: a kernel computes both softmaxes from the logits.
   absl::Status Distil(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                       const LogitMatrix& gradient, float* divergence,
                       const SoftmaxParts* known = nullptr) const;
 
  private:
-  // How the teacher's memory is divided between the logits of `rows` rows of the teacher, and then of the
-  // student. rows == 0: the student's logits lie in its own memory. For other chunks they do not, because
-  // there is room for fewer and fewer rows as gradients of earlier rows fill that memory, and a product of
-  // few rows reads the weight as often as one of many. The softmaxes (`known`) lie where dx will be, like the
-  // partial sums of a fused loss.
+  // How a chunk with a teacher uses the memory of the teacher's logits (TeacherRows::logits). If `rows` is
+  // not 0, this memory holds `rows` rows of the teacher's logits, and behind them `rows` rows of the
+  // student's logits. If `rows` is 0, the student's logits lie in the student's own memory (StagedLogits).
+  //
+  // The student's own memory is worse: gradients of earlier rows fill it, so blocks get smaller and smaller,
+  // and a product of few rows reads the whole weight just as a product of many rows does. The softmaxes
+  // (`known`) lie in the memory of dx, like the partial sums of a fused loss.
   struct TeacherRoom {
-    int64_t rows = 0;  // a multiple of 8
+    int64_t rows = 0;  // of each head; a multiple of 8
     float* student = nullptr;
-    SoftmaxParts known;  // parts == 0: the products do not compute the softmaxes
+    SoftmaxParts known;  // its `parts` is 0 if the products do not compute the softmaxes
   };
   TeacherRoom RoomOf(const ChunkJob& job) const;
-  // Computes the logits of a block of rows, and their softmaxes in `parts`.
+  // Computes the logits of a block of rows into `logits`, and the parts of their softmaxes into `parts`.
   absl::Status LogitsAndSoftmaxes(const hopper::LogitOperands& operands, float temperature, float* logits,
                                   SoftmaxPart* parts, uint32_t* claimed_positions) const;
   StoredGradient Gradient() const { return {context_.memory[Region::kLogits], nullptr}; }
-  // As StagedLogits::ForEachBlock, for rows with a teacher, with blocks of equal size in `room`.
+  // As StagedLogits::ForEachBlock, for rows with a teacher: all blocks have room.rows rows, and their logits
+  // lie at room.student.
   absl::Status ForEachBlockBesideTeacher(const ChunkJob& job, const TeacherRoom& room,
                                          StagedLogits::BlockStep step) const;
-  // The loss of a block of rows with a teacher, in parts for whose teacher logits there is room. `known` as
-  // in Distil.
+  // Computes the loss of a block of rows with a teacher. Divides the block into parts of at most
+  // TeacherRows::block_rows rows, and calls Distil for each part. `known` as in Distil.
   absl::Status DistilledRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                 const LogitMatrix& gradient, const SoftmaxParts* known) const;
-  // Computes the records of the rows (DivergenceRows), over all classes.
+  // Computes the records of the rows (DivergenceRows::records), summed over all classes.
   absl::Status SumDivergences(const DivergenceParams& p) const;
-  // The loss with targets, for a block of rows.
+  // Computes the loss with targets for a block of rows.
   absl::Status TargetRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                              const LogitMatrix& gradient) const;
-  // The same where other devices have classes of the rows, or rows have soft targets. Filtered if the plan
-  // is.
+  // The same if other devices have some of the classes, or if rows have soft targets. The gradient is
+  // filtered if the plan is filtered.
   absl::Status SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                             const LogitMatrix& gradient) const;
 
@@ -217,8 +230,8 @@ class StoredPath final : public ChunkPath {
   const SoftSteps soft_;
 };
 
-// Exact gradients on Hopper, from one pass that computes logits and loss together (docs/kernels/hopper.md).
-// The pass stores exponentials; each of their rows lacks one factor to be the gradient.
+// Exact gradients on Hopper. One pass computes logits and loss together, and stores exponentials of the
+// logits (docs/kernels/hopper.md). Each row of exponentials times one factor is the row of ds.
 class FusedStoredPath final : public ChunkPath {
  public:
   explicit FusedStoredPath(const PathContext& context);
@@ -230,8 +243,8 @@ class FusedStoredPath final : public ChunkPath {
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
 
-  // The steps of the phases, for paths that put other steps between them. The factors belong to the rows of
-  // exponentials in Region::kLogits.
+  // The steps of the phases, for other paths that add steps between them. factors(): one factor for each row
+  // of the exponentials in Region::kLogits.
   const float* factors() const { return rows_.factor; }
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
   // Multiplies the rows' factors into job.hidden, and adds dW.
@@ -244,7 +257,7 @@ class FusedStoredPath final : public ChunkPath {
   const StoredGradients gradients_;
   const RowMerger merger_;
   const TopSelector top_;
-  hopper::FusedRows rows_;  // the partial sums lie where dx will be written later
+  hopper::FusedRows rows_;  // its partial sums lie in the memory of dx, which is written later
 };
 
 }  // namespace lossd::kernels::cuda

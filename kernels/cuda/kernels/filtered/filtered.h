@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels of filtered gradients. From the candidates of each row they compute the gradients
-// of the hidden states and of the weight, without the logits below epsilon. docs/kernels/filtered.md says
-// why, and what it costs.
+// Launchers of the kernels of filtered gradients. The candidates of a row are the classes whose probability
+// may reach epsilon. From the candidates and the targets, the kernels compute the gradients of the hidden
+// states and of the weight; classes whose probability is below epsilon are left out. docs/kernels/filtered.md
+// says why, and what this costs.
 //
-// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+// All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_H_
 
@@ -20,17 +21,19 @@ namespace lossd::kernels::cuda {
 
 // ---- selection ----
 
-// The candidates of rows: a pool of classes that all rows share, and for each row its part of the pool.
+// The candidates of rows. `pool` is a list of classes that all rows share; `rows` says which part of the pool
+// belongs to each row.
 struct RowSelection {
   float epsilon = 0.0f;
   int32_t* pool = nullptr;  // [capacity] classes
   int32_t capacity = 0;
-  int32_t* used = nullptr;      // [1], 0 on entry; above `capacity` on return: the lists are incomplete
+  // [1]: entries of the pool; 0 on entry; above `capacity` on return if the pool is too small.
+  int32_t* used = nullptr;
   SelectedRow* rows = nullptr;  // [rows]
 };
 
-// Computes row results and candidates. If a row lists more than kMaxRowCandidates, or more than half as many
-// if it has at most 65,536 classes, `used` ends above capacity.
+// Computes row results and candidates. A row may have kMaxRowCandidates candidates, or half as many if there
+// are at most 65,536 classes. If a row has more, `used` is above capacity on return.
 struct SelectRowsParams {
   LogitMatrix logits;  // fp32, of all classes; only read
   LossTerms terms;
@@ -54,16 +57,17 @@ cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream);
 // Kept elements, in any order. A key holds class and row, (class << row_bits) | row; each pair occurs once.
 struct KeptList {
   uint64_t* keys = nullptr;
-  float* coefs = nullptr;    // dL/ds of the element over (scale * gradient unit)
+  float* coefs = nullptr;    // dL/ds of the element divided by (scale * gradient unit)
   int32_t* count = nullptr;  // [1], 0 on entry; at most all candidates and one target a row
   int row_bits = 0;
   int64_t first_row = 0;  // the row of the chunk that is row 0 of the launch
 };
 
-// Computes row results from logits in fp32, the hidden gradient, the dropped mass, and the list of kept
-// elements. Does nothing if the candidates overflowed the pool.
+// Computes, from the candidates of each row: row results with logits in fp32, the hidden gradient, the
+// dropped mass, and the list of kept elements. Does nothing if the candidates overflowed the pool.
 struct FilterRowsParams {
-  // These four as for the selection. The argmax of a row stays as the selection has written it.
+  // The next four members have the values that LaunchSelectRows got in SelectRowsParams. The kernel does not
+  // change the argmax that the selection has written.
   LossTerms terms;
   RowInputs in;
   RowResults out;
@@ -72,22 +76,23 @@ struct FilterRowsParams {
   const void* hidden = nullptr;            // [rows, ld]
   const void* weight = nullptr;            // [vocab, ld]
   int64_t ld = 0;                          // a multiple of 8; CanFilterRows()
-  const float* weight_sum = nullptr;       // [ld], sum of u_v w_v; only with smoothing
+  const float* weight_sum = nullptr;       // [ld], the sum of u_v * row v of the weight; only with smoothing
   void* hidden_gradient = nullptr;         // [rows, ld], or null: not wanted
   DType gradient_dtype = DType::kFloat32;  // `dtype` or fp32
   float gradient_scale = 1.0f;
-  const int32_t* with_gradient = nullptr;  // [rows]; other rows get 0 and keep their results
-  const int32_t* accumulate = nullptr;     // [rows]; the rows whose elements are listed
-  float* dropped_mass = nullptr;           // [rows]
-  KeptList kept;                           // keys null: not wanted
+  // [rows]; rows where it is 0 get a gradient of 0 and keep their results.
+  const int32_t* with_gradient = nullptr;
+  const int32_t* accumulate = nullptr;  // [rows]; the rows whose elements are listed
+  float* dropped_mass = nullptr;        // [rows]
+  KeptList kept;                        // keys null: not wanted
 };
 cudaError_t LaunchFilterRows(const FilterRowsParams& params, cudaStream_t stream);
 
 // ---- weight gradient ----
 
 // Sorts `count` entries by key. Empty entries have all bits of the key set and come last. Only the lowest
-// key_bits bits are compared. Uses both pairs of arrays; on return the sorted entries are in [0]. `scratch`
-// has SortScratchBytes(count) bytes.
+// key_bits bits are compared. Uses both pairs of arrays, [0] and [1]; on return the sorted entries are in
+// [0]. `scratch` has SortScratchBytes(count) bytes.
 struct SortParams {
   uint64_t* keys[2] = {};  // [count] each; the entries are in [0]
   float* coefs[2] = {};
@@ -97,8 +102,8 @@ struct SortParams {
 };
 cudaError_t LaunchSortKept(SortParams& params, cudaStream_t stream);
 
-// weight_gradient[v] += scale * the sum of coef * hidden[row] over v's entries, in the order of rows. The
-// same for the bias, with 1 instead of hidden[row].
+// weight_gradient[v] += scale * the sum of coef * hidden[row] over the entries of class v, in the order of
+// rows. bias_gradient[v] += scale * the sum of coef over the same entries.
 struct FilteredWeightParams {
   const uint64_t* keys = nullptr;  // [count], sorted
   const float* coefs = nullptr;
@@ -117,7 +122,7 @@ struct FilteredWeightParams {
 cudaError_t LaunchFilteredWeight(const FilteredWeightParams& params, int multiprocessors,
                                  cudaStream_t stream);
 
-// The uniform part of label smoothing (u null: 1):
+// Adds the uniform part of label smoothing, where u_v is class_weights[v], or 1 if class_weights is null:
 //   weight_gradient[v] += scale * u_v * hidden_sum
 //   bias_gradient[v] += scale * u_v * the sum of coefs[row] over kept rows
 struct UniformWeightParams {

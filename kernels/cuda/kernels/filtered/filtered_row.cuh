@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Helpers for kernels of filtered and sampled gradients that have one block a row. SelectCandidates turns the
-// classes whose logits passed a threshold into the row's entry of a RowSelection. Columns and Accumulator
-// hold the columns of a matrix row that belong to a thread.
+// Helpers for the kernels of filtered and sampled gradients in which each block works on one row.
+// SelectCandidates writes the row's part of a RowSelection (filtered.h) from the classes whose logits passed
+// a threshold. Columns and Accumulator hold the columns of a matrix row that belong to a thread.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_ROW_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_ROW_CUH_
 
@@ -18,15 +18,16 @@ namespace lossd::kernels::cuda {
 
 // ---- candidates ----
 
-// The rounding error of a logit, relative: the sums of tensor cores are truncated at every step.
+// The relative rounding error of a logit. It is this large because tensor cores truncate the sum at every
+// step.
 constexpr float kRoundoff = 0x1p-15f;
 
-// A threshold that every finite logit passes; masked ones are -inf.
+// A threshold that every finite logit passes. Logits of masked classes are -inf and do not pass.
 constexpr float kNone = -FLT_MAX;
 
-// The smallest z that may reach epsilon of a sum with this logarithm. It allows for the rounding of z and of
-// the logits in the sum, but not for what a bias has cancelled of them. A NaN stays NaN, and then nothing
-// passes.
+// The smallest logit z whose probability may reach epsilon, if log2_sum is the logarithm of the row's sum. It
+// allows for the rounding errors of z and of the logits in the sum, but not for digits that were lost when a
+// bias was added. If the sum is NaN, the result is NaN, and no logit passes.
 __device__ __forceinline__ float Threshold(float log2_sum, float log2_epsilon, float f) {
   const float exact = (log2_sum + log2_epsilon) / f;
   const float allowed = kRoundoff * (fabsf(exact) + fabsf(log2_sum / f));
@@ -41,7 +42,7 @@ struct CandidateColumns {
   float* sorted;     // exponents relative to M, in the order of columns
 };
 
-// What the block knows of its row, in shared memory.
+// Values of the block's row, in shared memory.
 struct RowCandidates {
   int count;  // may exceed the room
   int begin;
@@ -50,8 +51,8 @@ struct RowCandidates {
   SelectedRow selected;
   alignas(16) float scratch[33];  // alignas: 16-byte vectors of it
 
-  // Called by one thread. others: the statistics of all classes but the target, rebased to the largest logit
-  // of the row.
+  // Called by one thread. `others`: the statistics of all classes but the target, rebased to the largest
+  // logit of the row.
   __device__ __forceinline__ void Start(const Stats& others, const RowResult& result, float target_dot,
                                         float log2_epsilon, float f) {
     count = 0;
@@ -114,8 +115,8 @@ __device__ __forceinline__ void SumCandidates(const float* sorted, RowCandidates
   row.selected.listed_spread = spread;
 }
 
-// Writes the row's entry of the selection from its candidates. If there are more than `most`, marks the lists
-// as incomplete. Called by the whole block, after a barrier.
+// Writes the row's entry of the selection from its candidates. If there are more than `most` candidates,
+// marks the lists as incomplete. Called by the whole block, after a barrier.
 template <bool kGeneral, int kThreads>
 __device__ __forceinline__ void SelectCandidates(const RowSelection& selection, int64_t index,
                                                  const CandidateColumns& list, int most, RowCandidates& row) {
@@ -177,7 +178,7 @@ struct Columns {
   }
 };
 
-// A thread's fp32 sums over such columns of several rows.
+// A thread's fp32 sums, over several rows, of the columns that belong to it.
 template <typename T, int kVectors>
 struct Accumulator {
   float sums[kVectors][Vec<T>::kSize] = {};
@@ -219,10 +220,10 @@ __device__ __forceinline__ void StoreRow(const Accumulator<T, kVectors>& from, f
 
 // ---- Host: how a row is divided ----
 
-// Division<kVectors> of a kernel gives the most threads of a block whose threads hold up to kVectors 16-byte
-// vectors each. Calls launch(Element<T>(), std::integral_constant<int, kVectors>(), threads) with the
-// smallest kVectors for which a block can hold a row of `ld` elements, and the threads that this takes.
-// cudaErrorInvalidValue if no block can hold the row.
+// Calls launch(Element<T>(), std::integral_constant<int, kVectors>(), threads), where kVectors is the
+// smallest number of 16-byte vectors a thread for which one block can hold a row of `ld` elements, and
+// `threads` is the number of threads needed. Division<kVectors> is the most threads that a block of the
+// kernel may have for this kVectors. cudaErrorInvalidValue if no block can hold the row.
 template <template <int> class Division, typename LaunchFn>
 cudaError_t WithDivision(int64_t ld, DType dtype, LaunchFn launch) {
   return WithElement(dtype, [&](auto element) {

@@ -50,16 +50,16 @@ __device__ __forceinline__ void Store(const FilterRowsParams& p, int64_t row,
   StoreRow(gradient, p.gradient_scale, p.hidden_gradient, p.gradient_dtype, row, p.ld);
 }
 
-// What the block knows of its row before the candidates are processed.
+// Values of the block's row that are known before the candidates are processed.
 struct RowStart {
   int count;
-  Stats unlisted;   // of neither target nor candidates; relative to the row's maximum
+  Stats unlisted;   // of all classes except the target and the candidates; relative to the row's maximum
   float kept;       // a class with 2^d of at least this counts as kept
   float reference;  // M
   Target target;
 };
 
-// What the block knows of its row afterwards.
+// Values of the block's row that are known after the candidates have been processed.
 struct RowEnd {
   float kept;
   float inverse_sum;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void AddBatch(const FilterRowsParams& p, const LogitM
   for (int b = 0; b < kBatch; ++b) gradient.Add(factors[b], w[b]);
 }
 
-// Sums over the candidates, and from the sums computes the results of the row.
+// Computes the sums over the candidates, and from the sums the results of the row.
 template <typename T, bool kGeneral>
 __device__ __forceinline__ void FinishRow(const FilterRowsParams& p, int64_t row, const RowStart& start,
                                           const float* exps, float f, float* scratch, RowEnd& end) {
@@ -202,8 +202,8 @@ __device__ __forceinline__ void ListKept(const FilterRowsParams& p, int64_t row,
   }
 }
 
-// Corrects the gradient for candidates whose side of epsilon differs between the final sum and the sum of the
-// selection.
+// Corrects the gradient for the candidates that reach epsilon of the final sum but not of the selection's
+// sum, or the other way round.
 template <typename T, bool kGeneral, int kVectors>
 __device__ __forceinline__ void Reconsider(const FilterRowsParams& p, const RowStart& start,
                                            const RowEnd& end, int vectors, const int* classes,

@@ -3,19 +3,18 @@
 // classes whose probability may reach epsilon (candidates). Grid: one block a row.
 //
 // The row is read once and not kept, so candidates must be recognized before the sum is known. The warps
-// publish their sums now and then, and a logit below epsilon times the sum so far is no candidate. Vectors
-// that have a logit above this bound are examined again at the end. The early bound depends on the order in
-// which warps run, so it is kept below the final bound: it changes which vectors are examined again, but
-// never which candidates are found. In a flat row, 3 % of the elements pass after the first 16,384 elements
-// (11 % after 8,192), and later ever fewer. In a peaked row, little more passes than the candidates. If the
-// list of vectors overflows, the whole row is examined again.
+// publish their sums at intervals. A class whose exponential is below epsilon times the published sum is not
+// a candidate. Vectors with a logit above this early bound are examined again at the end. The early bound
+// depends on the order in which warps run, so it is kept below the final bound. It affects only which vectors
+// are examined again, not which candidates are found. In a flat row, 3 % of the elements pass the bound after
+// the first 16,384 elements (11 % after 8,192), and fewer and fewer later. In a peaked row, only few elements
+// more than the candidates pass. If the list of vectors overflows, the whole row is examined again.
 //
-// Sums are relative to a reference that the lanes of a warp share. It moves only when exponents would become
-// large: with a maximum for each thread, the lanes would diverge.
+// Sums are relative to a reference that the lanes of a warp share. The reference moves only when exponents
+// would become large. If each thread had a maximum of its own, the lanes would diverge.
 //
-// The logit is a sum in fp32, and so are the threshold and everything from which it is computed; the bound
-// allows for the rounding of both. Bytes: 4 V a row, read. Order: all sums have a fixed order; candidates are
-// sorted by class.
+// The logit and the threshold are both computed in fp32; the bound allows for the rounding errors of both.
+// Bytes: 4 V a row, read. Order: all sums have a fixed order; candidates are sorted by class.
 #include <algorithm>
 #include <cfloat>
 
@@ -27,8 +26,8 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-// Long rows keep 512 threads busy. For short rows, much of the time goes into the work before and after the
-// scan; so blocks have half the size, with room for half as many candidates, and twice as many rows share a
+// Long rows keep 512 threads busy. For short rows, the work before and after the scan takes much of the time.
+// So their blocks have half the size, with room for half as many candidates, and twice as many rows share a
 // multiprocessor.
 template <int kThreads_, int kMost_>
 struct Block {
@@ -44,7 +43,7 @@ constexpr int64_t kShortVectors = 16'384;
 constexpr int kListedVectors = 4096;
 
 constexpr int kUnroll = 4;         // vectors that a thread loads at once
-constexpr float kHighest = 64.0f;  // how far exponents may lie above the reference, in powers of two
+constexpr float kHighest = 64.0f;  // the most by which exponents may exceed the reference, in powers of two
 constexpr int kEagerRounds = 4;    // after these rounds the bound is updated only every kLazyRounds rounds
 constexpr int kLazyRounds = 4;
 constexpr float kBelow =
@@ -52,7 +51,8 @@ constexpr float kBelow =
 
 constexpr int kSize = Vec<float>::kSize;
 
-// Softcaps need not be more precise for fp32, because selected classes get new logits (filtered_rows.cu).
+// For fp32, softcaps are not computed more precisely, because the logits of selected classes are computed
+// again (filtered_rows.cu).
 template <bool kGeneral>
 using Map = LogitMap<__nv_bfloat16, kGeneral>;
 
@@ -79,8 +79,8 @@ struct Shared {
   RowCandidates row;
 };
 
-// The logits of vector v; -inf at the target and past the vocabulary. slack: how much rounding may have
-// lowered a logit.
+// The logits of vector v; -inf at the target and past the vocabulary. slack: the most by which rounding may
+// have lowered a logit.
 template <bool kGeneral>
 __device__ __forceinline__ void MaskedLogits(const SelectRowsParams& p, const Map<kGeneral>& map,
                                              const uint4& raw, int v, int target, float (&z)[kSize],
@@ -166,7 +166,7 @@ __device__ __forceinline__ float LargestOf(const float (&z)[kSize]) {
   return max;
 }
 
-// Publishes this warp's sum. Returns log2 of the row's sum, over what the warps have published so far.
+// Publishes this warp's sum. Returns log2 of the sum of all sums that warps have published so far.
 template <int kWarps>
 __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool wait) {
   const int lane = threadIdx.x & 31;
@@ -188,7 +188,8 @@ __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool 
   return top + log2f(total);
 }
 
-// Combines the warps' statistics into those of the row, the same in all lanes of the calling warp.
+// Combines the warps' statistics into the statistics of the row, with the same result in all lanes of the
+// calling warp.
 template <bool kGeneral, int kWarps>
 __device__ __forceinline__ Stats CombineWarps(const float (&words)[kWarps][5], float f) {
   const int lane = threadIdx.x & 31;
@@ -267,7 +268,7 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
     for (int u = 0; u < kUnroll; ++u) {
       const int v = base + u * kThreads;
       float z[kSize], slack[kSize];
-      MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // past the row's end: masked
+      MaskedLogits(p, map, raw[u], v, target.column, z, slack);  // logits past the row's end are masked
       const float max = LargestOf(z);
       KeepInRange(s, max, map.f);
       AddVector(p, map, target, z, v, max, s);
@@ -291,7 +292,8 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
   return s;
 }
 
-// Tests the logits of the listed vectors by the row's sum; the whole row if the list has overflowed.
+// Tests the logits of the listed vectors with the row's sum, or the logits of the whole row if the list has
+// overflowed.
 template <bool kGeneral, int kWarps>
 __device__ __forceinline__ void FindCandidates(const SelectRowsParams& p, const Map<kGeneral>& map,
                                                const Target& target, const float* logits, const List& list,

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The weight gradient of filtered gradients: dW[v] += the sum over v's entries of coef * x_row. Also the
-// steps before it: the decision whether the chunk is filtered (one thread), and the sort of the entries.
+// The weight gradient of filtered gradients (filtered.h): dW[v] += the sum of coef * x_row over the entries
+// of class v. The file also has the steps before it: the decision whether the chunk is filtered (one thread),
+// and the sort of the entries.
 //
-// Entries are sorted by class and row (CUB's radix sort), so the entries of a class are a run. A warp owns
-// one tile of columns of a class (Tile<T>::kColumns), adds the entries in order, and reads and writes dW
-// once. A run of at least kLongRun entries gets a block of warps, which share the entries and add their sums
-// in a fixed order. Work goes tile by tile over all classes, so the columns of x that are in use at a time
-// stay in L2.
+// Plan: entries are sorted by class and row (CUB's radix sort), so the entries of a class follow each other;
+// they are a run. A warp works on one tile of columns of a class (Tile<T>::kColumns): it adds the run's
+// entries in order, and reads and writes dW once. A run of at least kLongRun entries gets a block of warps,
+// which share the entries and add their sums in a fixed order. Work goes tile by tile over all classes, so
+// the columns of x that are in use at a time stay in L2.
 //
 // Bytes: entries * D * 2 of x from L2; 8 D of dW for each class that has entries. FLOP: 2 D an entry.
 #include <algorithm>
@@ -65,8 +66,9 @@ struct Tile {
   static constexpr int kColumns = 32 * kSize;
 };
 
-// Adds those of the entries [begin, begin + 32) that belong to the run of `column` to `sums` (this lane's
-// columns from `first` on). Returns true if the run may have more entries. bias: the sum of the factors.
+// Of the entries [begin, begin + 32), takes those that belong to the run of class `column`, and adds them to
+// `sums`, which has this lane's columns from `first` on. Adds their factors to `bias`. Returns true if the
+// run may have more entries.
 template <typename T>
 __device__ __forceinline__ bool AddEntries(const FilteredWeightParams& p, int64_t begin, int64_t column,
                                            int64_t first, float (&sums)[Vec<T>::kSize], float& bias) {
@@ -139,7 +141,8 @@ __device__ __forceinline__ void AddShortRun(const FilteredWeightParams& p, int64
   const int64_t first = tile * Tile<T>::kColumns + lane * kSize;
   float* to = p.weight_gradient + column * p.ld + first;
   float old[kSize] = {};
-  if (first < p.ld) LoadFloats(to, old);  // early, so that it is there when the sum is
+  // The old value is loaded early, so that it has arrived when the sum is complete.
+  if (first < p.ld) LoadFloats(to, old);
   float sums[kSize] = {};
   float bias = 0.0f;
   while (AddEntries<T>(p, begin, column, first, sums, bias)) begin += 32;
@@ -149,8 +152,8 @@ __device__ __forceinline__ void AddShortRun(const FilteredWeightParams& p, int64
   if (lane == 0) p.bias_gradient[column] += p.scale * bias;
 }
 
-// One block for each pair of run and tile. Warp w takes the entries [32 w, 32 w + 32), then those 32 * kWarps
-// further on.
+// One block for each pair of run and tile. Warp w takes the entries [32 w, 32 w + 32), and then the entries
+// 32 * kWarps further on.
 template <typename T>
 __device__ __forceinline__ void AddLongRun(const FilteredWeightParams& p, int64_t begin, int64_t tile,
                                            float (*partials)[Tile<T>::kColumns], float* biases) {
@@ -183,7 +186,7 @@ __device__ __forceinline__ void AddLongRun(const FilteredWeightParams& p, int64_
   }
 }
 
-// Processes long runs first. Then each warp takes the next short runs whenever it is free, so that no warp
+// Processes long runs first. Then each warp takes the next short runs as soon as it is free, so that no warp
 // waits for the longest run.
 template <typename T>
 __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void AddRunsKernel(

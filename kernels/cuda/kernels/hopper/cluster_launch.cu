@@ -15,7 +15,7 @@ namespace {
 
 // ---- the groups of multiprocessors (GPC) ----
 
-constexpr int kProbeBlocks = 16;  // of a cluster: they take nearly all multiprocessors of a group
+constexpr int kProbeBlocks = 16;  // blocks of a cluster, which take nearly all multiprocessors of a group
 constexpr int kProbeThreads = 32;
 constexpr int kProbeBytes = 120 << 10;     // of shared memory, so that a multiprocessor holds one block
 constexpr int64_t kProbeCycles = 100'000;  // duration of a block, so that all blocks run at once

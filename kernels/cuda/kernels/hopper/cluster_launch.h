@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two helpers for launches of the products on Hopper: MakeTensorMap describes matrices to the copy engine
-// (TMA), and FindClusterOrder finds the order of the clusters of a persistent grid.
+// Two helpers for launches of matrix products on Hopper. MakeTensorMap describes a matrix to the copy engine
+// (TMA). FindClusterOrder finds the order of the clusters of a persistent grid.
 //
-// Thread-safe. Functions of the driver are found at run time, so programs start without a driver.
+// Thread-safe. Functions of the driver are looked up at run time, so programs also start on a machine without
+// a driver.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_LAUNCH_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_CLUSTER_LAUNCH_H_
 

@@ -62,7 +62,7 @@ cudaError_t SumRows(const FusedLossParams& params, int clusters, cudaStream_t st
   return SumRows(params, Statistics(params, false), Statistics(params, true), clusters, stream);
 }
 
-// Also stores the exponentials.
+// As SumRows, but also stores the exponentials.
 cudaError_t SumRowsStored(const FusedLossParams& params, void* exponentials, int clusters,
                           cudaStream_t stream) {
   const StatisticsPass all = Statistics(params, false), marked = Statistics(params, true);

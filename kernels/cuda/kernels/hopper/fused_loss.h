@@ -38,21 +38,23 @@ struct FusedLossParams {
 // Computes row results.
 cudaError_t LaunchFusedResults(const FusedLossParams& params, int clusters, cudaStream_t stream);
 // Computes row results and exponentials [padded_rows, padded_classes] bf16: row r times rows.factor[r] is
-// dL/ds over (scale * gradient unit). They are 0 in padding columns and in rows whose loss is not finite.
+// dL/ds divided by (scale * gradient unit). They are 0 in padding columns and in rows whose loss is not
+// finite.
 cudaError_t LaunchFusedExponentials(const FusedLossParams& params, void* exponentials, int clusters,
                                     cudaStream_t stream);
-// Computes row results, and the rules of the rows, [rows], for LaunchFusedGradient().
+// Computes row results, and the gradient rules of the rows, [rows], for LaunchFusedGradient().
 cudaError_t LaunchFusedRules(const FusedLossParams& params, GradientRule* rules, int clusters,
                              cudaStream_t stream);
-// The same in two steps. LaunchFusedSums computes the sums of the rows, and exponentials unless they are
-// null. After the sums over classes elsewhere have been added (split_rows.h), LaunchFusedFinish computes the
-// rest. One of its `rules` and `exponentials` is null, or both.
+// The same computations in two steps, for a head that is split by vocabulary. LaunchFusedSums computes the
+// sums of the rows and, unless `exponentials` is null, the exponentials. Then the caller adds the sums over
+// classes on other devices (split_rows.h). LaunchFusedFinish computes row results and, if it is not null,
+// `rules` or `exponentials`; at least one of the two must be null.
 cudaError_t LaunchFusedSums(const FusedLossParams& params, void* exponentials, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchFusedFinish(const FusedLossParams& params, void* exponentials, GradientRule* rules,
                               cudaStream_t stream);
-// Computes row results, and lists of candidates. The lists are complete except for rows with too many
-// candidates.
+// Computes row results, and lists of candidates. The lists of all rows are complete, except those of rows
+// with too many candidates.
 cudaError_t LaunchFusedCandidates(const FusedLossParams& params, const CandidateLists& lists, int clusters,
                                   cudaStream_t stream);
 
@@ -64,7 +66,7 @@ struct FusedGradientParams {
   const GradientRule* rules = nullptr;  // [padded_rows]
   int64_t first_class = 0;
   int64_t classes = 0;
-  // [padded_rows, padded_classes] of the operands' dtype, out: dL/ds over (scale * gradient unit), 0 in
+  // [padded_rows, padded_classes] of the operands' dtype, out: dL/ds divided by (scale * gradient unit), 0 in
   // padding columns.
   void* gradient = nullptr;
 };

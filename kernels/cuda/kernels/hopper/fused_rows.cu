@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Row kernels before and after the logit pass.
+// Row kernels before and after the logit pass (fused_rows.h).
 //
-// Math. c is a row's reference, S' the sum over all classes but the target as the pass left it, relative to
-// c, and M the reference that row_loss_math.cuh uses:
+// Math. For a row, c is its reference, S' the sum over all classes but the target that the pass has stored,
+// relative to c, and M the reference that row_loss_math.cuh uses:
 //
 //   S'_M = S' 2^(c - M),   ds_v = rule.softmax 2^(c - M) * stored_v
 //   stored_y = ds_y / (rule.softmax 2^(c - M))
 //
-// So only one factor a row is missing: it is multiplied into x before the weight gradient, and into dx after
-// its product. The rounding of 2^(c - M) is the same for all classes, so p still sums to 1. With an upstream
-// gradient of the entropy, the factor becomes a function of d (EntropyRow).
+// So stored exponentials lack only one factor a row. The factor is multiplied into x before the product of
+// the weight gradient, and into dx after the product of the hidden gradient. The rounding error of 2^(c - M)
+// is the same for all classes, so the sum of p is still 1. In rows with an upstream gradient of the entropy,
+// the factor is a function of d (EntropyRow).
 //
-// The target's logit is known in advance, and lse is at least as large. So with c = z_y f + 48, stored
-// exponentials are at most 2^-48 e_y too small, and sums stay below 2^60, for losses below 75 nats. Panels
-// with rows of larger loss are computed again with c = max z f (LaunchMergeTiles). The launches for that are
-// the same whether there are such panels or not.
+// The choice of c: the target's logit is known in advance, and lse is at least as large. With c = z_y f + 48,
+// stored exponentials are at most 2^-48 e_y too small, and sums stay below 2^60 if the loss is below 75 nats.
+// Panels with rows of larger loss are computed again with c = max z f (LaunchMergeTiles). The launches for
+// this are always made, even if there are no such panels.
 #include <cfloat>
 #include <cstdint>
 
@@ -31,11 +32,11 @@ namespace {
 
 constexpr float kHeadroom = 48.0f;
 constexpr float kPaddingReference = 200.0f;  // 2^(0 - 200) is 0
-// By how much a tile's maximum may seem to be below the target without being so: in units of log 2, and
-// relative.
+// Rounding may make a tile's maximum seem smaller than the target's logit although it is not. These are the
+// largest absolute difference, in units of log 2, and the largest relative difference.
 constexpr float kMargin = 0.25f;
 constexpr float kRelativeMargin = 0x1p-10f;
-// If the softmax factor is smaller than this times the target's gradient, it is left out.
+// If the softmax factor is smaller than this times the target's gradient, the factor is left out.
 constexpr float kNegligible = 0x1p-20f;
 
 constexpr int kThreads = 256;
@@ -44,7 +45,7 @@ constexpr int kMergeRows = 32;  // rows of a block; divides kPanelRows
 constexpr int kMergeWarps = 8;
 constexpr int kFinishWarps = 4;  // rows of a block
 
-// ---- what is known of a row when its tiles have been merged ----
+// ---- values of a row when its tiles have been merged ----
 
 template <bool kGeneral>
 __device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in, int64_t row) {
@@ -54,8 +55,8 @@ __device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowIn
 struct FusedRow {
   float f;
   Target target;
-  Stats others;   // over all classes but the target, rebased to the row's largest logit; without arg
-  float shift;    // c - M, for what is stored here
+  Stats others;   // over all classes but the target, rebased to the row's largest logit; arg is not set
+  float shift;    // c - M, for the exponentials that are stored here
   float rescale;  // 2^shift
 };
 
@@ -88,7 +89,8 @@ __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
   if (row >= in.padded_rows) return;
   if (lists.entries != nullptr) {
     lists.counts[row] = 0;
-    // The target's term is a first lower bound of the sum. With an infinite bound no candidates are listed.
+    // The target's term is a first lower bound of the sum. If the bound is infinite, no candidates are
+    // listed.
     lists.sum_bound[row] = row < in.rows ? Exp2(-kHeadroom) : -NegativeInfinity();
   }
   if (row >= in.rows) {
@@ -195,7 +197,7 @@ __device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, co
   return {factor, rule.target / factor, false};
 }
 
-// What a purpose does not have (rules or exponentials) is null.
+// The members `rules` and `exponentials` are null if they are not wanted.
 struct FinishParams {
   LossTerms terms;
   RowInputs in;
@@ -206,7 +208,7 @@ struct FinishParams {
   int64_t ld = 0;
 };
 
-// Called by one lane. Writes the results of a row, and returns from what its gradient is made.
+// Called by one lane. Writes the results of a row, and returns the values from which its gradient is made.
 template <bool kGeneral>
 __device__ __forceinline__ RowGradient FinishRow(const FinishParams& p, int64_t row) {
   const FusedRows& w = p.rows;
@@ -317,7 +319,7 @@ cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in
 
 // ---- from the lists of the logit pass to filtered gradients ----
 //
-// Classes that were listed before the row's sum was known are tested again by the sum. Bytes: 8 for each
+// Classes that were listed before the row's sum was known are tested again with the sum. Bytes: 8 for each
 // listed class.
 
 namespace {
@@ -420,7 +422,7 @@ cudaError_t LaunchSelectListed(const LossTerms& terms, const RowInputs& in, cons
 // Turns 2^d into (factor + tilt d) 2^d slope; d and the slope are recovered from the 16 bits of 2^d.
 //
 // Plan: a block has kBlockVectors vectors of eight elements of one row. A thread loads all its vectors before
-// it uses the first. Blocks of rows without an upstream gradient of the entropy end at once.
+// it uses the first. Blocks whose row has no upstream gradient of the entropy end at once.
 //
 // Bytes: 4 for each element of rows with such a gradient. Operations: a logarithm and about 8 others; with a
 // softcap about 20.

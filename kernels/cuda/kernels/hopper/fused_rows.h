@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the row kernels around the logit pass. They prepare what the pass needs to know of each row;
-// they compute row results and factors of gradients from what the pass leaves; and they turn its lists into
-// candidates of filtered gradients.
+// Launchers of the row kernels before and after the logit pass (logit_pass.h). Before it, they prepare the
+// values that the pass needs for each row. After it, they compute row results and factors of gradients from
+// the sums that the pass has stored, and turn its lists into candidates of filtered gradients.
 //
-// All enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
+// All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_ROWS_H_
 
@@ -19,19 +19,20 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// Writes reference and threshold, also for padding rows, and zeros to marked_panels and claimed_positions.
-// `in` has target_dots, here and below. With lists: also empties the lists and writes the first lower bounds
-// of the sums.
+// Writes reference and threshold, also for padding rows. Zeroes marked_panels and claimed_positions. `in` has
+// target_dots, here and in the functions below. The variant with lists also empties the lists and writes the
+// first lower bounds of the sums.
 cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                               cudaStream_t stream);
 cudaError_t LaunchPrepareRows(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                               const CandidateLists& lists, cudaStream_t stream);
 
-// Computes max, sum, spread and arg of all `rows` from the partial results of tiles. A panel with a row whose
-// sum is too large for 16-bit exponentials gets a reference that suits it, and a mark.
+// Computes max, sum, spread and arg of all `rows` from the partial results of tiles. If a panel has a row
+// whose sum is too large for 16-bit exponentials, the panel gets a suitable reference, and a mark that it
+// must be computed again.
 cudaError_t LaunchMergeTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
                              cudaStream_t stream);
-// The same for the marked panels, which have been computed again. Marks nothing.
+// The same for the marked panels after they have been computed again. Marks nothing.
 cudaError_t LaunchMergeMarkedTiles(const LossTerms& terms, int64_t row_count, const FusedRows& rows,
                                    cudaStream_t stream);
 
@@ -50,30 +51,31 @@ cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in
 
 // ---- from the lists of the logit pass (CandidateLists) to the candidates of filtered gradients ----
 
-// Call after the marked panels have been merged. sum_bound becomes the row's sum. marked_panels now has the
-// marks for SecondListingPass::anew: the panels that have a row with an incomplete list; the lists of these
-// panels are emptied.
+// Call after the marked panels have been merged. Sets sum_bound to the row's sum. Marks in marked_panels, for
+// SecondListingPass::anew, the panels that have a row with an incomplete list, and empties the lists of these
+// panels.
 cudaError_t LaunchPrepareSecondListing(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                                        const CandidateLists& lists, cudaStream_t stream);
 
-// Call after the second listing. marked_panels now has the marks for LastListingPass: the panels that were
-// not listed anew and still have a row with an incomplete list; the lists of these panels are emptied. Such a
-// list had room for the candidates listed during the pass, but not also for those of the first tiles. Whether
-// this happens depends on the order of the tiles; the new list, by complete sums, does not depend on it.
+// Call after the second listing. Marks in marked_panels, for LastListingPass, the panels that were not listed
+// anew and still have a row with an incomplete list, and empties the lists of these panels. Such a list had
+// room for the candidates that were listed during the first pass, but not in addition for the candidates of
+// the first tiles. Whether this happens depends on the order of the tiles. The new list does not depend on
+// the order, because it is made with complete sums.
 cudaError_t LaunchPrepareLastListing(const RowInputs& in, const FusedRows& rows, const CandidateLists& lists,
                                      cudaStream_t stream);
 
-// As LaunchSelectRows(), but from complete lists instead of logits, and without row results. A row with more
-// candidates than a list can hold leaves `used` above capacity.
+// As LaunchSelectRows() (filtered/filtered.h), but from complete lists instead of logits, and without row
+// results. If a row has more candidates than its list has room for, `used` is above capacity on return.
 cudaError_t LaunchSelectListed(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                                const CandidateLists& lists, const RowSelection& selection,
                                cudaStream_t stream);
 
 // ---- rows with an upstream gradient of their entropy: from stored exponentials to gradients ----
 
-// Such a gradient is not a multiple of the exponentials, and needs the row's complete sums. In the rows
-// in.rows whose coef_entropy is not 0, recoverable exponentials [rows, ld] bf16 become the gradient that
-// rows.entropy describes, in place. The elements of the targets stay.
+// The gradient of such a row is not a multiple of its exponentials, and depends on the row's complete sums.
+// In the rows in.rows whose coef_entropy is not 0, recoverable exponentials [rows, ld] bf16 become the
+// gradient that rows.entropy describes, in place. The elements of the targets do not change.
 cudaError_t LaunchEntropyGradient(const LossTerms& terms, const RowInputs& in, const FusedRows& rows,
                                   void* exponentials, int64_t ld, cudaStream_t stream);
 

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// C = A B with row factors, for the hidden gradient (A = E [rows, vocab]) and the weight gradient (A = E^T).
-// B is W or x, stored with its inner dimension slow. All three operands are used as the chunk stores them.
+// The product C = A B with row factors (gradient_gemm.h). For the hidden gradient A = E [rows, vocab] and B =
+// W; for the weight gradient A = E^T and B = x. In memory, the inner dimension of B is the slow one. The
+// kernel uses all three matrices in the form in which the chunk stores them.
 //
 // Plan: the kernel computes C^T = B^T A^T with the main loop of main_loop.cuh, because the tensor cores need
 // less energy that way. A cluster computes tiles of 256 columns and 256 rows of C, in the order of
-// PlanGradientGemm. Clusters of one group of multiprocessors work side by side (TakePosition), and all
-// clusters work in step (Pace). An output tile is transposed on its way through boxes in shared memory. The
-// copy engine stores it or, for a weight gradient that is not zero, makes L2 add it. So no multiprocessor
-// reads C, and the next tile's products begin at once. Each element of C is stored or added to once, so
-// results do not depend on the order of clusters.
+// PlanGradientGemm. Clusters on one group of multiprocessors work on neighboring tiles (TakePosition), and
+// all clusters work in step (Pace). An output tile is transposed on its way through boxes in shared memory.
+// The copy engine stores it or, for a weight gradient that is not zero, makes L2 add it. So no multiprocessor
+// reads C, and the products of the next tile begin at once. Each element of C is stored once or gets one
+// addition, so results do not depend on the order of clusters.
 //
 // FLOP: 2 rows columns inner. Bytes from L2 for each block and stage: 16 + 16 KB for 4.2 MFLOP, as in the
 // logit pass.
@@ -25,9 +26,9 @@ namespace {
 
 // ---- pace ----
 //
-// The clusters of a persistent grid are kept within a few stages of each other, so that the bytes that one of
-// them brings to L2 are still there, or on their way, when others need them. Only time depends on it: a
-// cluster that has waited long goes on alone.
+// The clusters of a persistent grid are kept within a few stages of each other. So bytes that one cluster
+// brings to L2 are still in L2, or on their way, when other clusters need them. This affects only the time,
+// not the result; a cluster that has waited long goes on alone.
 
 constexpr int kPaceStages = 8;  // stages of an epoch; clusters differ by less than two epochs
 constexpr int kPaceCounters = 4;
@@ -41,7 +42,7 @@ class Pace {
   __device__ __forceinline__ Pace(uint32_t* begun, int clusters)
       : begun_(begun), clusters_(static_cast<uint32_t>(clusters)) {}
 
-  // Call before stage `i` of a unit, if all clusters have a unit with as many stages.
+  // Call before stage `i` of a unit, if all clusters have a unit with the same number of stages.
   __device__ __forceinline__ void Keep(int i) {
     if (i % kPaceStages != 0) return;
     if (epoch_ > 0 && patient_) Await(epoch_ - 1);
@@ -74,7 +75,8 @@ class Pace {
 
 // ---- kernel ----
 
-constexpr int kTileParts = kClusterBlocks * kConsumers;  // of a tile's partial sums: one a warpgroup
+// The parts of a tile's partial sums: one for each warpgroup.
+constexpr int kTileParts = kClusterBlocks * kConsumers;
 constexpr int kPartVectors = kPartialBytes / kTileParts / sizeof(float4);
 
 // Counters and flags that the clusters of a launch share; 0 when it starts.
@@ -91,7 +93,8 @@ struct KernelParams {
   bool add;
   float scale;
   const float* factors;
-  float4* partials;  // [plan.segmented][kTileParts][kPartVectors], as a warpgroup's threads hold them
+  // [plan.segmented][kTileParts][kPartVectors], in the order in which a warpgroup's threads hold them
+  float4* partials;
   Signals* signals;
   ClusterPositions positions;
 };
@@ -102,19 +105,20 @@ struct Maps {
 
 // ---- the work of a cluster ----
 
-// The stages [first, first + stages) of the inner dimension of a tile; all stages unless the tile is
-// segmented.
+// A unit of work: the stages [first, first + stages) of the inner dimension of a tile. These are all stages
+// unless the tile is segmented.
 struct Unit {
   int panel, row_tile;
   int first, stages;
-  bool backwards;  // processed from the last stage to the first
+  bool backwards;  // the unit is processed from the last stage to the first
   int segment = 0, segments = 1;
   int partial = 0;  // index among plan.segmented
 
   __device__ __forceinline__ int Stage(int i) const { return backwards ? first + stages - 1 - i : first + i; }
 };
 
-// Every other unit of a cluster goes backwards, and so begins with what the unit before it left in L2.
+// Every other unit of a cluster goes backwards. So it begins with the stages that the previous unit has left
+// in L2.
 __device__ __forceinline__ Unit UnitAt(const GradientGemmPlan& plan, int index) {
   Unit unit;
   int tile = index;
@@ -137,9 +141,9 @@ __device__ __forceinline__ Unit UnitAt(const GradientGemmPlan& plan, int index) 
   return unit;
 }
 
-// Which of `clusters` consecutive units belongs to `position`. The units are seen as rows of `size`.
-// Consecutive positions get blocks of two rows and half the columns; the units that remain at the end are
-// taken in order.
+// Returns which of `clusters` consecutive units the cluster at `position` computes. The units are arranged in
+// rows of `size` units. Consecutive positions get the units of a block that has two rows and half the
+// columns. The units that remain at the end are taken in order.
 __device__ __forceinline__ int UnitInRound(int position, int size, int clusters) {
   const int band = position / (2 * size);
   if ((band + 1) * 2 * size > clusters) return position;
@@ -152,8 +156,8 @@ __device__ __forceinline__ int UnitInRound(int position, int size, int clusters)
   return (2 * band + row) * size + (second ? left : 0) + within - row * columns;
 }
 
-// Applies body(unit, together) to the units of a cluster. together: all clusters have such a unit, with as
-// many stages.
+// Applies body(unit, together) to the units of a cluster. together: all clusters have such a unit, with the
+// same number of stages.
 template <typename Body>
 __device__ __forceinline__ void ForEachUnit(const GradientGemmPlan& plan, int position, Body body) {
   const int together = plan.whole - plan.whole % plan.clusters;
@@ -193,7 +197,7 @@ struct PartialSums {
   __device__ __forceinline__ ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device> Added() const {
     return ::cuda::atomic_ref<uint32_t, ::cuda::thread_scope_device>(*added);
   }
-  // Waits until the sums of all segments before `segment` are there, and adds them to `sums`.
+  // Waits until the sums of all segments before `segment` have been stored, and adds them to `sums`.
   __device__ __forceinline__ void AddTo(float (&sums)[128], int segment) const {
     if (threadIdx.x % kWarpgroup == 0) {
       while (Added().load(::cuda::memory_order_acquire) != static_cast<uint32_t>(segment)) {
@@ -259,7 +263,7 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
 template <typename Out>
 inline constexpr int kBoxRows = sizeof(Out) == 4 ? kProductRows / 2 : kProductRows;
 
-// Fills box `i` of the two with the rows of C's tile from 8 * first_group on.
+// Fills box `i`, 0 or 1, with the rows of C's tile from row 8 * first_group on.
 template <typename Out>
 __device__ __forceinline__ void FillBox(const OutBoxes& out, int i, int first_group,
                                         const float (&sums)[128]) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launcher of the products that follow the loss of a chunk on Hopper: the hidden gradient E W and the weight
-// gradient E^T x. Scaling and adding are done in the epilogue (docs/kernels/hopper.md).
+// Launcher of the two products that follow the loss of a chunk on Hopper: the hidden gradient E W and the
+// weight gradient E^T x, where E is the matrix ds (or its exponentials). The epilogue scales and adds
+// (docs/kernels/hopper.md).
 //
 // Enqueues on `stream`; all pointers are device memory. Stateless and thread-safe. Compute capability 9.0.
 // The same plan and operands give the same bits.
@@ -23,17 +24,18 @@ struct GradientGemmParams {
   bool transpose_a = false;        // A is stored as [inner, rows]
   const void* a = nullptr;         // [rows, inner]
   const void* b = nullptr;         // [inner, columns]
-  DType input = DType::kBFloat16;  // of both; a 16-bit type
+  DType input = DType::kBFloat16;  // of A and B; a 16-bit type
   void* c = nullptr;               // [rows, columns]
   DType output = DType::kBFloat16;
   bool add = false;  // fp32 output only
   int64_t rows = 0;
-  int64_t columns = 0;  // a multiple of 8; so is the length of A's stored rows
+  int64_t columns = 0;  // a multiple of 8; the length of A's stored rows is also a multiple of 8
   int64_t inner = 0;
   float scale = 1.0f;
-  const float* factors = nullptr;       // [rows] or null: all 1
-  void* scratch = nullptr;              // [kGradientGemmScratchBytes]
-  const ClusterOrder* order = nullptr;  // the device's order; host memory; null: clusters in any order
+  const float* factors = nullptr;  // [rows] or null: all 1
+  void* scratch = nullptr;         // [kGradientGemmScratchBytes]
+  // The device's order, in host memory; null: clusters take tiles in any order.
+  const ClusterOrder* order = nullptr;
 };
 
 inline constexpr int64_t kGradientGemmScratchBytes = kMostPartials * kPartialBytes + 4096;

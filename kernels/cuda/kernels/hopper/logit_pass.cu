@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The logit pass: Z = X W^T for X [rows, inner] and W [vocab, inner], tile by tile, without storing Z. Only
-// one purpose stores Z, for rows that have a teacher (kSoftmax).
+// The logit pass (logit_pass.h): Z = X W^T for X [rows, inner] and W [vocab, inner], tile by tile. Z is
+// stored only by SoftmaxPass, for rows that have a teacher; all other passes keep Z in registers.
 //
 // Plan: a persistent grid of clusters of two blocks. A cluster takes tiles of 256 rows x 256 classes. Each
-// block has 128 of the rows, fetches their hidden states and half of the weights, and gets the other half of
-// the weights by multicast. A producer thread fills a ring of four stages of 64 inner elements (TMA,
-// mbarriers). Two consumer warpgroups multiply 64 x 256 each from shared memory (wgmma). The sums stay in
-// registers, and the warpgroups turn them into statistics and exponentials while the producer fetches for the
-// next tile.
+// block has 128 of the rows. It fetches the hidden states of its rows and half of the weights; the other
+// block sends the other half of the weights by multicast. A producer thread fills a ring of four stages of 64
+// inner elements (TMA, mbarriers). Two consumer warpgroups multiply 64 x 256 each from shared memory (wgmma).
+// The sums stay in registers, and the warpgroups turn them into statistics and exponentials while the
+// producer fetches for the next tile.
 //
 // FLOP: 2 rows vocab inner. Bytes from L2 for each block and stage: 16 + 16 KB for 4.2 MFLOP. Exponentials:
-// rows * vocab, at 16 a clock and multiprocessor: 2048 clocks a tile, beside 1024 inner / 64 clocks of
-// products.
+// rows * vocab. A multiprocessor computes 16 a clock, which takes 2048 clocks a tile; the products of a tile
+// take 1024 inner / 64 clocks.
 //
 // Exponents are relative to a reference that the caller knows in advance. So one pass over the sums is
-// enough, and what is stored needs no correction by tile. docs/kernels/hopper.md says more.
+// enough, and stored values need no correction for each tile. docs/kernels/hopper.md says more.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -46,7 +46,7 @@ enum class Output {
   kStatistics,
   kCandidates,    // candidates and statistics
   kExponentials,  // exponentials and statistics
-  kRecoverable,   // the same; the exponentials of some rows are recoverable
+  kRecoverable,   // as kExponentials, but the exponentials of some rows are recoverable
   kGradient,
   kSoftmax  // softmaxes and the dot products
 };
@@ -56,8 +56,8 @@ template <Output kOutput>
 constexpr bool kStores =
     kOutput == Output::kExponentials || kOutput == Output::kRecoverable || kOutput == Output::kGradient;
 
-// The operands and the purpose of a pass, as the kernel gets them. Members that the purpose does not use are
-// null.
+// The operands and the type of a pass, in the form that the kernel gets. Members that the type of pass does
+// not use are null.
 struct LogitKernelParams {
   int rows, classes, last_bias, first_class;
   int inner_tiles, vocab_tiles, panels, group;
@@ -84,7 +84,7 @@ struct LogitTile {
   int vocab_tile;
 };
 
-// What a thread knows of its two rows before the tile is computed.
+// Values of a thread's two rows that are known before the tile is computed.
 struct RowPair {
   int row[2];
   int target[2];        // column within the tile, if it is in the tile
@@ -92,7 +92,8 @@ struct RowPair {
   float threshold[2];   // for statistics
   float sum_bound[2];   // for candidates: lower bound of the row's sum; infinite if none are listed
   bool recoverable[2];  // for exponentials
-  // For gradients: that of a class is (factor + tilt d) 2^d, and that of the target is `entry`.
+  // For gradients: the gradient of a class is (factor + tilt d) 2^d, and the gradient of the target is
+  // `entry`.
   float factor[2];
   float tilt[2];
   float entry[2];
@@ -140,7 +141,8 @@ __device__ __forceinline__ RowPair LoadRows(const LogitKernelParams& p, const Lo
   return r;
 }
 
-// Other clusters add to the bounds, so they are loaded as late as possible without a thread having to wait.
+// Loads the lower bounds of the sums. Other clusters add to these bounds, so they are loaded as late as
+// possible, but so early that no thread waits for them.
 __device__ __forceinline__ void LoadSumBounds(const LogitKernelParams& p, const LogitTile& tile, RowPair& r) {
   const bool lists = p.listed_anew != nullptr || tile.vocab_tile >= p.first_listed;
 #pragma unroll
@@ -161,8 +163,8 @@ __device__ __forceinline__ void ForEachElement(float (&logits)[128], Body body) 
   for (int i = 0; i < 128; ++i) body(logits[i], (i >> 1) & 1, 8 * (i >> 2) + lane_column + (i & 1));
 }
 
-// Bounds an infinite bias under a softcap, so that it gives a large finite logit, and so the softcap
-// (ToLogit).
+// Bounds an infinite bias under a softcap. It then gives a large finite logit, from which ToLogit makes the
+// softcap itself.
 template <Form kForm>
 __device__ __forceinline__ float BoundedBias(const LogitKernelParams& p, float bias) {
   if constexpr (kForm != Form::kCapped) return bias;
@@ -188,7 +190,7 @@ __device__ __forceinline__ void ScaleAndShift(const LogitKernelParams& p, const 
   }
 }
 
-// The logit and its slope. Infinities stay: -inf is masked, and +inf must not be hidden by the cap.
+// The logit and its slope. Infinities do not change: -inf is a masked class, and the cap must not hide +inf.
 template <Form kForm>
 __device__ __forceinline__ Logit ToLogit(const LogitKernelParams& p, float s) {
   if constexpr (kForm != Form::kCapped) return {s, 1.0f};
@@ -258,7 +260,8 @@ constexpr int kBoxColumns = kBoxRowBytes / 2;
 constexpr int kGroups = kBoxColumns / 8;
 
 // Turns pairs of neighboring elements into words, word = body(s0, s1, half). With kStore, sends the words out
-// one box at a time. end_box(box) is called before a box is sent, when the warp has put its words.
+// one box at a time. end_box(box) is called before a box is sent, when the warp has written its words to the
+// box.
 template <bool kStore, typename Body, typename EndBox>
 __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column,
                                            int row, Body body, EndBox end_box) {
@@ -281,7 +284,8 @@ __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const Out
   }
 }
 
-// A thread's sums over its columns. max: of logits before the softcap; box_max: of those in the current box.
+// A thread's sums over its columns. max: the maximum of the logits before the softcap; box_max: the maximum
+// of the logits in the current box.
 struct ThreadSums {
   float sum[2] = {};
   float spread[2] = {};
@@ -322,19 +326,19 @@ __device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s
   return PackBf16(e0, e1);
 }
 
-// How much an exponent may be off by all roundings between here and the last test: in units of log 2, and
-// relative.
+// The largest error of an exponent by all roundings between here and the last test: absolute, in units of log
+// 2, and relative.
 constexpr float kListMargin = 0.02f;
 constexpr float kRelativeListMargin = 0x1p-14f;
 
 // The smallest logit before the softcap with which a class of the row may reach epsilon. NaN if `sum_bound`
-// is infinite or the row is not finite: then no class reaches it.
+// is infinite or the row is not finite; no class reaches NaN.
 template <Form kForm>
 __device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, float sum_bound,
                                                 float reference) {
   const float log2_sum = log2f(sum_bound) + reference;
-  // The margin is doubled as long as sums grow, so that every class that would be listed at the end is listed
-  // now.
+  // While sums still grow, the margin is doubled, so that every class that would be listed with the complete
+  // sum is listed now.
   const float own_margin = p.listed_anew == nullptr ? 2.0f * kListMargin : kListMargin;
   const float margin = own_margin + kRelativeListMargin * fabsf(log2_sum);
   float least = (log2_sum + p.lists.log2_epsilon - margin) / p.f;
@@ -386,7 +390,7 @@ __device__ __forceinline__ ThreadSums Exponentials(const LogitKernelParams& p, c
   return sums;
 }
 
-// Writes what a quad has found in its two rows of a tile.
+// Writes the statistics that a quad has computed for its two rows of a tile.
 template <Form kForm, Output kOutput>
 __device__ __forceinline__ void WritePartials(const LogitKernelParams& p, const LogitTile& tile,
                                               const RowPair& rows, const float (&logits)[128],
@@ -424,7 +428,7 @@ __device__ __forceinline__ uint32_t PackGradients(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Writes the targets' elements over what the warp has put into a box.
+// Overwrites, in a box that the warp has filled, the elements of the targets.
 template <typename T>
 __device__ __forceinline__ void PutEntries(const RowPair& rows, const OutBoxes& out, int box) {
   const int column0 = rows.target[0] - box * kBoxColumns;
@@ -450,7 +454,7 @@ __device__ __forceinline__ float GradientOf(const LogitKernelParams& p, const Ro
   return kForm == Form::kCapped ? g * logit.slope : g;
 }
 
-// A row whose factors are 0 gets 0, whatever its logits are.
+// A row whose factors are 0 gets a gradient of 0 for any logits.
 template <typename T, Form kForm>
 __device__ __forceinline__ void Gradients(const LogitKernelParams& p, const float (&logits)[128],
                                           const RowPair& rows, const OutBoxes& out, int column, int row) {
@@ -466,9 +470,9 @@ __device__ __forceinline__ void Gradients(const LogitKernelParams& p, const floa
 
 // ---- processing the sums of a tile if they are stored ----
 
-// Stores the dot products directly from the registers. So no thread waits for a store, as it would wait for a
-// box. Two lanes exchange halves of two groups of 8 columns, so that each lane writes 16 bytes and a quad
-// writes whole sectors.
+// Stores the dot products directly from the registers. So no thread waits for a store; with boxes, threads
+// would wait for a free box. Two lanes exchange halves of two groups of 8 columns, so that each lane writes
+// 16 bytes and a quad writes whole sectors.
 __device__ __forceinline__ void StoreDots(const LogitKernelParams& p, const RowPair& rows, int column,
                                           const float (&dots)[128]) {
   const bool odd = (threadIdx.x & 1) != 0;
@@ -490,7 +494,7 @@ __device__ __forceinline__ void StoreDots(const LogitKernelParams& p, const RowP
 }
 
 // Writes the tile's parts of the softmaxes. p.f is log2(e) / temperature. `logits` are before the softcap.
-// There are several sums, because each addition has to wait for the one before it.
+// Each half has several sums, because each addition to a sum waits for the previous one.
 template <Form kForm>
 __device__ __forceinline__ void WriteSoftmax(const LogitKernelParams& p, const LogitTile& tile,
                                              const RowPair& rows, float (&logits)[128]) {
@@ -526,8 +530,9 @@ struct Maps {
   CUtensorMap hidden, weight, stored;
 };
 
-// Within a group of panels, classes are the outer loop. So clusters that run at the same time share hidden
-// states and weights, and the group's hidden states are used again for the next classes.
+// The tile with number `index`. Within a group of panels, classes are the outer loop. So clusters that run at
+// the same time share hidden states and weights, and the group's hidden states are used again for the next
+// classes.
 __device__ __forceinline__ LogitTile TileAt(const LogitKernelParams& p, int index) {
   const int group_tiles = p.group * p.vocab_tiles;
   const int group = index / group_tiles;
@@ -540,8 +545,8 @@ __device__ __forceinline__ LogitTile TileAt(const LogitKernelParams& p, int inde
 
 __device__ __forceinline__ int Clusters() { return static_cast<int>(gridDim.x) / kClusterBlocks; }
 
-// Applies body(tile) to the tiles of a cluster. Clusters with neighboring positions have the same classes, so
-// a group of multiprocessors loads their weights once.
+// Applies body(tile) to the tiles of a cluster. Clusters with neighboring positions have tiles of the same
+// classes, so a group of multiprocessors loads the weights of these classes once.
 template <typename Body>
 __device__ __forceinline__ void ForEachTile(const LogitKernelParams& p, int position, Body body) {
   const int tiles = p.panels * p.vocab_tiles;
@@ -653,7 +658,7 @@ cudaError_t LaunchForm(const Maps& maps, const LogitKernelParams& p, bool genera
   return Kernel<T, Form::kCapped, kOutput>::Launch(maps, p, clusters, stream);
 }
 
-// Makes all maps except that of the stored elements.
+// Makes all tensor maps except the map of the stored elements.
 cudaError_t MakeMaps(const LogitOperands& o, Maps& maps) {
   const BoxedMatrix hidden = {o.hidden, o.dtype, o.rows, o.inner, kRowTile};
   const BoxedMatrix weight = {o.weight, o.dtype, o.padded_classes, o.inner, kPartColumns};
@@ -700,7 +705,8 @@ void Set(const StatisticsPass& pass, LogitKernelParams& p) {
   std::visit([&p](const auto& panels) { Set(panels, p); }, pass.panels);
 }
 
-// The thresholds are read together with the references, but no maximum is searched for.
+// The kernel reads thresholds together with references, so `threshold` must point to something; this pass
+// finds no maximum.
 void Set(const CompleteSums& sums, const int32_t* listed_anew, LogitKernelParams& p) {
   p.reference = p.threshold = sums.reference;
   p.partials.target = sums.target;
@@ -744,7 +750,7 @@ cudaError_t LaunchStored(const LogitOperands& o, const LogitKernelParams& p, voi
 }  // namespace
 
 int LogitPassClusters() {
-  // The form that needs the most shared memory. A multiprocessor holds one block in any case.
+  // The kernel that needs the most shared memory. A multiprocessor holds one block of any of the kernels.
   using Largest = Kernel<__nv_bfloat16, Form::kPlain, Output::kExponentials>;
   if (Largest::AllowSharedBytes() != cudaSuccess) {
     cudaGetLastError();

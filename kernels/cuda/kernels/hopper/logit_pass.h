@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launchers of the logit pass: the logits product of a chunk on Hopper, i.e. the dot products of hidden
-// states and classes. For most purposes the dot products stay in registers. The purpose of a pass is a type,
-// and decides what the pass writes:
+// states and classes. The type of the pass says what the pass writes. For most types the dot products stay in
+// registers:
 // - StatisticsPass: statistics of the rows,
 // - ExponentialsPass, RecoverablePass: also exponentials, of two kinds,
 // - ListingPass: also lists of candidates; SecondListingPass, LastListingPass: only lists,
@@ -26,14 +26,16 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// Sums of 2^d above this are not used: the panels of such rows are computed again with another reference.
+// The largest sum of 2^d that is used. If the sum of a row is larger, its panel is computed again with
+// another reference.
 inline constexpr float kLargestSum = 0x1p60f;
 
 // ---- operands of every pass ----
 
-// How z follows from a dot product. Plain form: z is the dot product, f = scale log2(e), scale > 0. General
-// form: s = scale (dot product + bias), z = softcap tanh(s / softcap), or z = s without a softcap; f =
-// log2(e).
+// How the logit z is computed from a dot product. z f is the logit in units of log 2.
+// - Plain form: z is the dot product, f = scale log2(e), scale > 0.
+// - General form: s = scale (dot product + bias), z = softcap tanh(s / softcap), or z = s without a softcap;
+//   f = log2(e).
 struct LogitForm {
   bool general = false;
   float scale = 1.0f;
@@ -41,7 +43,7 @@ struct LogitForm {
   float softcap = 0.0f;         // 0: none
 };
 
-// Rows, and all classes or a block of classes.
+// The operands of a pass: rows, and all classes or a block of classes.
 struct LogitOperands {
   const void* hidden = nullptr;    // [rows, inner]
   const void* weight = nullptr;    // [padded_classes, inner], beginning at first_class
@@ -57,25 +59,26 @@ struct LogitOperands {
 
 // ---- the rows of a pass ----
 
-// All rows. `order`: the device's order, in host memory; then `claimed_positions` [kMostClusters] must be 0
-// on entry. null: clusters take tiles in any order.
+// All rows. `order`: the device's order, in host memory; `claimed_positions` [kMostClusters] must then be 0
+// on entry. If `order` is null, clusters take tiles in any order.
 struct AllPanels {
   const ClusterOrder* order = nullptr;
   uint32_t* claimed_positions = nullptr;
 };
 
-// Only marked panels of kPanelRows rows. If marks[0] is 0 the pass does nothing. Otherwise it processes the
-// panels with marks[1 + panel] not 0.
+// Only the marked panels of kPanelRows rows. If marks[0] is 0, the pass does nothing. Otherwise it processes
+// the panels for which marks[1 + panel] is not 0.
 struct MarkedPanels {
   const int32_t* marks = nullptr;
 };
 
 // ---- the purpose of a pass ----
 
-// What must be known of each row before the pass, [rows] each.
+// Values of each row that must be known before the pass, [rows] each.
 struct RowReferences {
   const float* reference = nullptr;  // in units of log 2
-  const float* threshold = nullptr;  // for z before the softcap: smaller maxima need not be found
+  // A bound for z before the softcap. The pass need not find a maximum that is smaller.
+  const float* threshold = nullptr;
 };
 
 // Statistics of the rows alone.
@@ -93,15 +96,15 @@ struct ExponentialsPass {
 };
 
 // The same, but rows with an upstream gradient of their entropy get recoverable exponentials
-// (recoverable.cuh), without the slope under a softcap.
+// (recoverable.cuh). With a softcap, these exponentials are not multiplied by the slope.
 struct RecoverablePass {
   StatisticsPass statistics;
   const float* coef_entropy = nullptr;  // [rows]; 0: as in ExponentialsPass
   void* exponentials = nullptr;         // [rows, padded_classes] bf16, out
 };
 
-// Statistics, and the candidates among the classes of the tiles from FirstListedTile() on. Meanwhile the
-// lower bound of each row's sum grows with each tile.
+// Statistics, and lists of the candidates among the classes of the tiles from FirstListedTile() on. The lower
+// bound of each row's sum grows with each tile.
 struct ListingPass {
   RowReferences references;
   TilePartials partials;
@@ -109,8 +112,8 @@ struct ListingPass {
   AllPanels panels;
 };
 
-// For passes that list candidates when the sums are complete. Of the statistics they write only `target`,
-// unchanged.
+// For the two passes that list candidates when the sums are complete. The only statistic that they write is
+// `target`, which does not change.
 struct CompleteSums {
   const float* reference = nullptr;  // [rows]
   float* target = nullptr;           // TilePartials::target
@@ -130,16 +133,16 @@ struct LastListingPass {
   MarkedPanels panels;
 };
 
-// dL/ds over (scale * gradient unit), including the target's element; 0 in padding columns. Of a rule
-// everything but the uniform part is used, its entropy only in the general form. A row with softmax 0 and
-// entropy 0 gets 0, except at the target.
+// The gradient: dL/ds divided by (scale * gradient unit), including the target's element; 0 in padding
+// columns. Uses all members of a rule except `uniform`, and `entropy` only in the general form. A row whose
+// rule has softmax 0 and entropy 0 gets 0, except at the target.
 struct GradientPass {
   const GradientRule* rules = nullptr;  // [rows]
   void* gradient = nullptr;             // [rows, padded_classes] of the operands' dtype, out
 };
 
-// The dot products in fp32, and for each tile its part of the row's softmax at a temperature. Targets are not
-// read. For operands of the general form.
+// The dot products in fp32, and each tile's part of the rows' softmaxes at a temperature. Only for operands
+// of the general form; their targets are not read.
 struct SoftmaxPass {
   float temperature = 1.0f;
   float* dots = nullptr;         // [rows, padded_classes], out

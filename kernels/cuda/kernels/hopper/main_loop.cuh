@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the products of this folder share:
-// - the main loop: C = A B for A [rows, inner] and B [inner, columns] of a 16-bit type, tile by tile; it
-//   leaves the sums of a tile in registers,
+// Parts of the matrix-product kernels of this folder:
+// - the main loop: C = A B for A [rows, inner] and B [inner, columns] of a 16-bit type, tile by tile; the
+//   sums of a tile end in registers,
 // - the position of a cluster in the order of its grid (TakePosition),
-// - how a tile leaves the registers for device memory (OutBoxes).
+// - the way of a tile from registers to device memory (OutBoxes).
 //
-// Plan: a cluster of two blocks computes a tile of kPanelRows x kColumnTile of C. Each block has kRowTile of
-// the rows. It fetches its part of A and half of B, and gets the other half of B by multicast. A producer
-// thread fills a ring of kStages stages, each with kInnerTile inner elements (TMA, mbarriers). Two consumer
-// warpgroups multiply kProductRows x kColumnTile each from shared memory (wgmma).
+// Tile plan: a cluster of two blocks computes a tile of kPanelRows x kColumnTile of C. Each block computes
+// kRowTile of these rows. A block fetches its rows of A and half of the columns of B; the other block sends
+// the other half of B by multicast. In each block, a producer thread fills a ring of kStages stages, each
+// with kInnerTile inner elements (TMA, mbarriers). Two consumer warpgroups compute kProductRows x kColumnTile
+// each from the stages in shared memory (wgmma).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_MAIN_LOOP_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_MAIN_LOOP_CUH_
 
@@ -34,15 +35,15 @@ inline constexpr int kSlabBytes = kSlab * kInnerTile * 2;
 inline constexpr int kABytes = kRowTile / kSlab * kSlabBytes;
 inline constexpr int kBBytes = kColumnTile / kSlab * kSlabBytes;
 inline constexpr int kStageBytes = kABytes + kBBytes;
-inline constexpr int kBPart = kBBytes / kClusterBlocks;  // bytes that a block fetches for both
+inline constexpr int kBPart = kBBytes / kClusterBlocks;  // bytes of B that a block fetches for both blocks
 inline constexpr int kPartColumns = kColumnTile / kClusterBlocks;
 inline constexpr int kRingBytes = kStages * kStageBytes;
 inline constexpr int kRingBarrierBytes = 2 * kStages * 8;
 
-// The ring of stages in shared memory, and the position of one of its users.
+// The ring of stages in shared memory, and the position in the ring of one of its users.
 struct Ring {
   uint32_t stages;  // [kStages][kStageBytes]
-  uint32_t full;    // [kStages] barriers of 8 bytes; so is `empty`
+  uint32_t full;    // [kStages] barriers of 8 bytes; the same for `empty`
   uint32_t empty;
   int index = 0;
   uint32_t parity = 0;
@@ -76,8 +77,8 @@ struct Ring {
 };
 
 // Called by the producer thread. Fetches the next stage: the inner elements from k on, for the rows of A from
-// `row` on and the columns of B from `column` on. `row` and `column` are where this block's rows of A and its
-// part of the columns of B begin.
+// `row` on and the columns of B from `column` on. `row` and `column`: the first of this block's rows of A,
+// and the first of the columns of B that this block fetches.
 template <Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void Fetch(const CUtensorMap& a, const CUtensorMap& b, int row, int column, int k,
                                       uint32_t rank, Ring& ring) {
@@ -105,8 +106,8 @@ __device__ __forceinline__ void Fetch(const CUtensorMap& a, const CUtensorMap& b
 }
 
 // Called by one consumer warpgroup. Computes the sums of its rows over the next `stages` stages (at least
-// one), and gives the stages back to both blocks. before_last() is called once, while the last stage but one
-// (or the only one) is being multiplied.
+// one), and tells both blocks that the stages are free again. Calls before_last() once, while the last stage
+// but one, or the only stage, is being multiplied.
 template <typename T, Major kMajorA, Major kMajorB, typename BeforeLast>
 __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, float (&sums)[128],
                                          BeforeLast before_last) {
@@ -148,8 +149,8 @@ struct ClusterPositions {
 };
 
 // Called by one thread of the cluster, before the cluster synchronizes. Takes a position below `clusters`:
-// the preferred one if no other cluster has it. There are as many clusters as positions, so each cluster gets
-// a different one, wherever it runs.
+// the preferred position of its multiprocessors, if no other cluster has taken it. There are as many
+// positions as clusters, so each cluster gets a position of its own.
 __device__ __forceinline__ void TakePosition(const ClusterPositions& positions, int clusters, uint32_t word) {
   int position = static_cast<int>(blockIdx.x) / kClusterBlocks;
   if (positions.claimed != nullptr) {
@@ -173,12 +174,12 @@ inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kBoxBytes = kProductRows * kBoxRowBytes;
 inline constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
 
-// The boxes of one consumer warpgroup, through which its tile leaves.
+// The boxes of one consumer warpgroup, through which its tile goes to device memory.
 struct OutBoxes {
   const CUtensorMap* map;
-  uint32_t boxes;    // this warpgroup's, [2][kBoxBytes]
-  uint32_t barrier;  // its named barrier
-  bool leader;       // the one thread that starts the copies
+  uint32_t boxes;    // this warpgroup's boxes, [2][kBoxBytes]
+  uint32_t barrier;  // the warpgroup's named barrier
+  bool leader;       // this thread is the one that starts the copies
 
   __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
       : map(&out),
@@ -186,14 +187,15 @@ struct OutBoxes {
         barrier(1 + consumer),
         leader(threadIdx.x % kWarpgroup == 0) {}
 
-  // Waits until the box that was not sent last may be written again. kCopies: the number of copies in which a
-  // box is sent.
+  // Waits until the box that was sent before the last one may be written again. kCopies: the number of copies
+  // that send a box.
   template <int kCopies = 1>
   __device__ __forceinline__ void Open() const {
     if (leader) WaitBoxesRead<kCopies>();
     SyncNamed(barrier, kWarpgroup);
   }
-  // Puts 16-bit elements, two in a word: two groups of 8 columns from `group` on, both halves of each.
+  // Writes 16-bit elements, two in a word, to a box: two groups of 8 columns from `group` on, both halves of
+  // each group.
   __device__ __forceinline__ void Put(int i, int group, const uint32_t (&words)[4]) const {
     const int row = 16 * static_cast<int>((threadIdx.x >> 5) & 3) + static_cast<int>(threadIdx.x & 15);
     const int mine = group + static_cast<int>((threadIdx.x >> 4) & 1);
@@ -206,8 +208,8 @@ struct OutBoxes {
     const int group = (column >> 3) ^ (row & 7);
     StoreHalf(boxes + i * kBoxBytes + row * kBoxRowBytes + (group << 4) + 2 * (column & 7), word);
   }
-  // Puts elements into a box that holds the tile transposed: the rows of the box are the tile's columns, 8 in
-  // a group, and the 128 bytes of each are the warpgroup's rows.
+  // Writes elements to a box that holds the tile transposed. A row of the box is a column of the tile, and
+  // its 128 bytes are the warpgroup's rows. The columns are in groups of 8.
   __device__ __forceinline__ void PutTransposed(int i, int group, const uint32_t (&words)[4]) const {
     const int lane = static_cast<int>(threadIdx.x & 31);
     const int row = 8 * (group + (lane >> 4)) + (lane & 7);
@@ -215,9 +217,9 @@ struct OutBoxes {
     StoreMatricesTransposed(boxes + i * kBoxBytes + row * kBoxRowBytes + ((chunk ^ (row & 7)) << 4), words[0],
                             words[1], words[2], words[3]);
   }
-  // Puts fp32 elements of half `h` into a pair of boxes with half as many rows, one for the warpgroup's first
-  // 32 rows and one for the others. `row`: the row in these boxes, 8 times a group plus the lane's column in
-  // it.
+  // Writes fp32 elements of half `h` to a pair of transposed boxes with half as many rows: one box for the
+  // warpgroup's first 32 rows, and one for the other 32 rows. `row`: the row in these boxes, which is 8 times
+  // the group plus the lane's column in the group.
   __device__ __forceinline__ void PutFloatTransposed(int i, int row, int h, float value) const {
     const int column =
         16 * static_cast<int>((threadIdx.x >> 5) & 3) + 8 * h + static_cast<int>(threadIdx.x & 31) / 4;
@@ -231,7 +233,7 @@ struct OutBoxes {
     SyncNamed(barrier, kWarpgroup);
     if (leader) CopyBoxOut(*map, column, row, boxes + i * kBoxBytes);
   }
-  // Sends a pair of fp32 boxes. add: adds them to what is in memory.
+  // Sends a pair of fp32 boxes to device memory. add: adds their elements to the elements in memory.
   __device__ __forceinline__ void SendPair(int i, int column, int row, bool add) const {
     FenceAsyncProxy();
     SyncNamed(barrier, kWarpgroup);

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// LayerNorm and RMSNorm, backward, for rows of 1024 to 32768 columns. Bytes: reads x and dy, writes dx.
+// The first stage of the backward pass of LayerNorm and RMSNorm on Hopper, for rows of 1024 to 32768 columns
+// (norm.h has the formulas). Bytes: reads x and dy, writes dx.
 //
-// Plan: as the backward pass in ../norm.cu, with two differences. One thread of a group copies whole rows
-// into the group's ring. And a thread keeps its part of a row in registers between the two passes, so the
-// barrier for the row's sums also tells that the row's place in the ring is free.
+// Plan: as for the backward pass in ../norm.cu, with two differences. First, one thread of a group copies
+// whole rows into the group's ring. Second, a thread keeps its part of a row in registers between the two
+// passes; so after the barrier for the row's sums, the row's place in the ring is free.
 //
-// Two blocks of a cluster may share rows; each then has half of the columns. Rows with less than 10240
-// columns are shared so that a block has several rows in work: it computes on one while another waits for its
-// sums. Rows with more than 12288 columns are shared because one block has no room for them. Rows between
-// these limits are not shared. Up to 8192 columns a thread has two vectors, above that three, which needs
-// fewer instructions a column.
+// Two blocks of a cluster may share rows; each then has half of the columns. Rows with fewer than 10240
+// columns are shared so that a block works on several rows at a time: it computes on one row while another
+// row waits for its sums. Rows with more than 12288 columns are shared because one block has no room for
+// them. Rows between these limits are not shared. Up to 8192 columns a thread has two vectors, above that
+// three, which needs fewer instructions a column.
 #include <algorithm>
 #include <cstdint>
 
@@ -22,7 +23,7 @@
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
-// ---- a group's rows in shared memory, by bulk copies; and two sums over a group at once ----
+// ---- a group's rows in shared memory (bulk copies), and two sums over a group at once ----
 
 constexpr int kMostGroups = 8;       // of a block, because each has a barrier of its own
 constexpr int kMostGroupWarps = 16;  // of a group
@@ -30,20 +31,20 @@ constexpr int kStages = 2;           // rows of a ring; with more the first rows
 constexpr int kMostSums = 64;        // for all warps of a cluster; a multiple of four for each group
 
 // The rows of a group: kStages of them are in shared memory or on their way. `turn` counts the rows that the
-// group has had. One thread fetches the rows, and the facts of a row (RowFacts) one turn before the row
-// itself. `Copy`: copy(to, barrier, row, raw_row) starts the copies of a row, row_units units of 16 bytes in
-// all.
+// group has processed. One thread fetches the rows; it fetches the facts of a row (RowFacts) one turn before
+// the row itself. `Copy`: copy(to, barrier, row, raw_row) starts the copies of a row, row_units units of 16
+// bytes in all.
 template <typename Copy>
 class RowRing {
  public:
-  // The shared memory of a ring, apart from the rows.
+  // The shared memory of a ring, except for the rows.
   struct Places {
     RowFacts facts[2 * kStages];
     uint64_t barriers[kStages];
   };
 
-  // ring: [kStages][row_units]. `brings`: this thread fetches the rows. Usable after the next barrier of the
-  // block.
+  // ring: [kStages][row_units]. `brings`: whether this thread fetches the rows. The ring is usable after the
+  // next barrier of the block.
   __device__ __forceinline__ RowRing(const NormParams& p, const NormBackwardParams& b, Places& places,
                                      uint4* ring, int row_units, bool brings, Copy copy)
       : p_(p), b_(b), places_(places), ring_(ring), row_units_(row_units), brings_(brings), copy_(copy) {
@@ -114,13 +115,14 @@ class RowRing {
 };
 
 // Sums two values at once over the groups with the same index in all blocks of a cluster, with the same bits
-// in all threads. There are two sets of places and barriers, used in turn. A thread that writes to a place
-// for the next sum but one knows that all threads have read it, because the sum between needed all of them.
+// in all threads. There are two sets of places and barriers, used in turn. So a thread may write to a place
+// again for the next sum but one: all threads have read it by then, because all threads had to take part in
+// the sum between.
 template <int kBlocks>
 class PairSum {
  public:
   struct Scratch {
-    alignas(16) float sums[2][2][kMostSums];  // [turn][which of the two values]
+    alignas(16) float sums[2][2][kMostSums];  // [turn][index of the value]
     uint64_t barriers[kMostGroups][2];
   };
 
@@ -135,8 +137,8 @@ class PairSum {
       sums[i] = 0.0f;
     if constexpr (kBlocks > 1) {
       if (group.thread != 0) return;
-        // A loop, so that the other threads branch around it. If they were only predicated off, racecheck
-        // would report a write by them to an undefined address.
+        // This is a loop, so that the other threads branch around it. If they were only predicated off,
+        // racecheck would report that they write to an undefined address.
 #pragma unroll 1
       for (int turn = 0; turn < 2; ++turn) InitBarrier(Barrier(turn), static_cast<uint32_t>(group.size / 32));
       FenceBarrierInit();
@@ -194,7 +196,8 @@ class PairSum {
 constexpr int64_t kMostRows = int64_t{1} << 30;
 constexpr int64_t kFewestColumns = 1024;        // shorter rows leave too few threads for a group
 constexpr int64_t kFewestColumnsToPair = 2048;  // such rows, and longer ones, are shared by two blocks
-constexpr int64_t kMostColumnsOfTwo = 8192;     // with two vectors a thread; more columns: three
+// The most columns of rows with two vectors a thread; longer rows have three.
+constexpr int64_t kMostColumnsOfTwo = 8192;
 constexpr int64_t kFewestColumnsAlone = 10240;  // such rows, and longer ones, are shared only if necessary
 
 // One thread's vectors of a row, as loaded.
@@ -233,7 +236,7 @@ struct Plan {
   int clusters = 0;  // of one or two blocks
   int vectors = 0;   // of a row, in a block; the second block of a cluster may have one less
   int row_vectors = 0;
-  int rounds = 0;  // rows of a group; the last one may be missing
+  int rounds = 0;  // rows of a group; the last row may not exist
   float inverse_cols = 0.0f;
   int shared_bytes = 0;
 };
@@ -243,8 +246,8 @@ __global__ __launch_bounds__(kThreads,
                              1) void NormBackwardKernel(const __grid_constant__ NormParams p,
                                                         const __grid_constant__ NormBackwardParams b,
                                                         const __grid_constant__ Plan plan) {
-  // [groups][kStages] parts of rows of x, then dy; at the end reused for the groups' sums. Then the gain,
-  // unless it is in registers.
+  // [groups][kStages] parts of rows: x, then dy; at the end their memory is used for the sums of the groups.
+  // Behind them lies the gain, unless it is in registers.
   extern __shared__ uint4 shared[];
   __shared__ typename PairSum<kBlocks>::Scratch scratch;
   constexpr int kUnits = static_cast<int>((sizeof(X) + sizeof(Dy)) / 2);  // 16-byte units of a vector
@@ -348,8 +351,8 @@ struct Launch {
     *error = cudaLaunchKernelEx(launch.config(), kernel, p, b, plan);
     return true;
   }
-  // Uses as many threads as the registers allow, and three vectors a thread rather than four, because with
-  // four the gain is in shared memory.
+  // Uses as many threads as the registers allow. Prefers three vectors a thread to four, because with four
+  // vectors the gain is in shared memory.
   template <typename X, typename Dy>
   bool IfFits(cudaError_t* error) const {
     const int64_t cols = p.x.cols;

@@ -7,17 +7,18 @@
 namespace lossd::kernels::cuda::hopper {
 namespace {
 
-// With fewer rows or tiles, the tiles cannot fill the device, while cuBLAS splits the inner dimension.
+// With fewer rows or tiles, the tiles do not fill the device; cuBLAS splits the inner dimension and is
+// faster.
 constexpr int64_t kFewestFusedRows = 512;
 constexpr int64_t kFewestFusedTiles = 512;
 
-// The costs, in stages of the main loop, of a tile, and of the partial sums of a segment.
+// The cost of a tile, and the cost of the partial sums of a segment, each in stages of the main loop.
 constexpr int64_t kTileStages = 4;
 constexpr int64_t kSegmentStages = 8;
 constexpr int64_t kMostSegments = 12;
 
-// The number of rows from which these products are faster than cuBLASLt, each alone at the card's power
-// limit: docs/lab/2026-11-21-hopper-products.md.
+// From this number of rows on, these products are faster than cuBLASLt, if each product runs alone at the
+// card's power limit (docs/lab/2026-11-21-hopper-products.md).
 constexpr int64_t kFewestGemmRows = 768;
 
 }  // namespace
@@ -102,8 +103,9 @@ GradientGemmPlan PlanGradientGemm(int64_t rows, int64_t columns, int64_t inner, 
 absl::string_view WhyNoGradientGemms(DType compute, const DeviceLimits& limits) {
   if (limits.fused_clusters == 0) return "not a Hopper GPU";
   if (compute == DType::kFloat32) return "fp32 compute";
-  // Clusters that share a tile wait for each other. If kernels of two processes are on the device at once,
-  // some clusters of each might run and wait forever for clusters that have no place.
+  // Clusters that share a tile wait for each other. If kernels of two processes are on the device at the same
+  // time, only some clusters of each kernel might run. They would wait forever for clusters that find no free
+  // multiprocessor.
   if (limits.shared_by_mps) return "MPS is enabled";
   return "";
 }

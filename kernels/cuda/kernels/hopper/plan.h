@@ -22,15 +22,15 @@ namespace lossd::kernels::cuda::hopper {
 
 // ---- tiles ----
 
-// The tiles in which every product of this folder is computed, and their panels. A panel is the rows of one
-// cluster's tile, over all columns.
+// Every product of this folder is computed in these tiles. A panel is the rows of one cluster's tile, over
+// all columns.
 //
 // | choice | why not another |
 // | 128 x 256 a block, two consumer warpgroups | the widest product instruction reads least shared memory |
 // | two blocks in a cluster, the same columns | a quarter less L2 traffic than alone; power is the limit |
 inline constexpr int kRowTile = 128;      // rows a block
 inline constexpr int kColumnTile = 256;   // columns a block
-inline constexpr int kInnerTile = 64;     // of the inner dimension, for one stage of the ring
+inline constexpr int kInnerTile = 64;     // elements of the inner dimension in one stage of the ring
 inline constexpr int kClusterBlocks = 2;  // adjacent in rows
 inline constexpr int kPanelRows = kRowTile * kClusterBlocks;  // rows that a cluster works on at a time
 
@@ -45,7 +45,8 @@ inline constexpr int kVocabTile = kColumnTile;  // classes of a block
 // Without classes there is one tile of padding, so that sums and exponentials are written.
 constexpr int64_t VocabTiles(int64_t vocab) { return std::max<int64_t>(CeilDiv(vocab, kVocabTile), 1); }
 
-// How many panels are worked on together: as many as stay in L2, in groups of about the same size.
+// The number of panels in a group. The panels of a group are worked on together, as many as stay in L2; all
+// groups have about the same size.
 constexpr int64_t PanelsPerGroup(int64_t panels, int64_t inner) {
   constexpr int64_t kGroupBytes = 20 << 20;
   const int64_t most = std::max<int64_t>(kGroupBytes / (kPanelRows * inner * 2), 1);
@@ -54,11 +55,11 @@ constexpr int64_t PanelsPerGroup(int64_t panels, int64_t inner) {
 
 // ---- candidates ----
 
-// Lists of the classes of a row whose probability may reach an epsilon. The logit pass fills them while it
-// computes the tiles (docs/kernels/recomputed.md).
+// The candidates of a row are the classes whose probability may reach epsilon. The logit pass fills the lists
+// of candidates while it computes the tiles (docs/kernels/recomputed.md).
 
-// Limits of the room for the candidates of a row. For the default epsilon, 1 / epsilon is four times the
-// smaller one.
+// The least and the most room for the candidates of a row. For the default epsilon, 1 / epsilon is four times
+// kLeastListed.
 inline constexpr int64_t kLeastListed = 1024;
 inline constexpr int64_t kMostListed = 2048;
 
@@ -68,9 +69,10 @@ struct Candidate {
   float z;
 };
 
-// z, f, d and the reference are as in TilePartials. A class is listed if its 2^d reaches epsilon times the
-// lower bound that the row's sum had when the class's tile was done. So the list has all classes that reach
-// epsilon times the complete sum, and some that do not.
+// The lists of candidates of rows. z, f, d and the reference are as in TilePartials. A class is listed if its
+// 2^d reaches epsilon times the lower bound of the row's sum at the time of the class's tile. The lower bound
+// is at most the complete sum. So the list has all classes whose 2^d reaches epsilon times the complete sum,
+// and some other classes.
 struct CandidateLists {
   Candidate* entries = nullptr;  // [rows, capacity], in any order, without the target
   int32_t capacity = 0;          // entries of a row
@@ -103,36 +105,39 @@ struct TilePartials {
   float* sum = nullptr;     // of 2^d
   float* spread = nullptr;  // of 2^d d; general form only; may be null
   uint8_t* arg = nullptr;   // the first column of the tile that has `max`
-  float* target = nullptr;  // [ld], by row: z of the target, computed like the others
+  float* target = nullptr;  // [ld], by row: z of the target, computed like the other logits
 
   // For `capacity` rows.
   static TilePartials Carve(Carver& carver, int64_t capacity, int64_t vocab);
 };
 
-// For a row with an upstream gradient of its entropy: turns its exponentials into dL/ds over (scale *
-// gradient unit) when its sums are known, as (factor + tilt d) 2^d times the slope of the softcap. d as in
-// TilePartials.
+// For a row with an upstream gradient of its entropy: how its exponentials become its gradient when its sums
+// are known. dL/ds divided by (scale * gradient unit) is (factor + tilt d) 2^d times the slope of the
+// softcap, with d as in TilePartials.
 struct EntropyRow {
   float factor;
   float tilt;
-  // For the class with the largest logit, without the target: its d is known more precisely than 16 bits.
+  // The class with the largest logit, except the target, has a gradient of its own, because its d is known
+  // more precisely than 16 bits.
   float top_gradient;  // its gradient, without the slope of the softcap
-  int32_t top;         // that class; -1: not known, because the target's logit is larger, or it is elsewhere
+  // This class; -1: not known, because the target's logit is larger, or the class is on another device.
+  int32_t top;
 };
 
-// The memory of a chunk between these kernels, `capacity` rows each.
+// The memory in which the logit pass and the kernels around it keep values of a chunk's rows. Arrays have
+// `capacity` rows.
 struct FusedRows {
   TilePartials partials;  // free when the results are computed
   float* reference = nullptr;
   float* threshold = nullptr;
-  // Over all tiles, and later also over the classes elsewhere. d as in TilePartials, but relative to
-  // sum_reference.
-  float* sum_reference = nullptr;  // `reference`, unless some classes are elsewhere
+  // Statistics over all tiles, and later also over the classes on other devices. d is as in TilePartials, but
+  // relative to sum_reference.
+  float* sum_reference = nullptr;  // equal to `reference`, unless some classes are on other devices
   float* max = nullptr;
   float* sum = nullptr;
   float* spread = nullptr;
   int32_t* arg = nullptr;
-  // dL/ds over (scale * gradient unit) is factor[r] times row r of the exponentials.
+  // dL/ds divided by (scale * gradient unit) is factor[r] times row r of the exponentials.
   float* factor = nullptr;
   EntropyRow* entropy = nullptr;          // for rows of exponentials whose coef_entropy is not 0
   int32_t* marked_panels = nullptr;       // [1 + Panels(capacity)], MarkedPanels
@@ -144,17 +149,17 @@ struct FusedRows {
 
 // ---- when the loss is fused into the first product of a chunk (fused_loss.h) ----
 
-// "" if the loss can be fused, else the reason why not. exponentials: the loss has to leave exponentials for
-// its gradients. clusters: LogitPassClusters().
+// "" if the loss can be fused, else the reason why not. exponentials: whether the loss has to store
+// exponentials for its gradients. clusters: LogitPassClusters().
 absl::string_view WhyNotFused(const LossTerms& terms, DType compute, bool exponentials, int clusters);
 // "" if a loss that can be fused is faster fused, else the reason why not.
 absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab);
 
 // ---- the order in which a persistent grid of clusters takes the work of a gradient's product ----
 
-// Clusters compute whole tiles as long as there are enough for all clusters. The remaining tiles are divided
-// along the inner dimension into segments, so that they occupy all clusters too. The segments of a tile are
-// added up in order.
+// The product is C = A B. Clusters compute whole tiles of C as long as there are enough tiles for all
+// clusters. The remaining tiles are divided along the inner dimension into segments, so that they also occupy
+// all clusters. The segments of a tile are added up in order.
 //
 // | choice | why not another |
 // | groups of row tiles, rows innermost | the grid works on about 8 x 8 tiles, which takes fewest bytes |
@@ -168,22 +173,24 @@ struct GradientGemmPlan {
   int whole = 0;      // tiles computed as a whole
   int segmented = 0;  // tiles after these, computed in segments
   int segments = 1;   // of each segmented tile
-  // whole + segmented * segments, in the order in which they are begun: whole tiles, the first segments of
-  // the other tiles, their second segments, and so on.
+  // The number of units of work, whole + segmented * segments. Clusters begin them in this order: whole
+  // tiles, the first segments of the other tiles, the second segments of these tiles, and so on.
   int units = 0;
 };
 
-// A tile's partial sums, while its segments are computed.
+// The memory of a tile's partial sums while its segments are computed.
 inline constexpr int64_t kPartialBytes = int64_t{kPanelRows} * kColumnTile * 4;
 inline constexpr int kMostPartials = 126;
 
-// How many of `row_tiles` are worked on together, in groups of about the same size.
+// The number of row tiles in a group, which is worked on together. All groups of the `row_tiles` have about
+// the same size.
 int64_t RowTilesPerGroup(int64_t row_tiles);
 
-// The stages of the main loop until the last cluster is done, for `tiles` tiles divided into `segments` each.
+// The number of stages of the main loop until the last cluster is done, if each of `tiles` tiles is divided
+// into `segments` segments.
 int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters);
 
-// For C [rows, columns] with an inner dimension of `inner`, all above 0.
+// The plan for C [rows, columns] with an inner dimension of `inner`; all sizes are above 0.
 GradientGemmPlan PlanGradientGemm(int64_t rows, int64_t columns, int64_t inner, int clusters);
 
 // "" if the gradients of a chunk can be products of this folder, else the reason why not.

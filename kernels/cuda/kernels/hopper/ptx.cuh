@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Instructions that only Hopper has (sm_90a) under plain names: barriers in shared memory, bulk tensor
-// copies, warpgroup matrix products, clusters. This file does not know what they are used for.
+// Functions for instructions that only Hopper has (sm_90a): barriers in shared memory, bulk tensor copies,
+// warpgroup matrix products, clusters. Each function has a plain name and is one instruction, or a few.
 //
 // Addresses of shared memory are 32-bit offsets in the shared window (SharedAddress). The copy engine and the
 // tensor cores read and write through the "async proxy"; ordinary stores are visible to it after
@@ -35,8 +35,8 @@ __device__ __forceinline__ uint32_t Multiprocessor() {
   return id;
 }
 
-// Barrier for all threads of all blocks of the cluster. It orders memory accesses before it against those
-// after it.
+// Barrier for all threads of all blocks of the cluster. Memory accesses before the barrier are ordered before
+// memory accesses after it.
 __device__ __forceinline__ void ClusterSync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void FenceBarrierInit() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives once, and adds `bytes` to those that copies have to bring before the phase ends.
+// Arrives once at the barrier, and adds `bytes` to the bytes that copies must bring before the phase ends.
 __device__ __forceinline__ void ArriveExpecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -79,7 +79,8 @@ __device__ __forceinline__ void Wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// The same. Data that other blocks of the cluster wrote before their part of the phase is visible afterwards.
+// The same. In addition, data that other blocks of the cluster wrote before they arrived is visible
+// afterwards.
 __device__ __forceinline__ void WaitForCluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{.reg .pred done;\n"
@@ -92,8 +93,8 @@ __device__ __forceinline__ void WaitForCluster(uint32_t barrier, uint32_t parity
       : "memory");
 }
 
-// Sends `value` to the same address in block `rank` of the cluster. Its four bytes count at the barrier at
-// the same address there.
+// Writes `value` to shared memory of block `rank` of the cluster, at the address `to`. The four bytes count
+// at the barrier of that block, at the address `barrier`.
 __device__ __forceinline__ void SendFloat(uint32_t to, float value, uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{.reg .b32 remote, remote_barrier; mapa.shared::cluster.u32 remote, %0, %3;"
@@ -132,8 +133,8 @@ __device__ __forceinline__ void CopyBoxIn(uint32_t to, const CUtensorMap& map, i
       : "memory");
 }
 
-// The same to the same address in every block of the cluster whose bit is set in `blocks`. In each block the
-// bytes count at that block's barrier.
+// Copies the box to the same address in each block of the cluster whose bit is set in `blocks`. In each block
+// the bytes count at that block's barrier.
 __device__ __forceinline__ void CopyBoxToBlocks(uint32_t to, const CUtensorMap& map, int x, int y,
                                                 uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -152,7 +153,7 @@ __device__ __forceinline__ void CopyBoxOut(const CUtensorMap& map, int x, int y,
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// The same, but each element is added once to the element in memory.
+// The same, but adds each element to the element in memory.
 __device__ __forceinline__ void AddBoxOut(const CUtensorMap& map, int x, int y, uint32_t from) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];" ::"l"(
                    reinterpret_cast<uint64_t>(&map)),
@@ -242,7 +243,7 @@ __device__ __forceinline__ uint64_t MatrixDescriptor(uint32_t address) {
   return kSwizzle128 | kLineGroupStride | kSlabStride | ((address & 0x3ffff) >> 4);
 }
 
-// What is added to a descriptor for 16 elements further along the inner dimension.
+// The number that moves a descriptor by 16 elements along the inner dimension when it is added.
 template <Major kMajor>
 inline constexpr uint64_t kDescriptorStep = kMajor == Major::kOuter ? 16 * 128 >> 4 : 16 * 2 >> 4;
 
@@ -256,9 +257,9 @@ __device__ __forceinline__ void WaitProducts() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The rows of one product. Lane l of warp w of the warpgroup holds of D [64, 256] the rows 16 w + l / 4
-// (elements 4 j and 4 j + 1 of d) and 16 w + l / 4 + 8 (4 j + 2 and 4 j + 3), in the columns 8 j + 2 (l % 4)
-// and the next one.
+// The rows of one product D [64, 256]. Lane l of warp w of the warpgroup holds elements of two rows of D in
+// its array d: of row 16 w + l / 4 in d[4 j] and d[4 j + 1], and of row 16 w + l / 4 + 8 in d[4 j + 2] and
+// d[4 j + 3]. The columns of each pair are 8 j + 2 (l % 4) and the next column.
 inline constexpr int kProductRows = 64;
 
 // The text and operands of the product instruction; only the types of A and B differ. PTX needs the name of

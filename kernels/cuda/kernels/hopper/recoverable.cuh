@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A 16-bit encoding of exponentials from which logits can be recovered. From 2^d times the slope of a softcap
-// they cannot, because two logits on either side of softcap - 1 may give the same product.
+// A 16-bit encoding of exponentials 2^d from which logits can be recovered. The exponentials that other rows
+// store, 2^d times the slope of a softcap, do not allow this, because two logits on either side of softcap -
+// 1 may give the same product.
 //
-// 2^d alone, rounded to bf16, gives d within 0.003, and with it the slope within 0.004 / softcap, which is a
-// small error unless the slope is small. If the slope is small, it is stored instead: negative, and
-// multiplied by 2^64 if the logit is positive. Then z = +-softcap sqrt(1 - slope) follows within softcap *
-// slope / 1000. The limit between the two cases makes both errors at most 0.003 for softcaps of at least 4;
-// rounding to bf16 alone gives up to 0.002.
+// There are two cases:
+// - If the slope is not small, 2^d alone is stored, rounded to bf16. This gives d within 0.003, and the slope
+//   within 0.004 / softcap.
+// - If the slope is small, the slope is stored instead of 2^d: as a negative number, and multiplied by 2^64
+//   if the logit is positive. Then z = +-softcap sqrt(1 - slope) is known within softcap * slope / 1000.
+//
+// With the limit between the two cases (SmallSlope), both errors are at most 0.003 for softcaps of at least
+// 4. Rounding to bf16 alone has an error of up to 0.002.
 //
 // The encoding has a file of its own because the logit pass writes it and the gradient of the entropy reads
 // it.
@@ -21,7 +25,7 @@ namespace lossd::kernels::cuda::hopper {
 inline constexpr float kPositiveLogit = 0x1p64f;
 inline constexpr float kLeastSlope = 0x1p-60f;  // smaller slopes count as 0
 
-// Smaller slopes are stored instead of exponentials.
+// The limit between the two cases: smaller slopes are stored instead of exponentials.
 __host__ __device__ inline float SmallSlope(float softcap) {
   const float limit = 2.0f / softcap;
   return limit < 0.5f ? limit : 0.5f;
@@ -34,7 +38,7 @@ __device__ __forceinline__ float MakeRecoverable(float exponential, const Logit&
   return logit.z > 0.0f ? -kPositiveLogit * logit.slope : -logit.slope;
 }
 
-// What is recovered from a stored element.
+// The values that are recovered from a stored element.
 struct Recovered {
   float exponential;  // 0: the other members have no meaning
   float exponent;     // d
