@@ -781,6 +781,17 @@ absl::Status StreamAnswers::CheckEnd() const {
 namespace {
 
 constexpr char kMethod[] = "/lossd.v1.LossService/ComputeLoss";
+// The most bytes of rows that are copied on the thread that begins a computation in the server's process:
+// copying more takes longer than waking another thread.
+constexpr uint64_t kBytesOnCallersThread = uint64_t{64} << 10;
+
+// The bytes of the rows that a stream sends, a teacher's included.
+uint64_t BytesOf(const StreamWork& work) {
+  if (work.hidden.empty()) return 0;
+  uint64_t rows = 0;
+  for (const Rows& slice : work.slices) rows += slice.size();
+  return rows * (work.row_bytes + work.teacher_row_bytes);
+}
 
 }  // namespace
 
@@ -793,7 +804,12 @@ LossStream::LossStream(StreamJob job, StreamAnswers::AcceptFn accept, DoneFn don
       answers_(work_, std::move(accept), &places_) {}
 
 void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
-  if (job_.direct != nullptr) direct_ = job_.direct->Open(this, job_.direct_options);
+  // A reaction that waits for a stream of the GPU would keep other calls waiting, which gRPC has threads for.
+  if (job_.direct != nullptr && work_.after == nullptr) {
+    wire::DirectCallOptions options = job_.direct_options;
+    options.client_copies_much = work_.gpu.has_value() || BytesOf(work_) > kBytesOnCallersThread;
+    direct_ = job_.direct->Open(this, options);
+  }
   if (direct_ == nullptr) {
     SetDeadline(job_.deadline, &context_);
     context_.set_initial_metadata_corked(true);  // sent together with the first message

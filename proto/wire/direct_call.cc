@@ -70,7 +70,10 @@ void Unpublish(const DirectServer* server) {
 // reactions post.
 class DirectServer::Turn {
  public:
-  explicit Turn(DirectServer* server) : server_(server) { Current() = this; }
+  // `of_caller`: on the thread that calls StartCall, not on one of the server's.
+  explicit Turn(DirectServer* server, bool of_caller = false) : server_(server), of_caller_(of_caller) {
+    Current() = this;
+  }
   ~Turn() { Current() = nullptr; }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
@@ -81,6 +84,7 @@ class DirectServer::Turn {
     return current;
   }
   const DirectServer* server() const { return server_; }
+  bool of_caller() const { return of_caller_; }
   void Add(Task task) { tasks_.push_back(std::move(task)); }
   // Runs at most `most` tasks, and leaves the others to the server's threads.
   void Run(int most) {
@@ -95,6 +99,7 @@ class DirectServer::Turn {
 
  private:
   DirectServer* const server_;
+  const bool of_caller_;
   std::deque<Task> tasks_;
 };
 
@@ -230,7 +235,7 @@ void DirectCall::Start() {
     Advance();
   };
   std::optional<DirectServer::Turn> turn;
-  if (DirectServer::Turn::Current() == nullptr) turn.emplace(server_.get());
+  if (DirectServer::Turn::Current() == nullptr) turn.emplace(server_.get(), /*of_caller=*/true);
   const std::shared_ptr<DirectCall> self = shared_from_this();
   {
     absl::MutexLock lock(&mutex_);
@@ -372,7 +377,12 @@ void DirectCall::React(int* reactions, size_t bytes, absl::AnyInvocable<void()> 
         --*reactions;
         self->Advance();
       },
-      /*is_short=*/bytes <= kShortBytes);
+      /*is_short=*/bytes <= kShortBytes && (reactions != &client_reactions_ || ClientMayReactHere()));
+}
+
+bool DirectCall::ClientMayReactHere() const {
+  const DirectServer::Turn* const turn = DirectServer::Turn::Current();
+  return !options_.client_copies_much || turn == nullptr || !turn->of_caller();
 }
 
 void DirectCall::PostDone(absl::AnyInvocable<void()> reaction) {

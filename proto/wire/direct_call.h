@@ -58,8 +58,10 @@ struct DirectCallOptions {
   uint64_t client = 0;  // the client's number, from DirectServer::NextClient
   // A time of the steady clock. At this time the call ends with DEADLINE_EXCEEDED.
   absl::Time deadline = absl::InfiniteFuture();
-  size_t max_message_bytes =
-      SIZE_MAX;  // a larger message of the server ends the call with RESOURCE_EXHAUSTED
+  // A larger message, of either side, ends the call with RESOURCE_EXHAUSTED.
+  size_t max_message_bytes = SIZE_MAX;
+  // The client's reactions copy much, so none of them runs on the thread that calls StartCall.
+  bool client_copies_much = false;
 };
 
 class DirectCall;
@@ -218,6 +220,8 @@ class DirectCall final : public CallContext, public std::enable_shared_from_this
   // that the reaction copies.
   void React(int* reactions, size_t bytes, absl::AnyInvocable<void()> reaction)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether a reaction of the client may run on this thread.
+  bool ClientMayReactHere() const;
   // Posts OnDone, the last reaction of a side.
   void PostDone(absl::AnyInvocable<void()> reaction) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

@@ -412,6 +412,29 @@ TEST_F(DirectCallTest, ACallWithAHoldIsNotDone) {
   EXPECT_TRUE(holder.over.AwaitFor(kPatience));
 }
 
+// The thread that begins a call runs reactions of the server, and those of a client that copies little.
+TEST_F(DirectCallTest, AClientThatCopiesMuchDoesSoOnAnotherThread) {
+  class Writer final : public DirectServer::ClientReactor {
+   public:
+    void OnWriteDone(bool) override { wrote_on = std::this_thread::get_id(); }
+    void OnDone(const grpc::Status&) override { over.Notify(); }
+    std::thread::id wrote_on;
+    clocks::Event over;
+  };
+  behaviour_.answers_before_end = 1;
+  for (const bool copies_much : {false, true}) {
+    Writer writer;
+    const grpc::ByteBuffer message = MessageOf("a");
+    grpc::ByteBuffer answer;
+    const auto call = server_->Open(&writer, {.client_copies_much = copies_much});
+    writer.StartWriteLast(&message, {});
+    writer.StartRead(&answer);
+    writer.StartCall();
+    ASSERT_TRUE(writer.over.AwaitFor(kPatience));
+    EXPECT_EQ(writer.wrote_on == std::this_thread::get_id(), !copies_much);
+  }
+}
+
 TEST_F(DirectCallTest, ShutdownEndsOpenCallsAndTakesNoMore) {
   std::vector<std::unique_ptr<Sender>> senders;
   for (int i = 0; i < 20; ++i) {
