@@ -19,9 +19,9 @@ There are several kinds of configurations. All of them use every GPU and train o
 
 --embeddings selects the embedding of the first stage. "own" is a matrix of its own, the default. The others are for a tied
 model, whose embedding is the head's matrix, in one pipeline of several stages. With "rows" the server serves the rows. With
-"exchange" the first stage has a copy of the matrix, whose gradient and new values are sent once a step. With a local head they
-are sent between first and last stage, for "rows", too. Tied and untied models learn differently, so tied configurations are
-compared only with tied ones.
+"exchange" the first stage has a copy of the matrix; the gradient of this copy and its new values are sent once a step. With a
+local head, "rows" is treated as "exchange": gradient and values go between first and last stage. Tied and untied models learn
+differently, so tied configurations are compared only with tied ones.
 
 The layers are blocks of examples/gpt_torch, and the tokens are random. With --model the layers are those of a known model in
 Hugging Face transformers with random weights, and the embedding is tied if the model's is. With --text the tokens come from files:
@@ -221,8 +221,8 @@ def read_slacks(text: str) -> list[int]:
 
 def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings: Settings,
             resident_bytes: int | None) -> dict[str, Any]:
-    """What an entry has of the results of a configuration's ranks. `resident_bytes`: the most host memory of the server's
-    process; None if the server has no process of its own."""
+    """The members of an entry that come from the results of a configuration's ranks. `resident_bytes`: the most host memory of
+    the server's process; None if the server has no process of its own."""
     timed = np.max([rank["seconds"] for rank in ranks], axis=0)[settings.warm_up:]
     seconds = float(np.median(timed))
     tokens = settings.microbatches * settings.rows / seconds
@@ -237,6 +237,7 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
     if configuration.on_server:
         watched = next(rank for rank in ranks if rank["after"])
         after = watched["after"]
+        # The server also reports "sum of PHASE" in seconds and "count of PHASE" for each phase of slices.
         rose = {name: value - watched["before"].get(name, 0.0) for name, value in after.items()}
         found["memory"].append({"role": "server", "peak_bytes": after["lossd_memory_peak_bytes"],
                                 "device_used_bytes": after.get("lossd_gpu_memory_used_bytes"),
@@ -257,10 +258,10 @@ def summary(ranks: list[dict[str, Any]], configuration: Configuration, settings:
 
 
 def compare(entries: list[dict[str, Any]], tolerance: float, steps: int | None = None) -> dict[str, Any]:
-    """How far each configuration is from a reference: the first exact configuration that is tied, for tied ones, or untied, for
-    untied ones. For losses it is the largest difference in nats over the first `steps` steps (None: over all); for the gradient
-    norms of the first step, the relative difference. Losses alone would not show a wrong factor of gradients, because AdamW
-    hides it."""
+    """How far each configuration is from its reference, the first exact configuration with the same tying. The distance of losses
+    is the largest difference in nats over the first `steps` steps (None: over all steps). The distance of the gradient norms of
+    the first step is the relative difference. Losses alone would not show a wrong factor of gradients, because AdamW hides
+    it."""
     ran = [entry for entry in entries if "losses" in entry]
     references = {tied: next((entry for entry in ran if entry["exact"] and is_tied(entry) == tied), None) for tied in (False, True)}
     apart = {}
@@ -281,8 +282,9 @@ def is_tied(entry: dict[str, Any]) -> bool:
 
 
 def fastest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest configuration of each kind, embedding and way to compute gradients, with and without MPS. "over_local" is its
-    tokens per second and GPU, divided by those of the fastest configuration of any kind with a local head; None if none ran."""
+    """The fastest configuration of each kind, embedding and way to compute gradients, with and without MPS. "over_local" is the
+    ratio of its tokens per second and GPU to those of the fastest configuration, of any kind, with a local head; None if no
+    local head ran."""
     ran = [entry for entry in entries if "step_seconds" in entry]
     speed = "tokens_per_second_and_gpu"
     local = max((entry[speed] for entry in ran if entry["head"] != "lossd"), default=None)
@@ -467,7 +469,9 @@ def run_configuration(context: Any, configuration: Configuration, settings: Sett
 
 
 def predict(entry: dict[str, Any], configuration: Configuration, settings: Settings, parts: dict[str, Any]) -> None:
-    """Adds to an entry the least time of its step, computed from the measured times of layer and head."""
+    """Adds seconds_without_gaps, the least time of a step, to an entry. For a colocated head, also adds evenly_divided_seconds and
+    the ratio of the step's time to it. Both are computed from the measured times of layer and head in `parts`; but the time of a
+    separate server is the one measured in this run."""
     server = entry.get("server", {}).get("microbatch_seconds", 0.0)
     layer, microbatches = parts["layer"], settings.microbatches
     if configuration.colocated:
@@ -516,7 +520,7 @@ def describe_run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_text(arguments: argparse.Namespace, shape: Shape) -> tuple[str, dict[str, Any] | None]:
-    """The path of the tokens of --text, and their numbers (tokenize()). "" and None without --text."""
+    """The path of the file with the tokens of --text, and what tokenize() says about them. "" and None without --text."""
     if not arguments.text:
         return "", None
     begin = time.monotonic()

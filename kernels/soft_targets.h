@@ -41,15 +41,15 @@ absl::string_view Name(Rest rest);  // "no_targets", "none", "renormalized", "on
 
 // The largest K; K is also at most V.
 inline constexpr int32_t kMostSoftTargets = 256;
-// Stands for "no class" in an entry; the weight of such an entry is 0.
+// Stands for "no class" among the given classes of a row; its weight is 0. MakeSoftRow drops it.
 inline constexpr int32_t kNoClass = -1;
-// kOneClass: a smaller rest counts as 0, because it comes from rounding of weights whose sum is 1.
+// With kOneClass, a rest below this counts as 0, because it comes from rounding of weights whose sum is 1.
 inline constexpr double kLeastRest = 0x1p-20;
 
 // The soft targets of one row.
 struct SoftRow {
   struct Entry {
-    int32_t place = 0;
+    int32_t place = 0;  // the class
     float weight = 0.0f;
   };
   std::vector<Entry> entries;  // each class once, in ascending order, also with weight 0

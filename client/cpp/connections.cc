@@ -33,11 +33,12 @@ constexpr uint64_t kRoundBytes = uint64_t{64} << 20;
 constexpr absl::Duration kRoundTime = absl::Milliseconds(200);
 // A round that takes longer than this is not judged, because something other than the connections is slow.
 constexpr absl::Duration kLongestRound = absl::Seconds(30);
-// The connections count as busy if, on average, as many streams as connections are under way for this part of
-// the time.
+// The connections count as busy if the number of streams under way, averaged over the time in which there is
+// at least one, is at least kBusy times the number of connections.
 constexpr double kBusy = 0.9;
 constexpr double kGain = 1.1;  // a new connection stays if the bytes per second grow by this factor
-// The number of rounds between two trials of a new connection. Each further failure in a row doubles it.
+// After a failed trial of a new connection, the number of rounds until the next trial. Each further failure
+// in a row doubles it, up to kLongestRest.
 constexpr int kFirstRest = 8;
 constexpr int kLongestRest = 512;
 

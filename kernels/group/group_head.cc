@@ -90,6 +90,8 @@ std::vector<int> GroupHead::HomesOf(const Chunk& chunk) const {
   if (places_ == 1 || layout_.member_of == nullptr) return {};
   std::vector<int> homes;
   for (const Slice& slice : chunk.slices) {
+    // Rows of an embedding have no hidden states, so the place of the answer counts. Retained rows have no
+    // place (null).
     const void* const rows =
         slice.hidden != nullptr || slice.retained_offset >= 0 ? slice.hidden : slice.grad_hidden;
     const int member = rows == nullptr ? -1 : layout_.member_of(rows);
@@ -233,6 +235,7 @@ absl::Status GroupHead::AddGradient(Param param, int64_t row_begin, int64_t rows
   if (!status.ok()) return status;
   heads_.WaitUntilIdle();
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, param).cols) * SizeOf(dtype);
+  // Only the owners add the gradient. SumGradients joins the sums of other replicas later.
   return ForOwners(OwnersOf(param, row_begin, rows), [&](HeadKernels& head, const Owned& owned) {
     return head.AddGradient(param, owned.first, owned.rows, dtype, scale,
                             in.subspan(static_cast<size_t>(owned.offset) * row_bytes,

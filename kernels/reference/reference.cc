@@ -62,7 +62,7 @@ void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector
 
 namespace {
 
-// The values of the classes of a part.
+// The elements of `values` [V] that belong to the classes of the part.
 std::vector<double> Of(const SampledPart& part, const std::vector<double>& values) {
   return {values.begin() + static_cast<std::ptrdiff_t>(part.begin),
           values.begin() + static_cast<std::ptrdiff_t>(part.end)};
@@ -272,9 +272,11 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
                double row_weight, const Upstream& upstream, const RowDivergence& divergence, size_t n,
                Result& result) {
   const double target_weight = TargetWeight(options);
+  // absent: the loss with the target does not count.
   const bool absent = row_weight == 0.0 || target_weight == 0.0;
   const RowLoss row =
       absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets);
+  // With soft targets: a bound on the sum of |dloss/dz| over the logits.
   result.loss_sensitivity[n] = absent                    ? 0.0
                                : upstream.targets.used() ? 2.0 * upstream.targets.total
                                                          : upstream.objective.sensitivity;
@@ -409,6 +411,7 @@ SampledClasses ComputeSampledClasses(const Head& head, const LossOptions& option
   const size_t d_count = static_cast<size_t>(head.config.hidden_size);
   const ClassWeights u{head, options.use_class_weights};
   SampledClasses classes;
+  // DivergenceOf also records into a Result, which is not used here.
   Result of_rows = EmptyResult(rows.targets.size(), d_count);
   for (size_t n = 0; n < rows.targets.size(); ++n) {
     RowClasses row;
@@ -484,6 +487,7 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
     result.magnitude += std::fabs(soft.cap_slope[v] * term);
     result.uncapped += std::fabs(term);
   }
+  // `more`: terms that cancel within the slopes still cause rounding errors, so their sizes count, too.
   if (active) {
     const double slopes = std::fabs(objective.policy_slope) + std::fabs(objective.kl_slope);
     const double more = std::fabs(upstream.loss * hard) * (objective.slope_magnitude - slopes);
@@ -556,7 +560,8 @@ Gradient Zeros(size_t n) {
 
 namespace {
 
-// Four independent sums, so that additions do not wait for each other.
+// The dot product of b.size() elements. It has four independent sums, so that additions do not wait for each
+// other.
 double Dot(const double* a, const std::vector<double>& b) {
   double sums[4] = {};
   size_t i = 0;
@@ -657,6 +662,8 @@ RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, 
   const double logit_error = rows.logit_error * (1.0 + largest);
   for (size_t v = 0; v < v_count; ++v) {
     ClassGradient d = ComputeClassGradient(options, u, u_sum, soft, target, upstream, v);
+    // Here the uniform part is sampled or computed with the other terms. Otherwise ComputeLogitGradient adds
+    // it exactly, in closed form.
     if (options.softcap > 0.0f || v == target || rows.sample_uniform || options.distillation.used()) {
       d.value += d.uniform;
       d.magnitude += std::fabs(d.uniform);

@@ -156,13 +156,15 @@ struct Result {
   std::vector<double> entropy;
   std::vector<double> target_logprob;
   std::vector<int32_t> argmax;
-  // For tolerances. max_abs_logit is the largest |z| of the row; errors of lse are relative to it. top_gap is
-  // the difference of the row's two largest logits, infinite if V = 1. argmax may differ if the errors of
-  // logits are larger than this difference.
+  // These two are for the tolerances of tests. max_abs_logit is the largest |z| of the row; errors of lse are
+  // relative to it. top_gap is the difference of the row's two largest logits, infinite if V = 1. argmax may
+  // differ if the errors of logits are larger than this difference.
   std::vector<double> max_abs_logit;
   std::vector<double> top_gap;
   // The sensitivity of the row's loss, before its weight, to log p_y (ObjectiveRow::sensitivity); 1 without
-  // an objective.
+  // an objective. With soft targets it is 2 * SoftTargets::total, a bound on the sum of |dloss/dz| over the
+  // logits z, without the z-loss. It is 0 if the loss with the target does not count, because the row weight
+  // or Distillation::target_weight is 0.
   std::vector<double> loss_sensitivity;
   Gradient grad_hidden;  // [N, D]
   // [N]: the probability that the row's filtered gradient leaves out; 0 if gradients are not filtered.
@@ -172,7 +174,7 @@ struct Result {
   std::vector<double> sample_scale;
   std::vector<double> sampling_variance;
   std::vector<double> squared_gradient;
-  // [N], for rows with a teacher. It is a sum over all logits z of both heads: the absolute derivative of the
+  // [N], for rows with a teacher: the sum, over all logits z of both heads, of the absolute derivative of the
   // divergence (before its weight) with respect to z / temperature. For rows with a teacher, max_abs_logit is
   // the largest |z / temperature| of both heads.
   std::vector<double> divergence_slope;
@@ -281,8 +283,8 @@ RowLoss ComputeRowLoss(const LossOptions& options, const ClassWeights& u, const 
 
 // The upstream gradients of a row: the factors with which its loss, lse and entropy enter the gradients.
 struct Upstream {
-  double loss;  // grad_scale * row weight * grad_loss
-  double lse;
+  double loss;     // grad_scale * row weight * grad_loss
+  double lse;      // Rows::grad_lse
   double entropy;  // includes the objective's entropy bonus
   ObjectiveRow objective;
   SoftTargets targets;
@@ -309,8 +311,8 @@ double DroppedMass(const LossOptions& options, const Softmax& soft, size_t targe
 struct ClassGradient {
   double value = 0.0;      // the sum of all terms except `uniform`
   double magnitude = 0.0;  // sum of the absolute terms of `value`
-  double uncapped = 0.0;   // as `magnitude`, without the factor dz/ds
-  // The part of label smoothing, which is the same for all rows except for a factor.
+  double uncapped = 0.0;   // like `magnitude`, but without the factor dz/ds
+  // The uniform part of label smoothing. It is the same for all rows, except for a factor of the row.
   double uniform = 0.0;
 };
 

@@ -57,15 +57,19 @@ class Relay {
   wire::OwnedDescriptor Stand(wire::OwnedDescriptor stranger) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  // One direction of a connection.
   struct Way {
-    std::string bytes;  // bytes that were read; those from `sent` on are not written yet
+    std::string bytes;  // bytes that were read; the bytes from `sent` on are not written yet
     size_t sent = 0;
     bool empty() const { return sent == bytes.size(); }
   };
+  // One connection. `stranger`: the stranger's socket. `reader`: one end of a socket pair, whose other end
+  // the reader has.
   struct Pair {
     wire::OwnedDescriptor stranger, reader;
     Way to_reader, to_stranger;
-    // One end is closed. Only the bytes that were read from it are still passed on.
+    // One end is closed. Nothing more is read. Bytes that were read before, in both directions, are passed on
+    // while that is possible.
     bool ended = false;
   };
 

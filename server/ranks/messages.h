@@ -84,7 +84,8 @@ using FindPlace = absl::FunctionRef<std::optional<v1::RowsPlace>(const void* beg
 // - Hidden states: if `find` has a place for them, the message names the place; otherwise the message brings
 //   them. Hidden states that are to be retained are also written to the chunk's retained memory.
 // - Hidden states that are retained already are copied from the retained memory to the place of the
-//   gradients, or into the message if the gradients have no place.
+//   gradients, which the worker then reads as its hidden states. If the gradients have no place, they are
+//   copied into the message.
 // - Gradients: if `find` has a place for them, the message names it; otherwise they come with the results.
 //
 // `is_part`: another part of the head delivers the gradients and retains the hidden states. UNIMPLEMENTED if

@@ -329,6 +329,8 @@ absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescrip
   const auto mapped = std::make_shared<Region>(static_cast<uint8_t*>(data), bytes);
   LOSSD_TRY(mapped->staging, backend_->AdoptStaging(mapped->bytes, {.counted = false}));
   absl::MutexLock lock(&mutex_);
+  // The news that a region is gone may come after newer regions, so the worker may have more of them mapped
+  // than the leader has in its table.
   if (regions_.size() >= 2 * RowRegions::kMost) return absl::ResourceExhaustedError("too many regions");
   regions_[region] = mapped;
   return absl::OkStatus();

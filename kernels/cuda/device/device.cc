@@ -144,7 +144,8 @@ absl::StatusOr<std::unique_ptr<Device>> Device::Open(const CudaBackendOptions& o
   LOSSD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
   CudaBackendOptions resolved = options;
   if (options.shares_process)
-    resolved.host_branches = true;  // a graph that branches waits for all work on the GPU
+    // A graph that branches waits for all work on the GPU, the work of the process's other code included.
+    resolved.host_branches = true;
   if (resolved.workspace_bytes == 0) {
     resolved.workspace_bytes = std::min(kDefaultWorkspace, static_cast<int64_t>(free_bytes / 4));
   }
@@ -163,6 +164,7 @@ absl::Status Device::Start(FindKernelLimits find_kernel_limits) {
                                                properties.major, ".", properties.minor, ", 8.0 is needed"));
   }
   limits_.multiprocessors = properties.multiProcessorCount;
+  // The device's limit is for static and dynamic shared memory together; 2 KiB are left for the static one.
   limits_.shared_bytes_per_block = static_cast<int>(properties.sharedMemPerBlockOptin) - (2 << 10);
   limits_.shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor);
   limits_.has_clusters = capability >= 90;
@@ -185,7 +187,7 @@ absl::Status Device::Start(FindKernelLimits find_kernel_limits) {
       DeviceBuffer::Allocate(&ledger_, MemoryKind::kWorkspace, kGemmWorkspaceBytes);
   if (!workspace.ok()) return workspace.status();
   gemm_workspace_ = *std::move(workspace);
-  if (options_.shares_process) {
+  if (options_.shares_process) {  // code that is loaded later would wait for all work on the GPU
     LOSSD_RETURN_IF_ERROR(LoadKernelCode());
     gemms_->TakeSteps();
   }

@@ -29,7 +29,8 @@ struct GatherClassesParams {
 };
 cudaError_t LaunchGatherClasses(const GatherClassesParams& params, cudaStream_t stream);
 
-// Raw rows [cols] in two contiguous pieces: `first_rows` rows at `first`, the others at `second`.
+// Raw rows [cols] in one contiguous piece, or in two if the slot is too small for all rows
+// (EmbeddingRows::PlaceOf): `first_rows` rows at `first`, the other rows at `second`.
 struct RawRows {
   const void* first = nullptr;
   const void* second = nullptr;

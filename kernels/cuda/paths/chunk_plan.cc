@@ -79,7 +79,7 @@ absl::string_view WhyLibraryGemms(const ChunkFacts& chunk, const PlanLimits& lim
   return hopper::WhyNoFasterGradientGemms(chunk.rows);
 }
 
-// The reason by which the device decides, for people.
+// How the device will decide, as a text for people; "" if nothing is left to decide.
 absl::string_view WhatDecides(const ChunkPlan& plan) {
   switch (plan.gradients) {
     case Gradients::kExact:
@@ -157,7 +157,8 @@ RowFactors FactorsOf(const Objective& objective, const Slice& slice, int64_t row
           GradEntropyOf(objective, slice, row)};
 }
 
-// Approximately the largest derivative of the row's loss, without its z-loss, with respect to a logit.
+// The part of the largest derivative of a row's loss with respect to a logit that LargestSlope(options)
+// leaves out: the part of the row's objective or soft targets. 0 for other rows.
 double SlopeOf(const LossOptions& options, const Slice& slice, int64_t row) {
   if (options.objective.active()) return LargestSlope(options.objective, NumbersOf(slice, row));
   if (!options.has_soft_targets()) return 0.0;
@@ -393,7 +394,7 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
                                          static_cast<uint64_t>(head.first_class));
       }
       layout.accumulate |= accumulate;
-      // An absent row has no gradient, so nothing must be removed.
+      // An absent row has a gradient of 0, so it need not be zeroed before the product for dW.
       layout.accumulate_all &= accumulate || absent;
     }
     layout.raw_rows += slice.rows;
@@ -457,7 +458,8 @@ void PlaceSoftTargets(const ChunkLayout& layout, Rest rest, const RowInputBlock&
 
 namespace {
 
-// A row of a chunk, with its class counted from the first class here.
+// A row of a chunk that is to be sorted by its class. `place` is the class, counted from the first class
+// here.
 struct ClassRow {
   uint32_t place;
   int32_t row;
@@ -538,7 +540,7 @@ int64_t FirstBadRow(const SliceLayout& place, const RowInputBlock& inputs, const
   return compact < 0 ? -1 : inputs.raw_of_compact[compact] - place.raw_begin;
 }
 
-// Embedding rows have no results. first_bad is only there for chunks that bring gradients.
+// Embedding rows have no results. Only chunks that bring gradients have first_bad.
 void UnpackEmbedding(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock& inputs,
                      const RowOutputBlock& outputs) {
   for (const SliceLayout& place : layout.slices) {

@@ -25,25 +25,25 @@ namespace lossd::kernels::cuda {
 
 // ---- which kernels compute a chunk ----
 
-// Which kernels compute a chunk. A `why_...` member is empty if the faster choice is taken. Otherwise it is
-// the reason why not, a text for people.
+// Which kernels compute a chunk. A `why_...` member is empty if the faster choice is taken. Otherwise it is a
+// text for people: the reason why the faster choice is not taken.
 struct ChunkPlan {
   // With kFiltered and kAuto the device decides, after it has computed the logits, whether the gradients are
   // filtered or sampled, or exact.
   Gradients gradients = Gradients::kExact;
-  // The uniform part of label smoothing is not part of ds. Gradients that are computed from a list add it in
-  // closed form.
+  // ds leaves out the uniform part of label smoothing. Gradients that are computed from a list of elements
+  // (sampled, filtered) add this part in closed form (AddUniform).
   bool uniform_apart = false;
   // Filtered gradients are selected from the matrix of ds instead of the logits.
   bool filters_elements = false;
   bool distilled = false;  // the rows have a teacher
-  // For distilled rows. "": the products that compute the logits also compute the softmaxes of student and
-  // teacher (hopper::SoftmaxPass), so the logits are read only once.
+  // Only for distilled rows. "": the products that compute the logits also compute the softmaxes of student
+  // and teacher (hopper::SoftmaxPass), so the logits are read only once.
   absl::string_view why_logits_twice;
   absl::string_view why_exact;      // "" unless `gradients` is kExact
   absl::string_view why_not_fused;  // "": the loss is computed in the epilogue of the logits product
-  // "": the gradients are computed by this library's own product kernels (hopper/gradient_gemm.h), else by
-  // cuBLASLt.
+  // "": this library's own product kernels (hopper/gradient_gemm.h) compute the gradients. Otherwise cuBLASLt
+  // computes them.
   absl::string_view why_library_gemms;
   std::optional<NormPlan> norm;           // nullopt: the head has no norm
   std::optional<NormPlan> norm_gradient;  // nullopt: the head has no norm, or no gradient is wanted
@@ -106,11 +106,12 @@ inline constexpr int32_t kLongClassRun = 32;
 struct RowInputBlock {
   int32_t* compact_of_raw = nullptr;   // [capacity]: -1 for rows without target
   int32_t* raw_of_compact = nullptr;   // [capacity]
-  int32_t* gradient_of_raw = nullptr;  // [capacity]: as compact_of_raw, but also -1 for absent rows
+  int32_t* gradient_of_raw = nullptr;  // [capacity]: like compact_of_raw, but also -1 for absent rows
   // [capacity] each, indexed by compact row.
   int32_t* target = nullptr;
   int32_t* accumulate = nullptr;
-  // 1: the row is accumulated or its dx is wanted; 0 for stand-in and absent rows.
+  // 1: the row is accumulated, or its dx is wanted. 0: other rows, stand-in rows (Slice::stands_in), and
+  // absent rows.
   int32_t* with_gradient = nullptr;
   RowCheck* checks = nullptr;
   float* weight = nullptr;
@@ -206,7 +207,7 @@ struct ChunkLayout {
   int64_t device_slices = 0;
   bool want_hidden_gradient = false;
   bool accumulate = false;     // some row is accumulated
-  bool accumulate_all = true;  // every row is accumulated
+  bool accumulate_all = true;  // every row is accumulated or absent
   bool want_entropy = false;
   bool any_coef_entropy = false;
   // Slice::class_count and Slice::top_k (kernels/backend.h): the largest value of any slice. The rows of all

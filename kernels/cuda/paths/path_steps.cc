@@ -363,8 +363,8 @@ absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const K
 
 namespace {
 
-// The shape of this chunk. The room for entries, and with it the cost of sorting, depends on the number of
-// rows of the chunk.
+// The shape of this chunk. It has the rows of the chunk, because the room for entries, and with it the cost
+// of sorting, depends on their number.
 FilterShape ChunkShapeOf(const PathContext& context, const ChunkJob& job) {
   FilterShape shape = FilterShapeOf(context.config, context.sizes);
   shape.chunk_rows = job.rows();
@@ -466,7 +466,7 @@ Choice FusedLogitsChoice(const DeviceLimits& limits) {
 Choice FilterChoice(const PathContext& context) {
   const FilterShape shape = FilterShapeOf(context.config, context.sizes);
   Carver own(nullptr), lists(nullptr);
-  FilterBuffers::Carve(shape, own, lists, lists);
+  FilterBuffers::Carve(shape, own, lists, lists);  // only `own` is reported
   const absl::string_view reason = WhyNotFilteredOnDevice(shape, context.device->limits());
   return {.what = "filtered gradients",
           .choice = reason.empty() ? "where asked for" : "never",

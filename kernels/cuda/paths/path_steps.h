@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of a chunk that several paths (chunk_path.h) have in common.
 //
-// The following steps stand between kernels that know only the classes on this device and kernels that need
-// all classes. If the head is split by vocabulary, they exchange data with the other devices; otherwise they
-// have nothing to exchange:
+// The first group of steps stands between kernels that know only the classes on this device and kernels that
+// need all classes. If the head is split by vocabulary, these steps exchange data with the other devices.
+// Otherwise they have nothing to exchange. They are:
 // - RowMerger: sums of rows,
 // - GradientMerger: the level and the errors of gradients that are not exact,
 // - TopSelector: the most probable classes,
 // - SoftSteps: classes that soft targets name.
 //
-// These steps are for gradients from a list of elements of ds:
+// The second group is for gradients from a list of elements of ds:
 // - FilterBackoff: which chunks try filtering or sampling,
 // - CandidateFilter: filtered gradients from candidates,
 // - AddEntries: the weight gradient from the list, with AddUniform for the uniform part of label smoothing,
@@ -56,8 +56,8 @@ class RowMerger {
   // Replaces the records of rows with a teacher by those of all parts together; `launch` adds the records up.
   absl::Status Merge(const DivergenceParams& p,
                      cudaError_t (*launch)(const MergeTaughtParams& params, cudaStream_t stream)) const;
-  // Sets rows.sum_reference, the value to which merged sums of fused rows are relative. It differs from the
-  // reference of the stored exponentials.
+  // If the head is split, points rows.sum_reference to memory of its own. Merged sums are relative to
+  // sum_reference, but stored exponentials are relative to rows.reference.
   void UseIn(hopper::FusedRows& rows) const;
 
  private:
@@ -65,15 +65,16 @@ class RowMerger {
   const SplitRows rows_;
 };
 
-// Exchanges data between the parts of a split head, for gradients that are not exact: the level at which each
-// part samples, and for each row the predicted error or the dropped mass. So all parts make the same decision
-// and report the same values.
+// Exchanges data between the parts of a split head, for gradients that are not exact: the level of the
+// sampling threshold (kSampleLevels), and for each row the predicted error or the dropped mass. All parts use
+// the highest level that one of them needs for its list. So all parts make the same decision and report the
+// same values.
 class GradientMerger {
  public:
   explicit GradientMerger(const PathContext& context);
 
-  // Where kernels write variance and square of each row, summed over the classes here. MergeErrors then adds
-  // up the sums of all parts.
+  // The memory to which kernels write the variance and the square of each row, summed over the classes here.
+  // MergeErrors then adds up the sums of all parts.
   float* variance(const ChunkJob& job) const;
   float* square(const ChunkJob& job) const;
   // Does the work of LaunchSampleRows(), with the same level on all devices.
@@ -81,14 +82,14 @@ class GradientMerger {
   // Sets job.variance and job.square to the sums over all classes.
   absl::Status MergeErrors(const ChunkJob& job) const;
 
-  // Where kernels write, for each row of the chunk, the dropped mass of the classes here.
+  // The memory to which kernels write, for each row of the chunk, the dropped mass of the classes here.
   float* dropped_mass(const ChunkJob& job) const {
     return context_.sizes.is_split() ? rows_.own_sums : job.dropped_mass;
   }
   // Sets job.dropped_mass to the sum over all classes.
   absl::Status MergeDroppedMass(const ChunkJob& job) const;
-  // Decides whether a chunk is exact: it is if its kept elements do not fit into the list of each device.
-  // Call after MergeDroppedMass.
+  // Decides whether a chunk is exact: it is if its kept elements do not fit into the list of at least one
+  // device. Then it also zeroes the dropped mass, so call it after MergeDroppedMass.
   absl::Status DecideListed(const ChunkJob& job, const SampleCounters* counters) const;
 
  private:
@@ -142,9 +143,13 @@ class SoftSteps {
  public:
   explicit SoftSteps(const PathContext& context) : context_(context) {}
 
+  // Copies the logits of the classes that the rows name out of the block, and masks these classes in the
+  // block, except the target. So the statistics leave them out.
   absl::Status Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
-  // If the head is split, the named classes of all devices count.
+  // Computes the statistics of the named classes of each row (NamedRow) from the copied logits. If the head
+  // is split, the named classes of all devices count.
   absl::Status Name(const ChunkJob& job, const RowBlock& rows) const;
+  // Writes the elements of the named classes into the gradient of the block.
   absl::Status Write(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                      const GradientRule* rules) const;
 
@@ -166,8 +171,8 @@ absl::Status WriteBlockGradient(const PathContext& context, const SoftSteps& sof
 
 // ---- sampled gradients ----
 
-// The threshold of the list: elements of at least this size are listed as they are. It is 0 for filtered
-// gradients, whose list has all elements that the filter has left.
+// The threshold of the list. Elements of at least this size are listed as they are; smaller elements are
+// sampled. It is 0 for filtered gradients, because their list has all elements that the filter has left.
 inline float ThresholdOf(const ChunkJob& job) {
   return job.plan.sampled() ? job.options().sample_threshold : 0.0f;
 }
@@ -184,13 +189,15 @@ SampledHiddenParams HiddenParamsOf(const PathContext& context, const ChunkJob& j
 
 // ---- gradients from a list of elements of ds ----
 
-// After this many exact chunks in a row, trying pauses: then only one of this many chunks tries.
+// After this many exact chunks in a row, FilterBackoff pauses: then only one of this many chunks tries to be
+// filtered or sampled.
 inline constexpr int kFilterPatience = 16;
 
-// The back-off: decides which of the chunks that may be filtered or sampled try to be. If kFilterPatience
-// chunks in a row have tried and turned out to be exact, because of their candidates or the predicted error,
-// then only one chunk in kFilterPatience tries. The chunks that do not try are exact from the start. They
-// need no selection, and their loss can be fused even where filtered chunks store their logits.
+// The back-off: decides, for each chunk that may be filtered or sampled, whether it tries to be. Suppose that
+// kFilterPatience chunks in a row have tried and turned out to be exact, because they had too many candidates
+// or too large a predicted error. Then only one chunk in kFilterPatience tries. The chunks that do not try
+// are exact from the start. They need no selection, and their loss can be fused even where filtered chunks
+// store their logits.
 // docs/lab/2026-11-21-filter-trials.md has the arithmetic.
 //
 // The answers depend only on the order of the calls. Thread-compatible.
@@ -267,7 +274,8 @@ absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, D
                               absl::FunctionRef<absl::Status()> exact,
                               absl::FunctionRef<absl::Status()> planned);
 
-// The same for any number on the device: the work of `if_set` if *flag is not 0, else the work of `if_not`.
+// The same for a flag on the device: the device does the work of `if_set` if *flag is not 0, else the work of
+// `if_not`.
 absl::Status BranchByFlag(const PathContext& context, const int32_t* flag, DeviceBranch& branch,
                           absl::FunctionRef<absl::Status()> if_set, absl::FunctionRef<absl::Status()> if_not);
 

@@ -4,7 +4,8 @@
 //
 // RecomputedPath keeps the logits of at most one block of rows and classes in memory. It first computes the
 // statistics of all rows. When lse is known and the guard has passed, it computes the logits of each block
-// once more, and from them their gradient. If the plan says so, both steps are fused into the logits product.
+// once more, and from them their gradient. If the plan says so (ChunkPlan::fused), the statistics, and later
+// the gradient, are computed within the logits product.
 // docs/kernels/recomputed.md describes the whole path.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_RECOMPUTED_PATH_H_
@@ -30,7 +31,8 @@ class RecomputedPath final : public ChunkPath {
 
   absl::Status Prepare(const ChunkJob& job) override;
   absl::Status Loss(const ChunkJob& job) override;
-  // Computes both gradients, block by block.
+  // HiddenGradient computes dx and, if the chunk accumulates, dW, block by block. WeightGradient computes dW
+  // only if no dx is wanted.
   absl::Status HiddenGradient(const ChunkJob& job) override;
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
@@ -47,15 +49,18 @@ class RecomputedPath final : public ChunkPath {
   // The parameters of the fused loss of a block of rows. `tiles`: the memory for its partial sums.
   hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
                                     const hopper::TilePartials& tiles) const;
-  // For a split head: computes row results and rules of a block of rows from the sums over all classes.
-  // SplitElements then writes ds in the place of the block's logits; SplitExponentials writes exponentials.
-  // If the plan is filtered, SplitElements also filters the elements, and writes the dropped mass of the
-  // classes here to dropped_mass [rows].
+  // These two functions are for a split head; SplitElements is also for rows with soft targets. They compute
+  // row results and rules of a block of rows from the sums over all classes, and then:
+  // - SplitElements takes the logits of all classes here from `block` and overwrites them with ds. If the
+  //   plan filters elements, it also filters ds, and writes the dropped mass of the classes here to
+  //   dropped_mass [rows].
+  // - SplitExponentials computes the logits itself and writes exponentials.
   absl::Status SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                              float* dropped_mass) const;
   absl::Status SplitExponentials(const ChunkJob& job, const RowBlock& rows, const hopper::TilePartials& tiles,
                                  void* exponentials) const;
-  // The factors of the rows of the exponentials that SplitExponentials writes.
+  // [rows]: dL/ds divided by (scale * gradient unit) is factors()[r] times row r of the exponentials that
+  // SplitExponentials writes.
   const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
   // A matrix at `data` for the fp32 logits of all classes of some rows.
@@ -91,11 +96,11 @@ class RecomputedPath final : public ChunkPath {
   const TopSelector top_;
   const SoftSteps soft_;
   hopper::FusedRows fused_rows_;  // without `partials`
-  RecomputedBlocks blocks_;       // of the chunk that Prepare has begun
+  RecomputedBlocks blocks_;       // the sizes of the blocks of the chunk that Prepare has begun
 };
 
-// Divides [0, end) into blocks of size `block` and calls step(begin, size) for each. The last block ends at
-// `limit`.
+// Divides [0, end) into blocks and calls step(begin, size) for each. `size` is `block`, but no block reaches
+// beyond `limit`, which is at least `end` (the rest is padding).
 absl::Status ForEachBlock(int64_t end, int64_t block, int64_t limit,
                           absl::FunctionRef<absl::Status(int64_t, int64_t)> step);
 
@@ -133,7 +138,7 @@ class DistilledRecomputedPath final : public ChunkPath {
  private:
   // The buffers in the teacher's memory, behind the teacher's logits of a block.
   struct Room {
-    int64_t rows = 0;    // of a block
+    int64_t rows = 0;    // the rows of a block
     RowResults results;  // memory for the row results that the second pass computes again
     float* divergence = nullptr;
     void* logits = nullptr;  // [rows, padded_vocab] fp32

@@ -27,7 +27,7 @@ class Array:
     address: int
     writeable: bool
     device: str = ""  # the UUID of the GPU, "GPU-..."; "": host memory
-    stream: int | None = None  # of the GPU: the rows are read after the work that was enqueued on it
+    stream: int | None = None  # a stream of the GPU: the rows are read after the work that was enqueued on it
 
     @property
     def nbytes(self) -> int:
@@ -135,8 +135,8 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, ...], hidden: Arra
                   name: str = "grad_hidden") -> tuple[Any, Array | None]:
     """The array for gradients: as the caller gets it, and as it is sent. None: no gradients are wanted.
 
-    `hidden`: the rows whose gradients they are, which must be on the same device; None: only the server has them. `name`: the
-    name of the argument.
+    `hidden`: the rows whose gradients they are, which must be on the same device; None: there are no rows, or only the server
+    has them. `name`: the name of the argument.
     """
     element = types.NUMPY_DTYPES[kind]
     if isinstance(wanted, (bool, np.bool_)):
@@ -147,7 +147,7 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, ...], hidden: Arra
     if not isinstance(wanted, np.ndarray) and not is_cuda_array(wanted):
         raise TypeError(f"{name} is {wanted!r}; it must be an array{' or a bool' if name == 'grad_hidden' else ''}")
     found = array_of(name, wanted)
-    # Other 16-bit dtypes hold the bits as well, as for bf16.
+    # A CUDA array may hold the bits in any 16-bit dtype.
     bits = is_cuda_array(wanted) and found.dtype.itemsize == element.itemsize == 2
     if found.shape != shape or not (bits or found.dtype == element):
         raise errors.InvalidArgument(f"{name} has shape {found.shape} and dtype {found.dtype}; {shape} and {element} are needed")

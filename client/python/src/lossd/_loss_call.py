@@ -44,7 +44,7 @@ class Asked:
         arguments.open, arguments.open_size = open_.SerializeToString(), open_.ByteSize()
         self.arguments = arguments
         self.rows = rows
-        # Streams of the GPU to wait for in addition to the one that the library waits for; each with an address of its GPU.
+        # The streams to wait for in addition to arguments.stream: stream -> some address in memory of that stream's GPU.
         self.streams: dict[int, int] = {}
         self._kept: list[Array] = []
 
@@ -67,8 +67,8 @@ class Asked:
         return memory.address
 
     def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array | None], depths: Sequence[Depth]) -> None:
-        """Puts hidden states and their gradients: one piece, or one for each depth; an empty `grad_hidden` if no gradients
-        are wanted."""
+        """Puts hidden states and their gradients into the structure: one array each, or one for each depth. `grad_hidden` is
+        empty if no gradients are wanted."""
         apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
         if not apart:
             self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
@@ -123,8 +123,8 @@ class NativeClient:
         self._lock = threading.Lock()
         self._pending: set[Pending[Any]] = set()  # computations in flight, which keep their arrays alive; guarded by _lock
         self._pointer: int = self._library.lossd_client_new()
-        # At the end of the process, the client is closed but not freed, because daemon threads may still call it. Otherwise
-        # the finalizer that is made later runs first.
+        # At the end of the process, the client is closed but not freed, because daemon threads may still call it. When the
+        # client is collected, the finalizer that was made later runs first: close, then free.
         weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_free, self._pointer).atexit = False
         weakref.finalize(self, _in_process, self._pid, self._library.lossd_client_close, self._pointer, None)
         try:
@@ -163,8 +163,8 @@ class NativeClient:
 
     @property
     def connections(self) -> tuple[int, str]:
-        """Over how many connections loss computations are spread, and why. The number may change unless `channels` fixes
-        it."""
+        """The number of connections over which loss computations are spread, and why. It may change unless `channels`
+        fixes it."""
         found = self._described()
         return int(found[4]), found[5]
 
@@ -230,8 +230,8 @@ class NativeClient:
     def _call(self, method: str, request: Message, answer: type[M], timeout: float | None, *,
               payload: NDArray[Any] | None = None, head: Message | None = None, if_exists: int = 0,
               on_progress: Callable[[bytes], None] | None = None) -> M:
-        """Calls one method of the services (lossd_client_request). `payload`: a C-contiguous array that is read or
-        written."""
+        """Calls one method of the services (lossd_client_request). `payload`: a C-contiguous array, read or written. `head`:
+        for ReadTensor, the description `payload` was made for. `if_exists`: for CreateHead; 0: error, 1: keep, 2: reset."""
         self.check_usable()
         message = request.SerializeToString()
         asked = lossd_request(method=method.encode(), message=message, message_size=len(message),
@@ -293,7 +293,7 @@ class Pending(Generic[R]):
         self._call = Call()
         if not client._library.lossd_check_loss(ctypes.byref(asked.arguments), self._call.pointer):
             self._call.answer()  # raises the reason
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards _value, and _error from the end of the call on
         self._value: R | None = None
         self._error: BaseException | None = None
 

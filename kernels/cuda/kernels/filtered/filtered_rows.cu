@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Filtered gradients of a row from its candidates. Grid: one block a row.
+// Computes the filtered gradients of a row from its candidates. Grid: one block a row.
 //
 // Math. With e_v = 2^d_v and M, S as in row_loss.cu:
 //
 //   z_v = w_v . x in fp32 for every candidate v, e_v from it
-//   S = sum of e over the other classes, as selected, + sum of e_v over candidates + e_y
+//   S = sum of e over the other classes, as the selection computed it, + sum of e_v over candidates + e_y
 //   kept: e_v >= epsilon S;  dx = A sum over kept of e_v slope_v w_v + target w_y - uniform sum u_v w_v
+//
+// slope_v is dz/ds. A, target and uniform are the members softmax, target and uniform of the row's
+// GradientRule. The last sum is over all classes.
 //
 // Plan: candidates are processed in batches. Each thread holds its columns of x and of the batch's rows of W,
 // from the dot products until these rows are added to dx, so W is read once. S is known only after the last
@@ -27,8 +30,9 @@ namespace {
 constexpr int kMaxWarps = 16;
 constexpr int kBatchVectors = 8;  // vectors of W that a thread holds at once
 
-// How a row is divided: the number of 16-byte vectors that a thread holds, and for that the threads of a
-// block and the blocks of a multiprocessor for which the accumulators leave enough registers.
+// How a row is divided. kVectors: the 16-byte vectors that a thread holds. kThreads, kBlocks: the threads of
+// a block and the blocks of a multiprocessor. They are chosen so that the registers suffice for the
+// accumulators.
 template <int kVectors>
 struct Division;
 template <>
@@ -54,15 +58,15 @@ __device__ __forceinline__ void Store(const FilterRowsParams& p, int64_t row,
 struct RowStart {
   int count;
   Stats unlisted;   // of all classes except the target and the candidates; relative to the row's maximum
-  float kept;       // a class with 2^d of at least this counts as kept
+  float kept;       // a class with 2^d of at least this counts as kept, by the sum of the selection
   float reference;  // M
   Target target;
 };
 
 // Values of the block's row that are known after the candidates have been processed.
 struct RowEnd {
-  float kept;
-  float inverse_sum;
+  float kept;         // as RowStart::kept, but from the final sum
+  float inverse_sum;  // 1 / S
   GradientRule rule;
 };
 
@@ -162,6 +166,8 @@ __device__ __forceinline__ void FinishRow(const FilterRowsParams& p, int64_t row
   end.kept = p.selection.epsilon / result.inverse_sum;
 }
 
+// Appends an element of class `column` to the list, for each thread of the warp with `has`. All threads of
+// the warp call it.
 __device__ __forceinline__ void AppendKept(const KeptList& kept, bool has, int column, int64_t row,
                                            float coef) {
   const unsigned lane = threadIdx.x & 31;
@@ -255,7 +261,7 @@ __global__ __launch_bounds__(Division<kVectors>::kThreads, Division<kVectors>::k
   __shared__ RowEnd end;
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(p.ld / Vec<T>::kSize);
-  if (*p.selection.used > p.selection.capacity) return;
+  if (*p.selection.used > p.selection.capacity) return;  // too many candidates: the chunk will be exact
   Accumulator<T, kVectors> gradient;
   if (p.with_gradient[row] == 0) {
     if (threadIdx.x == 0) p.dropped_mass[row] = 0.0f;

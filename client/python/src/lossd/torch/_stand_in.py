@@ -42,8 +42,11 @@ class Notes:
         self.loaded = loaded  # the gradient's value when it was loaded
         self.moment = moment  # StepTracker.moment of the server's gradient whose norm was loaded
         self._norm: str | None = None  # the last norm that was taken of the gradient; None: none, or the 2-norm
-        self._understates = False  # whether _norm of the server's gradient may be larger than its 2-norm
-        self._scaled_by: str | None = None  # the first value of _norm at a multiplication of the gradient
+        # Whether that norm of the server's gradient may be larger than the 2-norm. Then even a multiplier of 1 may be wrong,
+        # because clipping saw too small a norm.
+        self._understates = False
+        # The norm (`_norm`) that was taken before the first multiplication that followed a norm; None: there was none.
+        self._scaled_by: str | None = None
         self._changed_by: str | None = None  # the first function that changed the gradient, other than a multiplication
         self.touched = False  # whether the gradient's value may differ from `loaded`
 
@@ -53,7 +56,7 @@ class Notes:
         self._understates = order < 2
 
     def power_taken(self, function: str) -> None:
-        """Notes a call of `function`, which is a part of a norm that is not the 2-norm. It is not known of which norm."""
+        """Notes a call of `function`, with which other code computes a norm that is not the 2-norm. Which norm is not known."""
         self._norm, self._understates = f"{function}()", True
 
     def scaled(self) -> None:
@@ -105,6 +108,7 @@ class Gradient(torch.Tensor):
             result = func(*args, **kwargs)
             for notes in noted:
                 _note(notes, name, args, kwargs)
+            # "__get__": the read of a property such as .data.
             if name in _SAME or name in _PRODUCTS or name == "__get__" or _is_in_place(name):
                 return _marked(result, noted)
             return _plain(result)
@@ -115,6 +119,7 @@ _undisturbed: Any = getattr(torch._C, "DisableTorchFunctionSubclass", getattr(to
 
 
 def _among(values: Any) -> Iterator[Gradient]:
+    """The gradients with notes among the values, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Gradient) and hasattr(value, "notes"):
             yield value
@@ -127,6 +132,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _note(notes: Notes, name: str, args: Any, kwargs: Any) -> None:
+    """Records in `notes` what the function `name`, called with these arguments, did with the gradient."""
     if name in _NORMS:
         notes.norm_taken(_order(args, kwargs))
     elif name in _LARGEST:
@@ -142,6 +148,7 @@ def _note(notes: Notes, name: str, args: Any, kwargs: Any) -> None:
 
 
 def _order(args: Any, kwargs: Any) -> float:
+    """The order of the norm that a function of _NORMS computes with these arguments."""
     for name in ("ord", "p"):
         if name in kwargs:
             return _number(kwargs[name])
@@ -155,8 +162,8 @@ def _number(order: Any) -> float:
 
 
 def _marked(result: Any, noted: list[Notes]) -> Any:
-    """The result of a function, as a Gradient with the same notes if the function was called with one gradient. `noted`: the
-    notes of the function's arguments."""
+    """The result of a function. If the function was called with one gradient and the result is a scalar, the result becomes a
+    Gradient with the same notes. `noted`: the notes of the function's arguments."""
     if not isinstance(result, torch.Tensor) or result.numel() != 1 or len(noted) != 1:
         return result
     if type(result) is Gradient and hasattr(result, "notes"):
@@ -165,6 +172,7 @@ def _marked(result: Any, noted: list[Notes]) -> Any:
 
 
 def _plain(result: Any) -> Any:
+    """The result of any other function. A Gradient without notes becomes an ordinary tensor."""
     if type(result) is Gradient and not hasattr(result, "notes"):
         return result.as_subclass(torch.Tensor)
     return result
@@ -182,8 +190,8 @@ _let_foreach_take_it()
 
 
 class StandIn(torch.nn.Parameter):
-    """A scalar parameter whose gradient comes from a function: each read of `grad` calls `fetch`, which asks the server if the
-    open step has changed since the last time."""
+    """A scalar parameter whose gradient comes from a function. Each read of `grad` calls `fetch`. This function asks the server
+    for a new gradient, but only if the open step has changed since the last time."""
 
     @staticmethod
     def on(device: Any, fetch: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StandIn:
