@@ -18,8 +18,7 @@ from lossd.v1 import types_pb2
 
 @dataclass(frozen=True)
 class Array:
-    """A C-contiguous array in host memory, or in GPU memory of any library (`__cuda_array_interface__`). Refers to the memory
-    and does not copy it."""
+    """A C-contiguous array in host memory, or in GPU memory of any library (`__cuda_array_interface__`). Does not copy the memory."""
 
     owner: Any  # keeps the memory alive
     shape: tuple[int, ...]
@@ -59,8 +58,7 @@ def is_cuda_array(values: object) -> bool:
 
 
 def _kind_of(name: str, found: np.dtype[Any], dtype: DType | None, on_gpu: bool = False) -> DType:
-    """The type of elements whose type in memory is `found`. An array on a GPU may hold the bits of bf16 as any 16-bit
-    integers."""
+    """The type of elements whose type in memory is `found`. An array on a GPU may hold the bits of bf16 as any 16-bit integers."""
     bits = found == np.uint16 or (on_gpu and found.kind in "iu" and found.itemsize == 2)
     if bits and dtype == "bf16":
         return dtype
@@ -135,8 +133,7 @@ def gradient_rows(wanted: Any, kind: DType, shape: tuple[int, ...], hidden: Arra
                   name: str = "grad_hidden") -> tuple[Any, Array | None]:
     """The array for gradients: as the caller gets it, and as it is sent. None: no gradients are wanted.
 
-    `hidden`: the rows whose gradients they are, which must be on the same device; None: there are no rows, or only the server
-    has them. `name`: the name of the argument.
+    `hidden`: the rows of these gradients, on the same device; None: no rows, or only the server has them. `name`: the argument's name.
     """
     element = types.NUMPY_DTYPES[kind]
     if isinstance(wanted, (bool, np.bool_)):

@@ -24,9 +24,8 @@ _LAST_WORDS = 2.0  # the time in which a server that still lives can tell the cl
 
 
 def to_its_end(body: Callable[[], T]) -> T:
-    """Returns what `body` returns, or raises what it raises. An interrupt is raised only before `body` has begun or after it
-    has ended, because half a start or half a stop would leave a folder behind. Signal handlers run on the main thread, so the
-    main thread has another thread run `body`."""
+    """Returns or raises what `body` does. An interrupt is raised only before `body` begins or after it has ended, because half a start or
+    half a stop would leave a folder behind. Signal handlers run on the main thread, so it has another thread run `body`."""
     if threading.current_thread() is not threading.main_thread():
         return body()
     # The thread that takes `begins` first decides whether `body` is run.
@@ -109,8 +108,7 @@ class Member:
         return words
 
     def watch(self, tell: Callable[[str], None]) -> None:
-        """Starts a thread that calls `tell` with the reason when the server, or its part in this process, ends without
-        stop(). May be called once."""
+        """Starts a thread that calls `tell` with the reason if the server or its part here ends without stop(). May be called once."""
         library, server, me = self._library, self._server, weakref.ref(self)
 
         def wait() -> None:
@@ -145,9 +143,8 @@ class EmbeddedClient(Client):
         if address is not None:
             mine = weakref.ref(self)
             server.watch(lambda why: None if (client := mine()) is None else client._fail(why))
-            # The client opens its memory with the first call, and then the GPUs of all ranks register it. While the ranks
-            # train, registering may have to wait for a collective that waits for a rank that waits for the head. So the
-            # memory is opened now.
+            # The client opens its memory with the first call, and then the GPUs of all ranks register it. While the ranks train,
+            # registering may have to wait for a collective that waits for a rank that waits for the head. So the memory is opened now.
             if (gpu := _native.current_gpu()) is not None:
                 self.shares_gpu(gpu[0])
 
@@ -192,10 +189,9 @@ def embedded(
         client = lossd.embedded(checkpoint_dir="checkpoints")
         client.create_head("lm", hidden_size=64, vocab_size=1000)
 
-    The server is the same as the program lossd: the same kernels, optimizers, checkpoints, metrics and errors. It listens on
-    a Unix socket in a folder that only the user of this process can enter, and on no port. If a run outgrows the process,
-    replace `lossd.embedded()` by `lossd.Client(address)`; load_checkpoint restores the heads there. Heads that were not saved
-    are lost when the process ends.
+    The server is the same as the program lossd: the same kernels, optimizers, checkpoints, metrics and errors. It listens on a Unix socket
+    in a folder that only the user of this process can enter, and on no port. If a run outgrows the process, replace `lossd.embedded()` by
+    `lossd.Client(address)`; load_checkpoint restores the heads there. Heads that were not saved are lost when the process ends.
 
     Args:
       checkpoint_dir: the folder of checkpoints and tensor files. None: ./lossd-checkpoints.
@@ -204,8 +200,7 @@ def embedded(
       device: the GPU, as its index among the visible GPUs or its UUID. None: the GPU that the calling thread uses, or 0 if
         the thread uses none.
       threads: the number of threads of the CPU backend. None: as many as the process may use.
-      deterministic: accumulate gradients in the order of microbatch ids, so that the same microbatches give the same weights,
-        bit for bit.
+      deterministic: accumulate gradients in the order of microbatch ids, so that the same microbatches give the same weights, bit for bit.
       http: the address of the status page and of the metrics, "127.0.0.1:7071"; port 0 means any free port. None: no status
         page and no metrics.
       log_level: "debug", "info", "warning", "error" or "off"; it applies to all servers of the process. None: "warning".

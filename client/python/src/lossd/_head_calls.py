@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HeadCalls: the methods of a client that create heads, read and write their tensors, apply steps, and save and load
-checkpoints."""
+"""HeadCalls: the methods of a client that create heads, read and write their tensors, apply steps, and save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def initial_values(seed: int, zeros: bool, tensor_file: TensorFile | None) -> di
 
 
 def chosen(if_exists: IfExists | None, exist_ok: bool | None) -> IfExists:
-    """What to do with a head that exists already. InvalidArgument if both arguments are given, or `if_exists` has another
-    value."""
+    """What to do with a head that exists already. InvalidArgument if both arguments are given, or `if_exists` has another value."""
     if exist_ok is not None and if_exists is not None:
         raise errors.InvalidArgument(
             f"if_exists is {if_exists!r} and exist_ok is {exist_ok}; give if_exists alone (exist_ok=True is its \"keep\")")
@@ -86,25 +84,21 @@ class HeadCalls(NativeClient):
             class_list: ArrayLike = (), full_vocab_size: int = 0, seed: int = 0, zeros: bool = False,
             tensor_file: TensorFile | None = None, if_exists: IfExists | None = None, exist_ok: bool | None = None,
             dry_run: bool = False, timeout: float | None = None) -> HeadDescription:
-        """Creates a head. Its weights are drawn with `seed` as torch.nn.Linear draws them, or are zeros, or are read from a
-        file.
+        """Creates a head. Its weights are drawn with `seed` as torch.nn.Linear draws them, or are zeros, or are read from a file.
 
         Args:
           logits: "stored": logits stay in memory until the gradients are computed. "recomputed": logits are computed again, a
             few at a time, in little memory; for heads that fill a GPU. "none": an embedding alone, without memory for a loss.
           gradients: the kind of gradients where LossOptions.gradients is None.
-          workspace_bytes: the most workspace that the head may take on the device. 0: the default with which the server was
-            started.
+          workspace_bytes: the most workspace that the head may take on the device. 0: the default with which the server was started.
           split: what several devices of a server divide: "rows", or "vocabulary": the classes of the head, of which each
             device then stores only its own. "any": rows if every device has room for all classes.
-          shares: with split "vocabulary" or "any": how much of the classes each device of the server has, relative to the
-            others, e.g. (13, 6, 13, 13); 0: none. Empty: all devices have equally much. With `replicas`, one entry for each
-            device of a replica.
+          shares: with split "vocabulary" or "any": how much of the classes each device of the server has, relative to the others, e.g. (13,
+            6, 13, 13); 0: none. Empty: all devices have equally much. With `replicas`, one entry for each device of a replica.
           replicas: with split "vocabulary" or "any": how many copies of the head there are. Each copy divides its classes
             over an equal number of the server's devices, and the copies divide the rows. 0 and 1: one copy on all devices.
-          residency: only of a frozen head: "device"; or "host": its values are stored in host memory, and are copied to a
-            pool on the device when rows need them (docs/training/distillation.md). For many teachers of which few are used at
-            a time.
+          residency: only of a frozen head: "device"; or "host": its values are stored in host memory, and are copied to a pool on the
+            device when rows need them (docs/training/distillation.md). For many teachers of which few are used at a time.
           class_list, full_vocab_size: a draft vocabulary. class_list has the `vocab_size` classes of the head, ascending, by
             their numbers in a larger vocabulary of `full_vocab_size` classes. Targets, named classes, argmax and top classes
             of its losses are numbers of the larger vocabulary. Rows whose target is not in the list are ignored
@@ -114,8 +108,7 @@ class HeadCalls(NativeClient):
             several ranks does this before the others begin. With "keep" and "reset", AlreadyExists is raised if its
             specification differs, and names the difference.
           exist_ok: the earlier name: True means if_exists="keep", with a DeprecationWarning. Do not give both.
-          dry_run: creates nothing. Returns the description that the head would have (memory, rows of chunks and slices,
-            choices), or raises the errors of the creation.
+          dry_run: creates nothing. Returns the description (memory, rows of chunks and slices, choices), or raises the creation's errors.
         """
         choice = chosen(if_exists, exist_ok)
         spec = head_pb2.HeadSpec(
@@ -193,8 +186,7 @@ class HeadCalls(NativeClient):
 
     def read_tensor(self, head: str, param: Param = "weight", role: Role = "value", *, dtype: DType = "fp32",
                     rows: tuple[int, int] | None = None, timeout: float | None = None) -> NDArray[Any]:
-        """Returns a tensor, or its rows [begin, end): the weight is [V, D], the other tensors have one dimension. bf16 comes
-        as uint16.
+        """Returns a tensor, or its rows [begin, end): the weight is [V, D], the other tensors have one dimension. bf16 comes as uint16.
 
         All rows are of one version. If the tensor changes during the read, the client reads again (RetryOptions). Aborted if
         it changes each time, or if the head was deleted and created again meanwhile with another shape.
@@ -217,8 +209,7 @@ class HeadCalls(NativeClient):
 
     def write_tensor(self, head: str, param: Param, values: NDArray[Any], *, dtype: DType | None = None,
                      rows: tuple[int, int] | None = None, role: Role = "value", timeout: float | None = None) -> HeadState:
-        """Replaces a tensor, or its rows [begin, end). After an error some rows may be replaced. Aborted as for
-        read_tensor."""
+        """Replaces a tensor, or its rows [begin, end). After an error some rows may be replaced. Aborted as for read_tensor."""
         kind, data = _arrays.as_array("values", values, dtype)
         open_ = head_pb2.OpenTensor(
             head=head, param=types.enum_value("param", types.PARAMS, param), role=types.enum_value("role", types.ROLES, role),
@@ -229,9 +220,8 @@ class HeadCalls(NativeClient):
                      dtype: DType | None = None, rows: tuple[int, int] | None = None, timeout: float | None = None) -> AddedGradient:
         """Adds `values` times `scale` to a parameter's gradient, or to rows [begin, end) of it, exactly once.
 
-        Use it for the gradient that another stage accumulated for a parameter that it shares with the head (tied embeddings).
-        `id` names this contribution. It must differ from the ids of the step's microbatches; apply_step may expect it like
-        one of them.
+        Use it for the gradient that another stage accumulated for a parameter that it shares with the head (tied embeddings). `id` names
+        this contribution. It must differ from the ids of the step's microbatches; apply_step may expect it like one of them.
         """
         kind, data = _arrays.as_array("values", values, dtype)
         open_ = head_pb2.OpenGradient(
@@ -248,11 +238,10 @@ class HeadCalls(NativeClient):
                    skip_non_finite: bool = False, begin_optimizer: bool = False, timeout: float | None = None) -> StepResult:
         """Applies one optimizer step to the accumulated gradients, zeroes them and opens the next step.
 
-        The server applies each step once: a repeated call gets the stored result. FailedPrecondition if expected rows (of
-        microbatches and contributions) are missing, which it lists, or if the gradient's norm is not finite; then nothing has
-        changed. With `skip_non_finite`, a step whose norm is not finite is closed without an update. Restarted if the server
-        was restarted, also if it applied the step without the rows that this client had accumulated. StepDiscarded if another
-        caller has zeroed these rows.
+        The server applies each step once: a repeated call gets the stored result. FailedPrecondition if expected rows (of microbatches and
+        contributions) are missing, which it lists, or if the gradient's norm is not finite; then nothing has changed. With
+        `skip_non_finite`, a step whose norm is not finite is closed without an update. Restarted if the server was restarted, also if it
+        applied the step without the rows that this client had accumulated. StepDiscarded if another caller has zeroed these rows.
 
         `begin_optimizer` sets the moments and the count of updates to 0 before the step, as in a new torch optimizer, even if
         the step is then skipped. Unimplemented if the server is an older version that does not know begin_optimizer, or an
@@ -272,8 +261,7 @@ class HeadCalls(NativeClient):
 
     def save_checkpoint(self, head: str, name: str = "", *, keep: int | None = None, cancel_with_call: bool = False,
                         on_progress: Callable[[SaveProgress], None] | None = None, timeout: float | None = None) -> SavedCheckpoint:
-        """Writes the head to the server's checkpoint directory. Calls that change the head wait only at the beginning of the
-        save.
+        """Writes the head to the server's checkpoint directory. Calls that change the head wait only at the beginning of the save.
 
         Args:
           name: empty: the server names the checkpoint by its step, and the checkpoint is an automatic one.

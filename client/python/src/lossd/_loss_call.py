@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NativeClient: the connections of a client of the library, its calls, the arguments of loss computations, and the
-computations in flight."""
+"""NativeClient: a client of the library with its connections, its calls, and the arguments and state of its computations."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class Asked:
         return memory.address
 
     def put_rows(self, hidden: Sequence[Array], grad_hidden: Sequence[Array | None], depths: Sequence[Depth]) -> None:
-        """Puts hidden states and their gradients into the structure: one array each, or one for each depth. `grad_hidden` is
-        empty if no gradients are wanted."""
+        """Puts hidden states and their gradients into the structure, one array for all or for each depth; no `grad_hidden`: not wanted."""
         apart = len(hidden) > 1 or len(hidden) == len(depths) == 1
         if not apart:
             self.put(hidden=hidden[0], grad_hidden=grad_hidden[0] if grad_hidden else None)
@@ -107,8 +105,7 @@ def _in_process(pid: int, function: Callable[..., Any], *arguments: Any) -> None
 
 
 class NativeClient:
-    """The part of lossd.Client that is about connections and computations in flight. Threads, units and errors are as
-    described there."""
+    """The part of lossd.Client that is about connections and computations in flight. Threads, units and errors are as described there."""
 
     def __init__(self, retry: RetryOptions, max_pending: int, **options: Any) -> None:
         """`options` are the options of the library (lossd_client_connect)."""
@@ -163,8 +160,7 @@ class NativeClient:
 
     @property
     def connections(self) -> tuple[int, str]:
-        """The number of connections over which loss computations are spread, and why. It may change unless `channels`
-        fixes it."""
+        """The number of connections over which loss computations are spread, and why. It may change unless `channels` fixes it."""
         found = self._described()
         return int(found[4]), found[5]
 
@@ -173,16 +169,14 @@ class NativeClient:
         return os.fsdecode(Call().run("lossd_client_describe", self._pointer)).split("\0")
 
     def shares_gpu(self, device: int | None = None) -> bool:
-        """Whether rows of CUDA arrays on this GPU are sent through memory of a GPU of the server. `device`: the GPU's number
-        in this process; None: the first GPU that is also the server's. The first call opens that memory, which takes some
-        milliseconds."""
+        """Whether rows of CUDA arrays on this GPU are sent through memory of a GPU of the server. `device`: the GPU's number in this
+        process; None: the first GPU that is also the server's. The first call opens that memory, which takes some milliseconds."""
         with contextlib.suppress(errors.Cancelled):  # the client is closed
             return bool(Call().run("lossd_client_open_memory", self._pointer, -1 if device is None else device))
         return False
 
     def check_usable(self) -> None:
-        """ClientClosed or ForkedClient if the client cannot make calls. Unavailable if it is known that the server has
-        ended."""
+        """ClientClosed or ForkedClient if the client cannot make calls. Unavailable if it is known that the server has ended."""
         if self._pid != os.getpid():
             raise errors.ForkedClient(f"this client was made in process {self._pid}, before a fork; make a lossd.Client in this process, "
                                       "or start processes with multiprocessing's spawn")
@@ -192,11 +186,9 @@ class NativeClient:
             raise errors.Unavailable(self._ended)
 
     def acknowledge_restart(self, head: str) -> None:
-        """Says that the trainer starts the open step again, so that Restarted and StepDiscarded are not raised for it any
-        more.
+        """Says that the trainer starts the open step again, so that Restarted and StepDiscarded are not raised for it any more.
 
-        Not needed after this client called load_checkpoint, create_head, reset_head, delete_head or zero_gradients for the
-        head.
+        Not needed after this client called load_checkpoint, create_head, reset_head, delete_head or zero_gradients for the head.
         """
         self.check_usable()
         self._library.lossd_client_acknowledge_restart(self._pointer, head.encode())

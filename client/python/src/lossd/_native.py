@@ -53,8 +53,7 @@ def library() -> ctypes.CDLL:
     """The loaded library. Unavailable, naming the places, if the library is missing or is another version."""
     path = _library_path()
     try:
-        # Loads the library's own gRPC, protobuf and Abseil in preference to copies that another package has made global, as
-        # TensorFlow does.
+        # Prefers the library's own gRPC, protobuf and Abseil to copies that another package has made global, as TensorFlow does.
         loaded = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND)
     except OSError as error:
         raise errors.Unavailable(f"{_NOT_HERE} ({error})") from None
@@ -78,8 +77,7 @@ def current_gpu() -> tuple[int, str] | None:
 
 
 def gpu_of(name: str, address: int) -> str:
-    """The UUID of the GPU that has memory at this address. InvalidArgument, naming the argument `name`, if no GPU has;
-    Unavailable, with the reason, if there is no driver."""
+    """The UUID of the GPU of this address. InvalidArgument, naming the argument `name`, if no GPU has it; Unavailable without a driver."""
     uuid = ctypes.create_string_buffer(64)
     try:
         Call().run("lossd_gpu_of", address, uuid)
@@ -89,9 +87,8 @@ def gpu_of(name: str, address: int) -> str:
 
 
 def option_texts(options: Mapping[str, Any]) -> Any:
-    """Options of a client or a server in the form that the library takes, texts "name=value". None means that an option is
-    not given. InvalidArgument, naming the option, if a text option of a client is not a string (for certificates also a path
-    is allowed)."""
+    """Options of a client or a server in the form that the library takes, texts "name=value". None means that an option is not given.
+    InvalidArgument, naming the option, if a text option of a client is not a string (for certificates also a path is allowed)."""
     texts = []
     for name, value in options.items():
         if value is None:
@@ -143,8 +140,7 @@ class Call:
         """Calls a function whose last argument is the call, and returns its answer. `meanwhile` is called a few times a
         second, and once after the end.
 
-        An exception of a signal handler or of `meanwhile` cancels the call, and is raised when the call has ended. A second
-        exception is raised at once.
+        An exception of a signal handler or of `meanwhile` cancels the call, and is raised at its end; a second one at once.
         """
         try:
             getattr(self._library, function)(*arguments, self.pointer)
@@ -174,8 +170,7 @@ class Call:
                                  ctypes.string_at(found.detail or b"", found.detail_size), found.reason)
 
     def progress(self) -> bytes | None:
-        """The progress that the call has reported since the last time; None: nothing new. May be called before the call has
-        ended."""
+        """The progress that the call has reported since the last time; None: nothing new. May be called before the call has ended."""
         size = ctypes.c_size_t()
         address = self._library.lossd_call_progress(self.pointer, ctypes.byref(size))
         return None if address is None else ctypes.string_at(address, size.value)

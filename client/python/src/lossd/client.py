@@ -25,8 +25,7 @@ _DEFAULT_OPTIONS = LossOptions()
 
 
 class Client(HeadCalls):
-    """Connections to a lossd server, which computes losses and gradients, and applies optimizer steps to the heads that it
-    owns.
+    """Connections to a lossd server, which computes losses and gradients, and applies optimizer steps to the heads that it owns.
 
         with lossd.Client("127.0.0.1:7070") as client:
             client.create_head("lm", hidden_size=64, vocab_size=1000)
@@ -65,11 +64,9 @@ class Client(HeadCalls):
           ca: path of the PEM file with the authorities that sign servers' certificates. If it is given, the connection uses
             TLS. None: LOSSD_CA; "": none. The server's certificate must be for the host of `target`.
           cert, key: paths of the client's own certificate and of its key. None: LOSSD_CERT and LOSSD_KEY; "": none.
-          token: for servers that identify clients by tokens. None: LOSSD_TOKEN; "": none. Sent only over TLS, or to a
-            loopback address.
-          channels: the number of connections to the server, in [1, 64]. A loss computation spreads its rows over them. None:
-            starts with one, and adds connections, up to 8, as long as another one makes rows that are sent in messages
-            faster.
+          token: for servers that identify clients by tokens. None: LOSSD_TOKEN; "": none. Sent only over TLS, or to a loopback address.
+          channels: the number of connections to the server, in [1, 64]. A loss computation spreads its rows over them. None: starts with
+            one, and adds connections, up to 8, as long as another one makes rows that are sent in messages faster.
           connect_timeout: the limit for a running server to answer on all connections.
           wait_for_server: also wait, for all of `connect_timeout`, for a server that is not running yet.
           max_message_bytes: the largest message, sent or received.
@@ -78,9 +75,8 @@ class Client(HeadCalls):
           loss_timeout: the limit for a loss computation, with all its attempts and waits.
           dead_peer_timeout: a connection is closed if the server accepts no data for this time.
           retry: how calls are repeated when a connection breaks.
-          expected_incarnation: the incarnation of the server, from results and descriptions, if the caller knows it from
-            before. If the server is another process now, connecting, and calls that accumulate or apply gradients, fail as
-            after a restart. 0: any server.
+          expected_incarnation: the incarnation of the server, from results and descriptions, if the caller knows it from before. If the
+            server is another process now, connecting, and calls that accumulate or apply gradients, fail as after a restart. 0: any server.
           max_pending: the most loss computations in flight. Starting another one waits until one has ended, at most for its
             timeout. On a deterministic server, all of them may wait for a microbatch with a smaller id, so at most
             max_pending - 1 may be started before that microbatch.
@@ -129,11 +125,10 @@ class Client(HeadCalls):
             target_weights: ArrayLike | None = None, depths: Sequence[Depth] = ()) -> PendingLoss:
         """Starts a loss computation.
 
-        The client divides the rows into streams and slices; long runs of ignored rows are not sent. If a stream breaks
-        (Unavailable), or the transport and not the server refuses it (ResourceExhausted), the client sends it again, unless
-        the server was restarted or the gradients of the step were discarded. The server accumulates no row twice. A
-        computation that neither accumulates nor retains begins again if the weights change meanwhile (RetryOptions), so its
-        results belong to one version of the weights.
+        The client divides the rows into streams and slices; long runs of ignored rows are not sent. If a stream breaks (Unavailable), or
+        the transport and not the server refuses it (ResourceExhausted), the client sends it again, unless the server was restarted or the
+        gradients of the step were discarded. The server accumulates no row twice. A computation that neither accumulates nor retains begins
+        again if the weights change meanwhile (RetryOptions), so its results belong to one version of the weights.
 
         Args:
           hidden: [N, D], float32 or float16; bf16 as uint16 with dtype="bf16", or as ml_dtypes.bfloat16. A C-contiguous array
@@ -151,8 +146,7 @@ class Client(HeadCalls):
           normalizer: what a mean is divided by. None: the number of valid targets of the microbatch. With class weights it
             must be given: the sum of the weights of the valid targets.
           grad_output: the gradient of the final objective with respect to this loss. It multiplies every gradient.
-          accumulate: add dL/dW, dL/db, ... to the head's gradients. Each row is added at most once, even if connections
-            break.
+          accumulate: add dL/dW, dL/db, ... to the head's gradients. Each row is added at most once, even if connections break.
           retain: with reduction "none": keep the hidden states on the server, under `id`, for backward().
           grad_hidden: True: return dL/dx. Or a C-contiguous array [N, D] of the same dtype, to write dL/dx into; if `hidden`
             is a CUDA array, it must be one, too.
@@ -166,15 +160,13 @@ class Client(HeadCalls):
             each 8 MiB of rows, up to four and up to half of the machine's cores.
           slice_bytes: the most bytes of hidden states that are sent at once. None: 1 MiB in messages, 4 MiB in shared memory;
             in memory of the GPU, what a quarter of that memory holds.
-          ready: a function that blocks until `hidden` may be read and `grad_hidden` may be written. It runs on a thread of
-            the client.
+          ready: a function that blocks until `hidden` may be read and `grad_hidden` may be written. It runs on a thread of the client.
           teacher_hidden: [N, D of the teacher], with options.distillation: the teacher's hidden states of the rows. They have
             the dtype and the device of `hidden`, and the same rules apply.
-          target_classes, target_weights: [N, K] each, with options.rest: soft targets, which replace `targets` in the loss. A
-            class is in [0, V), in any order; -1 marks an unused entry, whose weight must be 0. If a row names a class more
-            than once, the weights add up. Weights are finite and not negative. K is at most 256, and at most V. Copied.
-            `targets` still says which rows are ignored, and results "logprob" and correct_rows refer to it. A row fails if
-            its target, or a class with a weight, has the probability 0.
+          target_classes, target_weights: [N, K] each, with options.rest: soft targets, which replace `targets` in the loss. A class is in
+            [0, V), in any order; -1 marks an unused entry, whose weight must be 0. If a row names a class more than once, the weights add
+            up. Weights are finite and not negative. K is at most 256, and at most V. Copied. `targets` still says which rows are ignored,
+            and results "logprob" and correct_rows refer to it. A row fails if its target, or a class with a weight, has the probability 0.
           depths: divide the rows, in order, into at most 64 parts of the loss, each with its own weight, normalizer and sums
             (LossResult.depths). This is for models that predict several tokens. One pass over the weights computes all
             depths. `hidden` may then be a list or tuple with an array [rows, D] for each depth, which need not be adjacent in
@@ -228,8 +220,7 @@ class Client(HeadCalls):
             normalizer: float | None = None, grad_output: float = 1.0, accumulate: bool = False,
             grad_hidden: bool | NDArray[Any] = False, rows: Iterable[RowOutput] = (), streams: int | None = None,
             slice_bytes: int | None = None, timeout: float | None = None) -> LossResult:
-        """Like compute_loss(), but the loss of a row is its divergence from the softmax of a teacher, a frozen head of the
-        server.
+        """Like compute_loss(), but the loss of a row is its divergence from the softmax of a teacher, a frozen head of the server.
 
             client.create_head("teacher", hidden_size=4096, vocab_size=32000, frozen=True)
             result = client.distill("student", hidden, teacher_hidden, lossd.Distillation("teacher", "reverse_kl"),
@@ -344,8 +335,7 @@ class Client(HeadCalls):
             self, head: str, ids: ArrayLike, gradients: Any, *, step: int, id: int, scale: float = 1.0,
             padding_idx: int | None = None, dtype: DType | None = None, streams: int | None = None,
             timeout: float | None = None, ready: Callable[[], None] | None = None) -> PendingLoss:
-        """Starts adding the gradients of rows that embed() returned: `scale` * gradients[n] is added to the gradient of row
-        ids[n] of the weight, in fp32.
+        """Starts adding gradients of rows that embed() returned: `scale` * gradients[n] to that of row ids[n] of the weight, in fp32.
 
         The call is a microbatch of the step, like compute_loss(accumulate=True): each row is added once, even if connections
         break, and apply_step can expect its id. In the result, the row counts (valid_rows are the rows that are not padding),
@@ -355,8 +345,7 @@ class Client(HeadCalls):
 
         Args:
           ids: [N] integers in [0, V), the same as for embed(). Copied.
-          gradients: [N, D], float32 or float16, or bf16, like `hidden` of compute_loss_async(), whose rules apply, also for
-            CUDA arrays.
+          gradients: [N, D], float32 or float16, or bf16, like `hidden` of compute_loss_async(), whose rules apply, also for CUDA arrays.
           step: the open step to which the gradients belong.
           id: names the microbatch within (head, step). No loss computation of the step may have the same id. The same id may
             be sent again with the same contents.

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shown: the base class of all results and descriptions; and read(), which makes a description from a message of the
-protocol.
+"""Shown: the base class of all results and descriptions; and read(), which makes a description from a message of the protocol.
 
-The classes of descriptions are in lossd.v1.descriptions, which describe.py makes from the .proto files; the classes of
-results are in lossd.types. Descriptions are immutable, comparable, hashable and can be pickled. Sizes are in bytes, times in
-seconds.
+The classes of descriptions are in lossd.v1.descriptions, which describe.py makes from the .proto files; the classes of results are in
+lossd.types. Descriptions are immutable, comparable, hashable and can be pickled. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ _kinds: dict[str, type[Shown]] = {}  # by class name
 
 
 class Shown:
-    """A dataclass whose text, in a terminal and in a notebook, has the fields with repr=True whose values are not their
-    defaults."""
+    """A dataclass whose text, in a terminal and in a notebook, has the fields with repr=True whose values are not their defaults."""
 
     def __init_subclass__(cls) -> None:
         _kinds[cls.__name__] = cls

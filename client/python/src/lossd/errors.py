@@ -61,8 +61,7 @@ class AlreadyExists(LossdError):
 
 
 class FailedPrecondition(LossdError):
-    """The step is wrong, the head is frozen, the microbatch id was sent with other contents, or rows are missing (see
-    `missing`)."""
+    """The step is wrong, the head is frozen, the microbatch id was sent with other contents, or rows are missing (see `missing`)."""
 
 
 class ResourceExhausted(LossdError):
@@ -93,11 +92,9 @@ class Restarted(Aborted):
 
 
 class StepDiscarded(Aborted):
-    """Another caller has zeroed the gradients of the open step, reset the head, or loaded a checkpoint. The rows that this
-    client had accumulated are lost.
+    """Another caller has zeroed the open step's gradients, reset the head, or loaded a checkpoint: this client's rows of the step are lost.
 
-    Calls of the step fail until this client starts the step again with zero_gradients, reset_head, load_checkpoint or
-    Client.acknowledge_restart().
+    Calls of the step fail until this client starts it again: zero_gradients, reset_head, load_checkpoint or acknowledge_restart().
     """
 
 
@@ -126,8 +123,7 @@ class ClientClosed(LossdError):
 
 
 class ForkedClient(LossdError, RuntimeError):
-    """The client was created before a fork, and its connections do not survive a fork. Create a client in the child, or use
-    spawn."""
+    """The client was created before a fork, and its connections do not survive a fork. Create a client in the child, or use spawn."""
 
 
 _CLASSES: dict[int, type[LossdError]] = {  # by gRPC status code
@@ -137,6 +133,5 @@ _REASONS: dict[int, type[LossdError]] = {1: Restarted, 2: StepDiscarded}
 
 
 def from_native(code: int, message: str, packed: bytes = b"", reason: int = 0) -> LossdError:
-    """The error for the result of a library function. `code`: the gRPC status code; `packed`: an ErrorDetail; `reason`: the
-    kind of Aborted (lossd_result)."""
+    """The error for a result of the library. `code`: gRPC's; `packed`: an ErrorDetail; `reason`: the kind of Aborted (lossd_result)."""
     return _REASONS.get(reason, _CLASSES.get(code, Internal))(message, types_pb2.ErrorDetail.FromString(packed))

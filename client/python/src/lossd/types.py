@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types that the client takes and returns, apart from arrays: options, results, and the names of the protocol's
-enumerators."""
+"""The types that the client takes and returns, apart from arrays: options, results, and the names of the protocol's enumerators."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def whole_number(field_name: str, value: Any, least: int, bits: int) -> int:
 
 
 def checked(field_name: str, value: Any, kind: Literal["number", "bool"] = "number") -> Any:
-    """Returns the value. TypeError, naming the field, if it is not a number (or a bool, as `kind` says). The server checks
-    ranges."""
+    """Returns the value. TypeError, naming the field, if it is not a number (or a bool, as `kind` says). The server checks ranges."""
     if isinstance(value, (bool, np.bool_)) != (kind == "bool") or isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{field_name} is {value!r}; it must be a {kind}")
     return bool(value) if kind == "bool" else float(value)
@@ -98,8 +96,7 @@ class _Options:
     _PART: ClassVar[str] = ""  # the field of lossd.v1.LossOptions for these options; "": the message itself
 
     def __post_init__(self: Any) -> None:
-        """TypeError or InvalidArgument, naming field and value. Ranges are checked by the library with the server's rules,
-        unless all numbers have their defaults."""
+        """TypeError or InvalidArgument, naming field and value. The library checks ranges, by the server's rules, of unusual numbers."""
         unusual = False
         for each in fields(self):
             name, value, kind = f"{self._PART}.{each.name}".lstrip("."), getattr(self, each.name), each.type.removesuffix(" | None")
@@ -216,16 +213,14 @@ class LossOptions(Shown, _Options):
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: none; otherwise >= 1.18e-38
     logit_scale: float = 1.0  # multiplies the logits before the softcap (1 / temperature); finite and not 0
     use_class_weights: bool = False  # the head must have them
-    # The kind of gradients. Losses and results for rows do not depend on it, nor on the three fields below ("Filtered
-    # gradients" and "Sampled gradients" in docs/math.md). "exact". "filtered": without classes of small probability, except
-    # the target. "sampled": classes of small probability count by chance, so that the expectation of the gradient is the
-    # exact one. "auto": sampled where the predicted error is small, else exact. None: the kind with which the head was
-    # created, by default exact.
+    # The kind of gradients. Losses and results for rows do not depend on it, nor on the three fields below ("Filtered gradients" and
+    # "Sampled gradients" in docs/math.md). "exact". "filtered": without classes of small probability, except the target. "sampled": classes
+    # of small probability count by chance, so that the expectation of the gradient is the exact one. "auto": sampled where the predicted
+    # error is small, else exact. None: the kind with which the head was created, by default exact.
     gradients: Gradients | None = None
     # For "filtered": classes with a smaller probability add nothing to gradients; in [0, 1). None: 2^-12.
     filter_epsilon: float | None = None
-    # For "sampled" and "auto": classes with a smaller probability count by chance; in [1e-30, 1]. A smaller threshold costs
-    # time and makes the error smaller. None: 2^-10.
+    # For "sampled" and "auto", in [1e-30, 1]: less probable classes count by chance. Smaller: slower, less error. None: 2^-10.
     sample_threshold: float | None = None
     # For "auto": the largest predicted relative error of sampled gradients. Rows that are computed together and would have a
     # larger error are computed exactly. Finite and not negative. None: 0.01.
@@ -267,8 +262,7 @@ class Depth:
 
 @dataclass(frozen=True)
 class RetryOptions:
-    """How often and when calls are repeated: calls that break, and reads that begin again because what they read has
-    changed."""
+    """How often and when calls are repeated: calls that break, and reads that begin again because what they read has changed."""
 
     max_attempts: int = 3  # of one call (or one stream of a loss computation), with the first; at least 1
     initial_backoff: float = 0.25  # seconds; grows fourfold with every attempt, with jitter
@@ -381,8 +375,7 @@ class LossResult(Shown):
     z_loss_sum: float = 0.0  # the z-loss part of loss_sum
     entropy_sum: float = 0.0  # nats; only if the entropy of rows was asked for
     dropped_mass: float = 0.0  # probability that filtered gradients left out, summed over valid rows
-    # For sampled gradients, summed over valid rows: the expected square of what sampling adds to the gradient of the logits,
-    # and the square of that gradient.
+    # Sampled gradients, summed over valid rows: the expected square of what sampling adds to the logits' gradient, and its square.
     sampling_variance: float = field(default=0.0, repr=False)
     squared_gradient: float = field(default=0.0, repr=False)
     objective: ObjectiveSums = field(default_factory=ObjectiveSums, repr=False)  # if LossOptions.objective is given, else 0
@@ -406,8 +399,7 @@ class LossResult(Shown):
     rows: dict[RowOutput, NDArray[Any]] = field(default_factory=dict)
     # With the argument `classes`: their log-probabilities [N, K], float32; 0 for ignored rows.
     class_logprobs: NDArray[np.float32] | None = None
-    # With the argument `top_k`: the most probable classes [N, k], int32, sorted from the most probable, and their
-    # log-probabilities, float32. Ignored rows have -1 and 0.
+    # With `top_k`: the most probable classes [N, k], int32, in that order; their log-probabilities, float32. Ignored rows: -1 and 0.
     top_classes: NDArray[np.int32] | None = None
     top_logprobs: NDArray[np.float32] | None = None
 
@@ -428,8 +420,7 @@ class LossResult(Shown):
     def gradient_error(self) -> float:
         """The predicted relative error of sampled gradients; 0 if nothing was sampled.
 
-        For the rows of several results: the square root of the sum of their `sampling_variance` divided by the sum of their
-        `squared_gradient`.
+        For the rows of several results: the square root of the sum of `sampling_variance` divided by the sum of `squared_gradient`.
         """
         return math.sqrt(self.sampling_variance / self.squared_gradient) if self.squared_gradient > 0 else 0.0
 
