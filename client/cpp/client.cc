@@ -119,6 +119,10 @@ absl::StatusOr<Health> MonitoringCalls::CheckHealth(absl::string_view service, a
 
 const std::string& MonitoringCalls::server_version() const { return core_->connections().peer().version; }
 
+std::optional<bool> MonitoringCalls::KnowsMemory(int gpu) const {
+  return core_->connections().KnowsMemory(gpu);
+}
+
 std::optional<uint64_t> MonitoringCalls::KnownHiddenSize(absl::string_view head) const {
   const std::optional<internal::HeadInfo> facts = core_->head_cache().Facts(head);
   return facts.has_value() ? std::make_optional(facts->hidden_size) : std::nullopt;
@@ -204,8 +208,6 @@ absl::StatusOr<LossResult> Client::ComputeLoss(const Microbatch& microbatch, con
 TransportChoice Client::transport() const { return core_->connections().transport(); }
 
 bool Client::OpenMemory(std::optional<int> gpu) { return core_->connections().OpenMemory(gpu); }
-
-std::optional<bool> Client::KnowsMemory(int gpu) const { return core_->connections().KnowsMemory(gpu); }
 
 PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOutputs& outputs,
                                      const ComputeOptions& options, LossCallback callback) {

@@ -118,6 +118,9 @@ class MonitoringCalls {
   // The hidden size D of a head, from the last answer of the server that described the head; nullopt if there
   // was no such answer. Sends nothing to the server.
   std::optional<uint64_t> KnownHiddenSize(absl::string_view head) const;
+  // What Client::OpenMemory would return; nullopt if the client cannot know this without opening memory.
+  // Sends nothing and does not block.
+  std::optional<bool> KnowsMemory(int gpu) const;
 
  private:
   friend class Client;
@@ -186,9 +189,6 @@ class Client : public CheckpointCalls {
   // computation opens the memory. Returns true if the memory is on a GPU of the server, and false if it is
   // memory of the host or there is none.
   bool OpenMemory(std::optional<int> gpu);
-  // What OpenMemory would return; nullopt if the client cannot know this without opening memory. Does not
-  // block.
-  std::optional<bool> KnowsMemory(int gpu) const;
 
   // ---- Loss ----
 

@@ -203,7 +203,7 @@ class Connections {
   std::shared_ptr<SharedRegion> RegionFor(std::optional<int> gpu, uint64_t call_bytes) const;
   // As Client::OpenMemory.
   bool OpenMemory(std::optional<int> gpu) const;
-  // As Client::KnowsMemory.
+  // As MonitoringCalls::KnowsMemory.
   std::optional<bool> KnowsMemory(int gpu) const;
   void DropUnusableRegions() const;
   TransportChoice transport() const ABSL_LOCKS_EXCLUDED(mu_);

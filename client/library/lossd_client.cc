@@ -884,7 +884,7 @@ void lossd_client_open_memory(lossd_client* client, int32_t device, lossd_call* 
   const std::shared_ptr<client::CallState> state = call->state;
   std::shared_ptr<client::Client> open = client->Enter(state);
   if (open == nullptr) return;
-  const std::optional<bool> known = device < 0 ? std::nullopt : open->KnowsMemory(device);
+  const std::optional<bool> known = device < 0 ? std::nullopt : open->monitoring().KnowsMemory(device);
   auto end = [client, state](bool of_gpu) {
     state->End(absl::OkStatus(), of_gpu ? "1" : "");
     client->Leave(state);

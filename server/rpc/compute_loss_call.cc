@@ -317,48 +317,47 @@ absl::Status CancellationStatus(const wire::CallContext& context) {
 
 }  // namespace
 
-ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment)
-    : environment_(environment), came_(clocks::SteadyNow()) {}
+LossCaller CallerOver(grpc::CallbackServerContext* context, const AccessControl& access) {
+  LossCaller caller{.context = std::make_shared<GrpcContext>(context),
+                    .admitted = access.Admit(*context, kComputeLoss)};
+  if (caller.admitted.ok()) caller.peer = PeerKey(*context, caller.admitted->identity);
+  return caller;
+}
 
-ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment,
-                                        grpc::CallbackServerContext* context) {
+LossCaller DirectCaller(wire::CallContext* context, uint64_t client) {
+  return {.context = {std::shared_ptr<void>(), context},  // the call owns it
+          .admitted = AdmittedCall(),
+          .peer = PeerOf(context->peer(), client)};
+}
+
+ComputeLossCall::ComputeLossCall(ComputeLossEnvironment* environment, LossCaller caller)
+    : environment_(environment),
+      context_(std::move(caller.context)),
+      peer_(std::move(caller.peer)),
+      identity_(caller.admitted.ok() ? caller.admitted->identity : ""),
+      came_(clocks::SteadyNow()) {}
+
+ComputeLossCall* ComputeLossCall::Start(ComputeLossEnvironment* environment, LossCaller caller) {
+  environment->metrics->CountRequest(kComputeLoss);
+  const absl::StatusOr<AdmittedCall> admitted = caller.admitted;
   // Not make_shared: the constructor is private.
-  std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment));
+  std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment, std::move(caller)));
   call->self_ = call;
-  call->grpc_context_ = std::make_unique<GrpcContext>(context);
-  call->context_ = call->grpc_context_.get();
-  const absl::StatusOr<AdmittedCall> admitted = environment->access->Admit(*context, kComputeLoss);
-  return call->Begin(admitted, admitted.ok() ? PeerKey(*context, admitted->identity) : "");
-}
-
-ComputeLossCall* ComputeLossCall::StartDirect(ComputeLossEnvironment* environment, wire::CallContext* context,
-                                              uint64_t client) {
-  std::shared_ptr<ComputeLossCall> call(new ComputeLossCall(environment));
-  call->self_ = call;
-  call->context_ = context;
-  return call->Begin(AdmittedCall(), PeerOf(context->peer(), client));
-}
-
-ComputeLossCall* ComputeLossCall::Begin(const absl::StatusOr<AdmittedCall>& admitted,
-                                        const std::string& peer) {
-  environment_->metrics->CountRequest(kComputeLoss);
   absl::Status refusal = admitted.status();
   if (admitted.ok()) {
-    peer_ = peer;
-    identity_ = admitted->identity;
-    set_until(admitted->until);
-    refusal = environment_->registry->Add(this, peer_);
-    if (refusal.ok()) totals_ = environment_->peers->Open(peer_, came_);
+    call->set_until(admitted->until);
+    refusal = environment->registry->Add(call.get(), call->peer_);
+    if (refusal.ok()) call->totals_ = environment->peers->Open(call->peer_, call->came_);
   }
-  absl::MutexLock lock(&mutex_);
-  if (admitted.ok() && environment_->draining) {
-    FailLocked(absl::UnavailableError("the server is draining"));
+  absl::MutexLock lock(&call->mutex_);
+  if (admitted.ok() && environment->draining) {
+    call->FailLocked(absl::UnavailableError("the server is draining"));
   } else if (!refusal.ok()) {
-    FailLocked(std::move(refusal));
+    call->FailLocked(std::move(refusal));
   } else {
-    ReadNext();
+    call->ReadNext();
   }
-  return this;
+  return call.get();
 }
 
 // ---- Reading ----

@@ -234,6 +234,19 @@ struct ComputeLossEnvironment {
   std::atomic<bool> draining{false};
 };
 
+// Who calls, and what the call came through.
+struct LossCaller {
+  std::shared_ptr<wire::CallContext> context;  // not null; valid until the end of the call
+  absl::StatusOr<AdmittedCall> admitted;       // an error ends the call
+  std::string peer;                            // PeerKey; empty if the call was not admitted
+};
+
+// The caller of a call that came over a connection, who is asked for an identity if the server asks for one.
+LossCaller CallerOver(grpc::CallbackServerContext* context, const AccessControl& access);
+// The caller of a direct call, on a server that asks no caller for an identity. `client` is the client's
+// number (wire::DirectServer::NextClient).
+LossCaller DirectCaller(wire::CallContext* context, uint64_t client);
+
 // One ComputeLoss call: the reactor between gRPC, or a client of this process (wire::DirectCall), and an
 // engine stream.
 //
@@ -267,12 +280,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
                               public WatchedCall,
                               public std::enable_shared_from_this<ComputeLossCall> {
  public:
-  // Starts a call that came over a connection. The call deletes itself when it is over.
-  static ComputeLossCall* Start(ComputeLossEnvironment* environment, grpc::CallbackServerContext* context);
-  // Starts a call of a client in this process, on a server that does not ask callers for an identity.
-  // `client` is the client's number (wire::DirectServer::NextClient).
-  static ComputeLossCall* StartDirect(ComputeLossEnvironment* environment, wire::CallContext* context,
-                                      uint64_t client);
+  // Starts a call. The call deletes itself when it is over.
+  static ComputeLossCall* Start(ComputeLossEnvironment* environment, LossCaller caller);
 
   // grpc::ServerBidiReactor
   void OnReadDone(bool ok) override;
@@ -312,11 +321,8 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
     engine::RowRange range;  // the rows of a slice
   };
 
-  explicit ComputeLossCall(ComputeLossEnvironment* environment);
+  ComputeLossCall(ComputeLossEnvironment* environment, LossCaller caller);
 
-  // Begins to read if the call of `peer` (PeerKey) was admitted; else ends the call.
-  ComputeLossCall* Begin(const absl::StatusOr<AdmittedCall>& admitted, const std::string& peer)
-      ABSL_LOCKS_EXCLUDED(mutex_);
   // ---- Reading ----
   // The call has made progress: restarts its clock for what it waits for now.
   void Progress() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -352,10 +358,9 @@ class ComputeLossCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, g
   std::shared_ptr<engine::Stream> stream() ABSL_LOCKS_EXCLUDED(mutex_);
 
   ComputeLossEnvironment* const environment_;
-  std::unique_ptr<wire::CallContext> grpc_context_;  // null: a direct call, without a connection
-  wire::CallContext* context_ = nullptr;             // set before anything else
-  std::string peer_;                                 // PeerKey; set before anything else
-  std::string identity_;                             // AdmittedCall's; set before anything else
+  const std::shared_ptr<wire::CallContext> context_;
+  const std::string peer_;                   // LossCaller's
+  const std::string identity_;               // AdmittedCall's; empty if the call was not admitted
   std::shared_ptr<PeerTable::Peer> totals_;  // sums of the peer; set before anything else; null: refused
   const absl::Time came_;
   std::shared_ptr<ComputeLossCall> self_;  // gRPC's reference, until OnDone

@@ -275,7 +275,7 @@ LossService::LossService(const LossServiceOptions& options, engine::Engine* engi
 
 grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* LossService::ComputeLoss(
     grpc::CallbackServerContext* context) {
-  return ComputeLossCall::Start(&environment_, context);
+  return ComputeLossCall::Start(&environment_, CallerOver(context, *environment_.access));
 }
 
 absl::StatusOr<v1::ListStreamsResponse> LossService::ListStreams(const v1::ListStreamsRequest& request) {

@@ -147,7 +147,7 @@ class LossService final : public WithRequestMethods<
   // callers for an identity.
   grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeLossDirect(wire::CallContext* context,
                                                                                  uint64_t client) {
-    return ComputeLossCall::StartDirect(&environment_, context, client);
+    return ComputeLossCall::Start(&environment_, DirectCaller(context, client));
   }
 
   // From now on new calls end with UNAVAILABLE.

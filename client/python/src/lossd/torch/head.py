@@ -285,9 +285,9 @@ class LossHead(torch.nn.Module):
             microbatch: int | None = None) -> LossOutput:
         """Returns the loss of an objective that replaces the cross-entropy, and computes both gradients in one pass; see
         start_policy()."""
-        return _waited(lambda: self._start_policy(
-            hidden, actions, {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs,
-                              "ref_logprobs": ref_logprobs}, objective, normalizer, microbatch, is_waited_for=True))
+        rows = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        options = _with_objective(self, objective, rows)
+        return _waited(lambda: self._start(hidden, actions, rows, normalizer, microbatch, options, is_waited_for=True))
 
     @outside_of_compile
     def start_policy(
@@ -311,25 +311,8 @@ class LossHead(torch.nn.Module):
           row_weights, normalizer, microbatch: as in start(). Without `normalizer`, a mean is divided by the number of
             actions.
         """
-        return self._start_policy(
-            hidden, actions, {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs,
-                              "ref_logprobs": ref_logprobs}, objective, normalizer, microbatch)
-
-    def _start_policy(self, hidden: torch.Tensor, actions: torch.Tensor, rows: dict[str, torch.Tensor | None],
-                      objective: lossd.Objective, normalizer: float | None, microbatch: int | None,
-                      is_waited_for: bool = False) -> PendingHeadLoss:
-        if not isinstance(objective, lossd.Objective):
-            raise TypeError(f"objective is {objective!r}; it must be a lossd.Objective")
-        for name in ("shift", "deferred"):
-            if getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)} does not go with policy_loss: make a LossHead without it"
-                                 + (", and with reduction 'mean' or 'sum'" if name == "deferred" else ""))
-        for name in rows.keys() - {"row_weights"}:
-            if (rows[name] is None) == (name in objective.numbers):
-                raise ValueError(f"{name} is {'None' if rows[name] is None else 'given'}; {objective} "
-                                 f"{'needs one for each row' if rows[name] is None else 'does not use it'}")
-        return self._start(hidden, actions, rows, normalizer, microbatch, replace(self.options, objective=objective),
-                           is_waited_for=is_waited_for)
+        rows = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        return self._start(hidden, actions, rows, normalizer, microbatch, _with_objective(self, objective, rows))
 
     @outside_of_compile
     def distill(self, hidden: torch.Tensor, teacher_hidden: torch.Tensor, distillation: lossd.Distillation,
@@ -569,6 +552,22 @@ class LossHead(torch.nn.Module):
         self.client.zero_gradients(self.head_name, self.step)
         self.left_over, self.earlier = 0, None
         self.continuation.begin()
+
+
+def _with_objective(head: LossHead, objective: Any, rows: dict[str, torch.Tensor | None]) -> lossd.LossOptions:
+    """The options of the head with this objective. TypeError or ValueError if the objective does not go with the head, or with
+    the numbers that are given for each row."""
+    if not isinstance(objective, lossd.Objective):
+        raise TypeError(f"objective is {objective!r}; it must be a lossd.Objective")
+    for name in ("shift", "deferred"):
+        if getattr(head, name):
+            raise ValueError(f"{name}={getattr(head, name)} does not go with policy_loss: make a LossHead without it"
+                             + (", and with reduction 'mean' or 'sum'" if name == "deferred" else ""))
+    for name in rows.keys() - {"row_weights"}:
+        if (rows[name] is None) == (name in objective.numbers):
+            raise ValueError(f"{name} is {'None' if rows[name] is None else 'given'}; {objective} "
+                             f"{'needs one for each row' if rows[name] is None else 'does not use it'}")
+    return replace(head.options, objective=objective)
 
 
 def _uses_targets(options: lossd.LossOptions) -> bool:
