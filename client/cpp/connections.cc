@@ -368,10 +368,12 @@ int Connections::count() const {
 ConnectionChoice Connections::choice() const {
   absl::MutexLock lock(&mu_);
   ConnectionChoice choice{.connections = static_cast<int>(channels_.size())};
-  if (wire::DirectServer::Find(peer_.target) != nullptr) {
+  if (options_.channels.has_value()) {
+    choice.reason = "the client was told so";
+  } else if (wire::DirectServer::Find(peer_.target) != nullptr) {
     choice.reason = "loss computations need none, as the server is in this process";
   } else {
-    choice.reason = options_.channels.has_value() ? "the client was told so" : chooser_.reason();
+    choice.reason = chooser_.reason();
   }
   return choice;
 }
