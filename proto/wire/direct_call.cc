@@ -226,22 +226,22 @@ bool DirectCall::IsCancelled() const {
 bool DirectCall::DeadlineHasPassed() const { return clocks::SteadyNow() >= options_.deadline; }
 
 void DirectCall::Start() {
-  const auto start = [this] {
-    DirectServer::ServerReactor* const reactor = server_->start_(this, options_.client);
-    server_side_.Bind(reactor);  // starts operations that the reactor has already asked for
-    absl::MutexLock lock(&mutex_);
-    server_reactor_ = reactor;
-    --server_reactions_;
-    Advance();
-  };
   std::optional<DirectServer::Turn> turn;
   if (DirectServer::Turn::Current() == nullptr) turn.emplace(server_.get(), /*of_caller=*/true);
-  const std::shared_ptr<DirectCall> self = shared_from_this();
+  const std::shared_ptr<DirectCall> self = shared_from_this();  // reactions may drop all other references
+  auto make_server_reactor = [self] {
+    DirectServer::ServerReactor* const reactor = self->server_->start_(self.get(), self->options_.client);
+    self->server_side_.Bind(reactor);  // starts operations that the reactor has already asked for
+    absl::MutexLock lock(&self->mutex_);
+    self->server_reactor_ = reactor;
+    --self->server_reactions_;
+    self->Advance();
+  };
   {
     absl::MutexLock lock(&mutex_);
     started_ = true;
-    server_->Post([self, start] { start(); }, /*is_short=*/true);
   }
+  server_->Post(std::move(make_server_reactor), /*is_short=*/true);
   if (turn.has_value()) turn->Run(kReactionsOfCaller);
 }
 
