@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import resource
-import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def local_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, schedule_name: str,
+def run_stage(rank: int, meeting: str, arguments: argparse.Namespace, kind: str, schedule_name: str,
               results: Any) -> None:
     from torch.distributed import pipelining
 
@@ -95,7 +94,7 @@ def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, sc
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=STAGES)
+        "nccl" if device.type == "cuda" else "gloo", meeting, rank=rank, world_size=STAGES)
     arguments.device = device
     shape = Shape.from_arguments(arguments)
     blocks = stages(shape, STAGES, arguments.seed)[rank]
@@ -106,7 +105,7 @@ def run_stage(rank: int, port: int, arguments: argparse.Namespace, kind: str, sc
     if last and kind == "lossd":
         client = lossd.Client(arguments.server, channels=arguments.channels)
         head = remote_head(client, "gpt-pipeline", weight, "bf16" if device.type == "cuda" else "fp32",
-                           **loss_options(arguments))
+                           process_group=None, **loss_options(arguments))
         head_optimizer = HeadOptimizer(head, **settings)
         loss_fn = PipelineLoss(head, n_microbatches=arguments.microbatches)
     stage = pipelining.PipelineStage(module, rank, STAGES, device)
@@ -149,30 +148,20 @@ def load_text_tokens(arguments: argparse.Namespace) -> NDArray[np.int64]:
     return load_tokens(arguments.folder, arguments.text, min(arguments.text_tokens, arguments.vocab_size))
 
 
-def free_port() -> int:
-    """A port of the loopback that is free. It lies below those that the system takes for connections, so that none takes it meanwhile."""
-    while True:
-        port = random.randrange(20000, 32000)
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
-
-
 def run(arguments: argparse.Namespace, kind: str, schedule_name: str) -> list[dict[str, Any]]:
     """One run in processes of its own; what each stage measured."""
-    port = free_port()
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    processes = [context.Process(target=run_stage, args=(rank, port, arguments, kind, schedule_name, results))
-                 for rank in range(STAGES)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        if process.exitcode != 0:
-            raise SystemExit(f"a stage of the run with a {kind} head failed")
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Path(folder, "meeting").as_uri()  # the stages find each other through this file
+        processes = [context.Process(target=run_stage, args=(rank, meeting, arguments, kind, schedule_name, results))
+                     for rank in range(STAGES)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode != 0:
+                raise SystemExit(f"a stage of the run with a {kind} head failed")
     return sorted((results.get() for _ in processes), key=lambda each: each["stage"])
 
 
