@@ -785,12 +785,21 @@ constexpr char kMethod[] = "/lossd.v1.LossService/ComputeLoss";
 // copying more takes longer than waking another thread.
 constexpr uint64_t kBytesOnCallersThread = uint64_t{64} << 10;
 
-// The bytes of the rows that a stream sends, a teacher's included.
-uint64_t BytesOf(const StreamWork& work) {
-  if (work.hidden.empty()) return 0;
-  uint64_t rows = 0;
+// What copying `bytes` of a stream's rows takes time for.
+wire::ClientWork WorkOf(const StreamWork& work, uint64_t bytes) {
+  if (bytes == 0) return wire::ClientWork::kLittle;
+  if (work.gpu.has_value()) return wire::ClientWork::kWaitForDevice;
+  return bytes > kBytesOnCallersThread ? wire::ClientWork::kCopyMuch : wire::ClientWork::kLittle;
+}
+
+// Fills in what the reactions of a stream take time for: copies of the rows that it sends, a teacher's
+// included, and of the gradients that it receives.
+void SetWork(const StreamWork& work, wire::DirectCallOptions* options) {
+  uint64_t rows = work.server_cuts ? work.rows.size() : 0;
   for (const Rows& slice : work.slices) rows += slice.size();
-  return rows * (work.row_bytes + work.teacher_row_bytes);
+  const uint64_t sent = work.hidden.empty() ? 0 : work.row_bytes + work.teacher_row_bytes;
+  options->sending = WorkOf(work, rows * sent);
+  options->receiving = WorkOf(work, work.grad_hidden.empty() ? 0 : rows * work.row_bytes);
 }
 
 }  // namespace
@@ -807,7 +816,7 @@ void LossStream::Start(const std::shared_ptr<grpc::Channel>& channel) {
   // A reaction that waits for a stream of the GPU would keep other calls waiting, which gRPC has threads for.
   if (job_.direct != nullptr && work_.after == nullptr) {
     wire::DirectCallOptions options = job_.direct_options;
-    options.client_copies_much = work_.gpu.has_value() || BytesOf(work_) > kBytesOnCallersThread;
+    SetWork(work_, &options);
     direct_ = job_.direct->Open(this, options);
   }
   if (direct_ == nullptr) {

@@ -21,7 +21,7 @@ namespace {
 // A reaction that copies more than this runs on another thread than the reaction that posts it, because the
 // copy takes longer than waking a thread.
 constexpr size_t kShortBytes = size_t{64} << 10;
-// The most reactions that StartCall runs on the thread that calls it.
+// The most reactions that StartCall or RunHere runs on the thread that calls it.
 constexpr int kReactionsOfCaller = 16;
 
 grpc::ByteBuffer CopyOf(const grpc::ByteBuffer& message) {
@@ -70,10 +70,8 @@ void Unpublish(const DirectServer* server) {
 // reactions post.
 class DirectServer::Turn {
  public:
-  // `of_caller`: on the thread that calls StartCall, not on one of the server's.
-  explicit Turn(DirectServer* server, bool of_caller = false) : server_(server), of_caller_(of_caller) {
-    Current() = this;
-  }
+  // `most`: the most time-consuming work of clients that runs in the turn.
+  Turn(DirectServer* server, ClientWork most) : server_(server), most_(most) { Current() = this; }
   ~Turn() { Current() = nullptr; }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
@@ -84,7 +82,7 @@ class DirectServer::Turn {
     return current;
   }
   const DirectServer* server() const { return server_; }
-  bool of_caller() const { return of_caller_; }
+  bool Takes(ClientWork work) const { return work <= most_; }
   void Add(Task task) { tasks_.push_back(std::move(task)); }
   // Runs at most `most` tasks, and leaves the others to the server's threads.
   void Run(int most) {
@@ -99,7 +97,7 @@ class DirectServer::Turn {
 
  private:
   DirectServer* const server_;
-  const bool of_caller_;
+  const ClientWork most_;
   std::deque<Task> tasks_;
 };
 
@@ -181,7 +179,7 @@ void DirectServer::Post(Task task, bool is_short) {
 
 void DirectServer::Run() {
   while (true) {
-    Turn turn(this);
+    Turn turn(this, ClientWork::kCopyMuch);
     {
       absl::MutexLock lock(&mutex_);
       mutex_.Await(absl::Condition(this, &DirectServer::HasTask));
@@ -227,7 +225,7 @@ bool DirectCall::DeadlineHasPassed() const { return clocks::SteadyNow() >= optio
 
 void DirectCall::Start() {
   std::optional<DirectServer::Turn> turn;
-  if (DirectServer::Turn::Current() == nullptr) turn.emplace(server_.get(), /*of_caller=*/true);
+  if (DirectServer::Turn::Current() == nullptr) turn.emplace(server_.get(), ClientWork::kLittle);
   const std::shared_ptr<DirectCall> self = shared_from_this();  // reactions may drop all other references
   auto make_server_reactor = [self] {
     DirectServer::ServerReactor* const reactor = self->server_->start_(self.get(), self->options_.client);
@@ -243,6 +241,14 @@ void DirectCall::Start() {
   }
   server_->Post(std::move(make_server_reactor), /*is_short=*/true);
   if (turn.has_value()) turn->Run(kReactionsOfCaller);
+}
+
+void DirectCall::RunHere(absl::FunctionRef<void()> operations) {
+  if (DirectServer::Turn::Current() != nullptr) return operations();
+  const std::shared_ptr<DirectCall> self = shared_from_this();  // reactions may drop all other references
+  DirectServer::Turn turn(server_.get(), ClientWork::kWaitForDevice);
+  operations();
+  turn.Run(kReactionsOfCaller);
 }
 
 void DirectCall::ClientWrites(const grpc::ByteBuffer* message, bool is_last) {
@@ -310,7 +316,7 @@ void DirectCall::Advance() {
   if (!status_.has_value()) AdvanceMessages();
   if (finish_.has_value() && server_write_ == nullptr && !status_.has_value()) status_ = finish_;
   if (is_cancelled_ && !is_finished_ && !std::exchange(is_cancel_posted_, true)) {
-    React(&server_reactions_, 0, [reactor = server_reactor_] { reactor->OnCancel(); });
+    React(&server_reactions_, 0, ClientWork::kLittle, [reactor = server_reactor_] { reactor->OnCancel(); });
   }
   if (status_.has_value()) FailOperations();
   const bool is_client_idle = client_write_ == nullptr && client_read_ == nullptr && client_reactions_ == 0;
@@ -329,47 +335,53 @@ void DirectCall::AdvanceMessages() {
     const grpc::ByteBuffer* const from = std::exchange(client_write_, nullptr);
     grpc::ByteBuffer* const to = std::exchange(server_read_, nullptr);
     ++client_reactions_;  // keeps the client's side open until its reaction is posted, after the copy
-    React(&server_reactions_, from->Length(), [this, from, to, client, server = server_reactor_] {
-      *to = CopyOf(*from);
-      {
-        absl::MutexLock lock(&mutex_);
-        --client_reactions_;
-        React(&client_reactions_, 0, [client] { client->OnWriteDone(true); });
-      }
-      server->OnReadDone(true);
-    });
+    React(&server_reactions_, from->Length(), ClientWork::kLittle,
+          [this, from, to, client, server = server_reactor_] {
+            *to = CopyOf(*from);
+            {
+              absl::MutexLock lock(&mutex_);
+              --client_reactions_;
+              React(&client_reactions_, 0, options_.sending, [client] { client->OnWriteDone(true); });
+            }
+            server->OnReadDone(true);
+          });
   }
   if (server_read_ != nullptr && is_last_write_) {
     server_read_ = nullptr;
-    React(&server_reactions_, 0, [server = server_reactor_] { server->OnReadDone(false); });
+    React(&server_reactions_, 0, ClientWork::kLittle,
+          [server = server_reactor_] { server->OnReadDone(false); });
   }
   if (client_read_ != nullptr && server_write_ != nullptr) {
     *std::exchange(client_read_, nullptr) = *server_write_;
     const size_t bytes = std::exchange(server_write_, nullptr)->Length();
-    React(&client_reactions_, bytes, [client] { client->OnReadDone(true); });
+    React(&client_reactions_, bytes, options_.receiving, [client] { client->OnReadDone(true); });
     if (!is_finished_)
-      React(&server_reactions_, 0, [server = server_reactor_] { server->OnWriteDone(true); });
+      React(&server_reactions_, 0, ClientWork::kLittle,
+            [server = server_reactor_] { server->OnWriteDone(true); });
   }
 }
 
 void DirectCall::FailOperations() {
   DirectServer::ClientReactor* const client = client_side_.reactor();
   if (std::exchange(client_write_, nullptr) != nullptr) {
-    React(&client_reactions_, 0, [client] { client->OnWriteDone(false); });
+    React(&client_reactions_, 0, ClientWork::kLittle, [client] { client->OnWriteDone(false); });
   }
   if (std::exchange(client_read_, nullptr) != nullptr) {
-    React(&client_reactions_, 0, [client] { client->OnReadDone(false); });
+    React(&client_reactions_, 0, ClientWork::kLittle, [client] { client->OnReadDone(false); });
   }
   if (std::exchange(server_read_, nullptr) != nullptr) {
-    React(&server_reactions_, 0, [server = server_reactor_] { server->OnReadDone(false); });
+    React(&server_reactions_, 0, ClientWork::kLittle,
+          [server = server_reactor_] { server->OnReadDone(false); });
   }
   if (std::exchange(server_write_, nullptr) != nullptr && !is_finished_) {
-    React(&server_reactions_, 0, [server = server_reactor_] { server->OnWriteDone(false); });
+    React(&server_reactions_, 0, ClientWork::kLittle,
+          [server = server_reactor_] { server->OnWriteDone(false); });
   }
 }
 
-void DirectCall::React(int* reactions, size_t bytes, absl::AnyInvocable<void()> reaction) {
+void DirectCall::React(int* reactions, size_t bytes, ClientWork work, absl::AnyInvocable<void()> reaction) {
   ++*reactions;
+  const DirectServer::Turn* const turn = DirectServer::Turn::Current();
   server_->Post(
       [self = shared_from_this(), reactions, reaction = std::move(reaction)]() mutable {
         reaction();
@@ -377,12 +389,7 @@ void DirectCall::React(int* reactions, size_t bytes, absl::AnyInvocable<void()> 
         --*reactions;
         self->Advance();
       },
-      /*is_short=*/bytes <= kShortBytes && (reactions != &client_reactions_ || ClientMayReactHere()));
-}
-
-bool DirectCall::ClientMayReactHere() const {
-  const DirectServer::Turn* const turn = DirectServer::Turn::Current();
-  return !options_.client_copies_much || turn == nullptr || !turn->of_caller();
+      /*is_short=*/bytes <= kShortBytes && (turn == nullptr || turn->Takes(work)));
 }
 
 void DirectCall::PostDone(absl::AnyInvocable<void()> reaction) {

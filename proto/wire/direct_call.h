@@ -33,6 +33,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
@@ -51,6 +52,17 @@ class CallContext {
   virtual bool DeadlineHasPassed() const = 0;
   // Ends the call: for a client that does not read any more.
   virtual void TryCancel() = 0;
+  // Calls `operations`, a function that starts operations of the server's reactor. If the call is direct, the
+  // short reactions to them run on this thread before RunHere returns. So RunHere saves the time of waking
+  // another thread. This thread must not hold a lock that a reaction takes.
+  virtual void RunHere(absl::FunctionRef<void()> operations) = 0;
+};
+
+// What a client's reactions take time for. It decides on which threads they run.
+enum class ClientWork : uint8_t {
+  kLittle,         // nothing: they run on the thread that causes them
+  kWaitForDevice,  // copies by a GPU: they do not run on the thread that calls StartCall
+  kCopyMuch        // copies of much memory: they run on the threads of the DirectServer only
 };
 
 // The client's options of a call.
@@ -60,8 +72,8 @@ struct DirectCallOptions {
   absl::Time deadline = absl::InfiniteFuture();
   // A larger message, of either side, ends the call with RESOURCE_EXHAUSTED.
   size_t max_message_bytes = SIZE_MAX;
-  // The client's reactions copy much, so none of them runs on the thread that calls StartCall.
-  bool client_copies_much = false;
+  ClientWork sending = ClientWork::kLittle;    // work of the client's OnWriteDone
+  ClientWork receiving = ClientWork::kLittle;  // work of the client's OnReadDone
 };
 
 class DirectCall;
@@ -145,6 +157,7 @@ class DirectCall final : public CallContext, public std::enable_shared_from_this
   void TryCancel() override {
     End(grpc::Status(grpc::StatusCode::CANCELLED, "the server cancelled the call"));
   }
+  void RunHere(absl::FunctionRef<void()> operations) override;
 
  private:
   friend class DirectServer;
@@ -217,11 +230,9 @@ class DirectCall final : public CallContext, public std::enable_shared_from_this
   void AdvanceMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void FailOperations() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Posts a reaction of one side. `*reactions` counts it until it is over. `bytes` is the size of the message
-  // that the reaction copies.
-  void React(int* reactions, size_t bytes, absl::AnyInvocable<void()> reaction)
+  // that the reaction copies, and `work` what else it takes time for.
+  void React(int* reactions, size_t bytes, ClientWork work, absl::AnyInvocable<void()> reaction)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether a reaction of the client may run on this thread.
-  bool ClientMayReactHere() const;
   // Posts OnDone, the last reaction of a side.
   void PostDone(absl::AnyInvocable<void()> reaction) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 

@@ -21,6 +21,7 @@ class ThreadsAndClock final : public Runtime {
     return [thread = std::thread([loop] { loop->Run(); })]() mutable { thread.join(); };
   }
   void Wait(const absl::Notification& done) override { done.WaitForNotification(); }
+  bool MayHelp() override { return true; }
   absl::Time Now() override { return clocks::SteadyNow(); }
   absl::Time WallNow() override { return clocks::WallNow(); }
 };
@@ -111,6 +112,11 @@ void DeviceLoop::OnLeft() {
   Signal();
 }
 
+const DeviceLoad& DeviceLoop::load() const {
+  mutex_->AssertHeld();
+  return load_;
+}
+
 absl::Duration DeviceLoop::BusyTime() const {
   mutex_->AssertHeld();
   const bool busy = works_ || load_.chunks > 0;
@@ -124,6 +130,7 @@ void DeviceLoop::CountTime() {
 
 void DeviceLoop::Run() {
   pthread_setname_np(pthread_self(), "lossd-device");
+  thread_ = std::this_thread::get_id();
   absl::MutexLock lock(mutex_);
   while (true) {
     const Progress progress = RunNext();
@@ -207,25 +214,14 @@ DeviceLoop::Work DeviceLoop::NextOfSources(bool passing) {
 
 // ---- Notifier ----
 
-namespace {
-
-void CallAll(std::deque<Notifier::Event> events) {
-  for (Notifier::Event& event : events) {
-    event();
-    event = nullptr;
-  }
-}
-
-}  // namespace
-
-Notifier::Notifier(Runtime* runtime) : join_(runtime->Start(this)) {}
+Notifier::Notifier(Runtime* runtime) : runtime_(runtime), join_(runtime->Start(this)) {}
 
 Notifier::~Notifier() {
   {
     absl::MutexLock lock(&mutex_);
     stopping_ = true;
     news_ = true;
-    posted_.Signal();
+    changed_.SignalAll();
   }
   join_();
 }
@@ -234,41 +230,53 @@ void Notifier::Post(Event event) {
   absl::MutexLock lock(&mutex_);
   events_.push_back(std::move(event));
   news_ = true;
-  posted_.Signal();
+  changed_.Signal();
 }
 
-std::deque<Notifier::Event> Notifier::TakeQueued() {
+void Notifier::RunQueued() {
+  if (!runtime_->MayHelp()) return;
+  absl::MutexLock lock(&mutex_);
+  while (!running_ && !events_.empty()) RunBatch();
+}
+
+void Notifier::RunBatch() {
   news_ = false;
-  return std::exchange(events_, {});
+  running_ = true;
+  std::deque<Event> batch = std::exchange(events_, {});
+  {
+    MutexUnlock unlock(&mutex_);
+    for (Event& event : batch) {
+      event();
+      event = nullptr;
+    }
+  }
+  running_ = false;
+  changed_.Signal();
 }
 
 void Notifier::Run() {
+  absl::MutexLock lock(&mutex_);
   while (true) {
-    std::deque<Event> batch;
-    {
-      absl::MutexLock lock(&mutex_);
-      while (events_.empty() && !stopping_) posted_.Wait(&mutex_);
-      if (events_.empty()) return;
-      batch = TakeQueued();
-    }
-    CallAll(std::move(batch));
+    while (running_ || (events_.empty() && !stopping_)) changed_.Wait(&mutex_);
+    if (events_.empty()) return;
+    RunBatch();
   }
 }
 
 Runtime::Loop::Progress Notifier::RunSome() {
-  std::deque<Event> batch;
-  {
-    absl::MutexLock lock(&mutex_);
-    batch = TakeQueued();
-    if (batch.empty()) return stopping_ ? Progress::kEnded : Progress::kIdle;
+  absl::MutexLock lock(&mutex_);
+  if (running_) return Progress::kIdle;
+  if (events_.empty()) {
+    news_ = false;
+    return stopping_ ? Progress::kEnded : Progress::kIdle;
   }
-  CallAll(std::move(batch));
+  RunBatch();
   return Progress::kWorked;
 }
 
 bool Notifier::HasNews() {
   absl::MutexLock lock(&mutex_);
-  return news_;
+  return news_ && !running_;
 }
 
 }  // namespace lossd::engine

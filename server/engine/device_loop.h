@@ -7,12 +7,14 @@
 #ifndef LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
 #define LOSSD_SERVER_ENGINE_DEVICE_LOOP_H_
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "absl/base/attributes.h"
 #include "absl/base/thread_annotations.h"
@@ -55,6 +57,8 @@ class Runtime {
   virtual absl::AnyInvocable<void()> Start(Loop* loop) = 0;
   // Blocks until `done` has been notified.
   virtual void Wait(const absl::Notification& done) = 0;
+  // Whether the thread that calls may do the work of a loop now, in the place of the loop's own thread.
+  virtual bool MayHelp() = 0;
   // The time of the steady clock (Now) and of the wall clock (WallNow), as in kernels/clocks/clock.h.
   virtual absl::Time Now() = 0;
   virtual absl::Time WallNow() = 0;
@@ -139,6 +143,9 @@ class DeviceLoop final : public Runtime::Loop {
   void OnLaunched(bool accumulates);
   void OnResults(bool accumulates);
   void OnLeft();
+  const DeviceLoad& load() const;
+  // Whether the calling thread is the loop's.
+  bool IsThisThread() const { return thread_ == std::this_thread::get_id(); }
   // For how long in all, since the loop was made, work has run or a chunk has been on the device.
   absl::Duration BusyTime() const;
 
@@ -159,6 +166,7 @@ class DeviceLoop final : public Runtime::Loop {
 
   absl::Mutex* const mutex_;
   Runtime* const runtime_;
+  std::atomic<std::thread::id> thread_;  // that runs the loop
   clocks::Heartbeat heartbeat_;
   absl::CondVar wake_;
   bool news_ ABSL_GUARDED_BY(mutex_) = false;  // true if Signal was called since there was nothing to do
@@ -178,8 +186,9 @@ class DeviceLoop final : public Runtime::Loop {
   absl::AnyInvocable<void()> join_;
 };
 
-// Notifier calls stream observers, one event at a time, on a thread of its own. So neither the device thread
-// nor a caller of the engine waits for an observer, and no lock is held while an observer runs.
+// Notifier calls stream observers, one event at a time, on a thread of its own, or on the thread that brings
+// results of the device. So neither the device thread nor a caller of the engine waits for an observer, and
+// no lock is held while an observer runs.
 //
 // Thread-safe. The queue is bounded, because each event belongs to a slice in a staging buffer or to an open
 // stream.
@@ -192,20 +201,26 @@ class Notifier final : public Runtime::Loop {
   // Runs the queued events, then joins the thread.
   ~Notifier() override;
 
-  // Queues an event. Events run in the order of Post and are destroyed on the notifier's thread.
+  // Queues an event. Events run in the order of Post, and one after another.
   void Post(Event event) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Runs the queued events on this thread, unless the notifier's thread is running some: then it also runs
+  // these. So events are delivered without the time of waking that thread. Call it without a lock, on a
+  // thread that nothing waits for. Does nothing if the runtime lets no thread do so.
+  void RunQueued() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   void Run() override ABSL_LOCKS_EXCLUDED(mutex_);
   Progress RunSome() override ABSL_LOCKS_EXCLUDED(mutex_);
   bool HasNews() override ABSL_LOCKS_EXCLUDED(mutex_);
-  // Removes and returns the queued events.
-  std::deque<Event> TakeQueued() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Runs the events that are queued now, with the lock released meanwhile.
+  void RunBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
+  Runtime* const runtime_;
   absl::Mutex mutex_;
-  absl::CondVar posted_;
+  absl::CondVar changed_;  // events came, or the end, or `running_` became false
   std::deque<Event> events_ ABSL_GUARDED_BY(mutex_);
-  bool news_ ABSL_GUARDED_BY(mutex_) = false;  // events came, or the end, since the queue was last read
+  bool running_ ABSL_GUARDED_BY(mutex_) = false;  // a thread runs events
+  bool news_ ABSL_GUARDED_BY(mutex_) = false;     // events came, or the end, since the queue was last read
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   absl::AnyInvocable<void()> join_;
 };

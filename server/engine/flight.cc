@@ -108,8 +108,20 @@ void Flight::OnResults(const absl::Status& status) {
   TakeResults();
   settled_ = results_ok_ && work_->settles_with_results;
   if (settled_) Tell();
+  bool delivers = false;
+  {
+    absl::MutexLock lock(&context.mutex);
+    SettleResults(status);
+    // While other chunks are on the device, this thread leaves the observers to the notifier's thread, and
+    // waits for the other chunks' results.
+    delivers = context.loop.load().chunks <= 1 && !context.loop.IsThisThread();
+  }
+  if (delivers) context.notifier.RunQueued();
+}
+
+void Flight::SettleResults(const absl::Status& status) {
+  EngineContext& context = *head_.context;
   std::vector<StagingBuffer> unused;
-  absl::MutexLock lock(&context.mutex);
   context.loop.OnResults(work_->accumulates);
   bool all_good = true;
   for (const auto& slice : work_->slices) {

@@ -87,6 +87,9 @@ class Flight : public std::enable_shared_from_this<Flight> {
   // Copies the results of its rows to every slice. Without the lock.
   void TakeResults();
   // Sends the results of a slice to its stream's observer.
+  // Fails the streams of rows without good results, delivers the others' results, and settles the rows if
+  // nothing else is to come.
+  void SettleResults(const absl::Status& status);
   void Deliver(SliceWork& slice);
   // Tells the observers and the owner how the chunk was computed. Without the lock.
   void Tell();

@@ -179,10 +179,11 @@ uint8_t* SlicePlaces::Place(const engine::SliceOutput& output) {
   return place->second.data();
 }
 
-bool SlicePlaces::AnswerCopies(const engine::SliceOutput& output) {
-  if (!output.grad_hidden) return false;
+SlicePlaces::Delivery SlicePlaces::DeliveryOf(const engine::SliceOutput& output) {
+  if (!output.grad_hidden) return Delivery::kNone;
   const uint8_t* const in_region = Place(output);
-  return in_region != nullptr && in_region != output.grad_hidden.data();
+  if (in_region == nullptr) return Delivery::kInMessage;
+  return in_region == output.grad_hidden.data() ? Delivery::kNone : Delivery::kCopied;
 }
 
 grpc::ByteBuffer SlicePlaces::Answer(engine::SliceOutput output) {
@@ -275,10 +276,17 @@ std::vector<PeerTable::Entry> PeerTable::List() const {
 
 namespace {
 
-// The most rows and bytes of an answer that is written at once: for a larger answer, writing takes longer
-// than waking another thread.
-constexpr int64_t kQuickRows = 1024;
+// The most bytes of an answer that is written at once: for a larger answer, writing takes longer than waking
+// another thread.
 constexpr int64_t kQuickBytes = int64_t{64} << 10;
+
+// The bytes of the row results in an answer.
+int64_t ResultBytes(const engine::SliceOutput& output) {
+  const size_t values = output.loss.size() + output.lse.size() + output.entropy.size() +
+                        output.logprob.size() + output.argmax.size() + output.class_logprobs.size() +
+                        output.top_logprobs.size() + output.top_classes.size();
+  return static_cast<int64_t>(values * sizeof(float));
+}
 
 // If the message names a region, makes the gradients of these retained rows go there.
 absl::Status UseRegion(const v1::OpenBackward& backward, engine::RowRange rows, regions::Regions* regions,
@@ -304,6 +312,7 @@ class GrpcContext final : public wire::CallContext {
   bool IsCancelled() const override { return context_->IsCancelled(); }
   bool DeadlineHasPassed() const override { return wire::HasPassed(context_->raw_deadline()); }
   void TryCancel() override { context_->TryCancel(); }
+  void RunHere(absl::FunctionRef<void()> operations) override { operations(); }
 
  private:
   grpc::CallbackServerContext* const context_;
@@ -570,8 +579,10 @@ void ComputeLossCall::ReadNext() {
 
 bool ComputeLossCall::IsQuick(const CallInbox::Slice& slice) {
   const engine::SliceOutput& output = slice.output;
-  if (output.rows.size() > kQuickRows || places_.AnswerCopies(output)) return false;
-  return !output.grad_hidden || output.grad_bytes <= kQuickBytes;
+  const SlicePlaces::Delivery delivery = places_.DeliveryOf(output);
+  if (delivery == SlicePlaces::Delivery::kCopied) return false;
+  const int64_t in_message = delivery == SlicePlaces::Delivery::kInMessage ? output.grad_bytes : 0;
+  return in_message + ResultBytes(output) <= kQuickBytes;
 }
 
 void ComputeLossCall::Handle(CallInbox::Slice slice) {
@@ -584,21 +595,25 @@ void ComputeLossCall::Handle(CallInbox::Slice slice) {
   outgoing.payload_bytes = slice.output.grad_hidden ? slice.output.grad_bytes : 0;
   outgoing.range = slice.output.rows;
   outgoing.message = places_.Answer(std::move(slice.output));
-  absl::MutexLock lock(&mutex_);
-  writes_.push_back(std::move(outgoing));
-  Pump();
+  context_->RunHere([&] {
+    absl::MutexLock lock(&mutex_);
+    writes_.push_back(std::move(outgoing));
+    Pump();
+  });
 }
 
 void ComputeLossCall::Handle(CallInbox::End end) {
-  absl::MutexLock lock(&mutex_);
-  if (end.status.ok()) {
-    v1::ComputeLossResponse response;
-    *response.mutable_summary() = messages::ToProto(end.summary);
-    environment_->metrics->ObserveMicrobatch(absl::ToDoubleSeconds(clocks::SteadyNow() - opened_));
-    writes_.push_back({.message = wire::Encode(response), .ready = clocks::SteadyNow()});
-  }
-  ending_ = std::move(end.status);
-  Pump();
+  context_->RunHere([&] {
+    absl::MutexLock lock(&mutex_);
+    if (end.status.ok()) {
+      v1::ComputeLossResponse response;
+      *response.mutable_summary() = messages::ToProto(end.summary);
+      environment_->metrics->ObserveMicrobatch(absl::ToDoubleSeconds(clocks::SteadyNow() - opened_));
+      writes_.push_back({.message = wire::Encode(response), .ready = clocks::SteadyNow()});
+    }
+    ending_ = std::move(end.status);
+    Pump();
+  });
 }
 
 namespace {

@@ -142,9 +142,13 @@ class SlicePlaces {
   absl::StatusOr<engine::IncomingSlice> Take(const v1::SliceHeader& header, const engine::RowRange& rows,
                                              wire::PayloadView payload) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Whether Answer copies the gradients to the region. If the region is on a device, the copy waits for work
-  // under way there.
-  bool AnswerCopies(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
+  // How Answer delivers the gradients of a slice.
+  enum class Delivery : uint8_t {
+    kNone,       // there are none, or they lie in their place already
+    kInMessage,  // the message references them
+    kCopied      // a copy to the region; if the region is on a device, it waits for work under way there
+  };
+  Delivery DeliveryOf(const engine::SliceOutput& output) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Makes the message with the results of a slice. If the gradients do not go to the region, the message
   // references their memory. In the region, they go to the place of the hidden states, or where

@@ -957,8 +957,8 @@ TEST_F(DirectCallTest, ACallWithAHoldIsNotDone) {
   EXPECT_TRUE(holder.over.AwaitFor(kPatience));
 }
 
-// The thread that begins a call runs reactions of the server, and those of a client that copies little.
-TEST_F(DirectCallTest, AClientThatCopiesMuchDoesSoOnAnotherThread) {
+// The thread that begins a call runs reactions of the server, and those of a client that take little time.
+TEST_F(DirectCallTest, AClientThatSendsMuchDoesSoOnAnotherThread) {
   class Writer final : public DirectServer::ClientReactor {
    public:
     void OnWriteDone(bool) override { wrote_on = std::this_thread::get_id(); }
@@ -967,16 +967,52 @@ TEST_F(DirectCallTest, AClientThatCopiesMuchDoesSoOnAnotherThread) {
     clocks::Event over;
   };
   behaviour_.answers_before_end = 1;
-  for (const bool copies_much : {false, true}) {
+  for (const ClientWork work : {ClientWork::kLittle, ClientWork::kWaitForDevice, ClientWork::kCopyMuch}) {
     Writer writer;
     const grpc::ByteBuffer message = MessageOf("a");
     grpc::ByteBuffer answer;
-    const auto call = server_->Open(&writer, {.client_copies_much = copies_much});
+    const auto call = server_->Open(&writer, {.sending = work});
     writer.StartWriteLast(&message, {});
     writer.StartRead(&answer);
     writer.StartCall();
     ASSERT_TRUE(writer.over.AwaitFor(kPatience));
-    EXPECT_EQ(writer.wrote_on == std::this_thread::get_id(), !copies_much);
+    EXPECT_EQ(writer.wrote_on == std::this_thread::get_id(), work == ClientWork::kLittle);
+  }
+}
+
+// A thread of the server that answers by RunHere runs the reactions of a client that does not copy much.
+TEST_F(DirectCallTest, RunHereRunsReactionsOnItsThread) {
+  struct Answering final : DirectServer::ServerReactor {
+    void OnDone() override { over.Notify(); }
+    const grpc::ByteBuffer answer = MessageOf("a");
+    clocks::Event over;
+  };
+  struct Reader final : DirectServer::ClientReactor {
+    void OnReadDone(bool) override { read_on = std::this_thread::get_id(); }
+    void OnDone(const grpc::Status&) override { over.Notify(); }
+    grpc::ByteBuffer answer;
+    std::thread::id read_on;
+    clocks::Event over;
+  };
+  for (const ClientWork work : {ClientWork::kLittle, ClientWork::kWaitForDevice, ClientWork::kCopyMuch}) {
+    Answering answering;
+    Reader reader;
+    CallContext* context = nullptr;
+    const auto server = DirectServer::Create(1 << 20, [&](CallContext* of_call, uint64_t) {
+      context = of_call;
+      return &answering;
+    });
+    const auto call = server->Open(&reader, {.receiving = work});
+    reader.StartRead(&reader.answer);
+    reader.StartCall();
+    ASSERT_NE(context, nullptr);
+    context->RunHere([&] { answering.StartWriteAndFinish(&answering.answer, {}, grpc::Status::OK); });
+    EXPECT_TRUE(work == ClientWork::kCopyMuch || reader.over.happened());
+    ASSERT_TRUE(reader.over.AwaitFor(kPatience));
+    ASSERT_TRUE(answering.over.AwaitFor(kPatience));
+    EXPECT_EQ(reader.read_on == std::this_thread::get_id(), work != ClientWork::kCopyMuch);
+    EXPECT_EQ(TextOf(reader.answer), "a");
+    server->Shutdown();
   }
 }
 

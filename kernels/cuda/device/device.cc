@@ -94,6 +94,19 @@ absl::StatusOr<Event> Event::Create(bool timing) {
   return event;
 }
 
+absl::Status WaitFor(const Event& event) {
+  constexpr absl::Duration kAsked = absl::Microseconds(200);  // short chunks take no longer
+  constexpr absl::Duration kPause = absl::Microseconds(2);
+  const absl::Time end = clocks::SteadyNow() + kAsked;
+  for (absl::Time now = clocks::SteadyNow(); now < end;) {
+    const cudaError_t state = cudaEventQuery(event.get());
+    if (state != cudaErrorNotReady) return ToStatus(state, "cudaEventQuery");
+    const absl::Time again = now + kPause;
+    while (now < again) now = clocks::SteadyNow();
+  }
+  return ToStatus(cudaEventSynchronize(event.get()), "cudaEventSynchronize");
+}
+
 Event::~Event() {
   if (event_ != nullptr) cudaEventDestroy(event_);
 }

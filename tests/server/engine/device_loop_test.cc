@@ -25,6 +25,95 @@
 #include "tests/server/engine/engine_fixture.h"
 #include "tests/server/engine/fake_backend.h"
 
+// ---- Notifier ----
+
+namespace lossd::engine::notifier_test {
+namespace {
+
+using ::testing::ElementsAre;
+
+// A runtime with a loop's thread that does nothing until Go.
+class Sleeping final : public Runtime {
+ public:
+  absl::AnyInvocable<void()> Start(Loop* loop) override {
+    thread_ = std::thread([this, loop] {
+      go_.WaitForNotification();
+      loop->Run();
+    });
+    return [this] { thread_.join(); };
+  }
+  void Wait(const absl::Notification& done) override { done.WaitForNotification(); }
+  bool MayHelp() override { return may_help; }
+  absl::Time Now() override { return absl::UnixEpoch(); }
+  absl::Time WallNow() override { return Now(); }
+  void Go() { go_.Notify(); }
+
+  bool may_help = true;
+
+ private:
+  absl::Notification go_;
+  std::thread thread_;
+};
+
+TEST(NotifierTest, RunQueuedRunsEventsInOrderAndThoseThatTheyPost) {
+  Sleeping runtime;
+  std::vector<int> ran;
+  std::thread::id thread;
+  {
+    Notifier notifier(&runtime);
+    notifier.Post([&] {
+      ran.push_back(1);
+      notifier.Post([&] { ran.push_back(3); });
+      notifier.RunQueued();  // an event runs already
+      thread = std::this_thread::get_id();
+    });
+    notifier.Post([&] { ran.push_back(2); });
+    notifier.RunQueued();
+    EXPECT_THAT(ran, ElementsAre(1, 2, 3));
+    EXPECT_EQ(thread, std::this_thread::get_id());
+    runtime.Go();
+  }
+}
+
+TEST(NotifierTest, WhileAThreadRunsEventsOthersLeaveThemToIt) {
+  Sleeping runtime;
+  absl::Notification began, go_on;
+  std::vector<int> ran;
+  {
+    Notifier notifier(&runtime);
+    notifier.Post([&] {
+      began.Notify();
+      go_on.WaitForNotification();
+      ran.push_back(1);
+    });
+    std::thread runner([&] { notifier.RunQueued(); });
+    began.WaitForNotification();
+    notifier.Post([&] { ran.push_back(2); });
+    runtime.Go();          // the notifier's thread waits, too
+    notifier.RunQueued();  // returns at once
+    go_on.Notify();
+    runner.join();
+  }
+  EXPECT_THAT(ran, ElementsAre(1, 2));
+}
+
+TEST(NotifierTest, RunQueuedDoesNothingWhereTheRuntimeLetsNobodyHelp) {
+  Sleeping runtime;
+  runtime.may_help = false;
+  int ran = 0;
+  {
+    Notifier notifier(&runtime);
+    notifier.Post([&] { ++ran; });
+    notifier.RunQueued();
+    EXPECT_EQ(ran, 0);
+    runtime.Go();
+  }
+  EXPECT_EQ(ran, 1);
+}
+
+}  // namespace
+}  // namespace lossd::engine::notifier_test
+
 // ---- Device loop ----
 
 namespace lossd::engine::device_loop_test {
@@ -259,6 +348,7 @@ class BusyTimeTest : public ::testing::Test {
       return [] {};
     }
     void Wait(const absl::Notification& done) override { done.WaitForNotification(); }
+    bool MayHelp() override { return false; }
     absl::Time Now() override { return now; }
     absl::Time WallNow() override { return Now(); }
     absl::Time now = absl::UnixEpoch();

@@ -374,11 +374,15 @@ class Pending(Generic[R]):
             self._error = self._client._meant(error)
 
 
+@functools.cache
+def _common_names(message: type[Any], kind: type[Any]) -> list[str]:
+    return [each.name for each in dataclasses.fields(kind) if each.name in message.DESCRIPTOR.fields_by_name]
+
+
 def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossResult:
     """The result of a call. Its fields have the same names as in the messages."""
     def same(message: Any, kind: type[Any]) -> dict[str, Any]:
-        return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)
-                if each.name in message.DESCRIPTOR.fields_by_name}
+        return {name: getattr(message, name) for name in _common_names(type(message), kind)}
 
     depths = [DepthResult(depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0, **same(depth, DepthResult))
               for depth in summary.depths]

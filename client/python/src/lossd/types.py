@@ -114,8 +114,9 @@ class _Options:
             message = self.to_proto()
             _check((loss_pb2.LossOptions(**{self._PART: message}) if self._PART else message).SerializeToString())
 
+    @functools.lru_cache(maxsize=256)
     def to_proto(self: Any) -> Any:
-        """The message. Fields that are None are left out."""
+        """The message, which nobody changes. Fields that are None are left out."""
         return self._MESSAGE(**{each.name: _sent(getattr(self, each.name), each.type.removesuffix(" | None")) for each in fields(self)})
 
 

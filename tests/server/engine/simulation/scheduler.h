@@ -80,6 +80,7 @@ class Scheduler final : public Runtime {
   // ---- Runtime ----
   absl::AnyInvocable<void()> Start(Loop* loop) override;
   void Wait(const absl::Notification& done) override;
+  bool MayHelp() override { return Draw(2) == 0; }
   absl::Time Now() override { return absl::UnixEpoch() + absl::Milliseconds(turns_); }
   absl::Time WallNow() override { return Now(); }
 
