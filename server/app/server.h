@@ -70,9 +70,9 @@ class SharedMemory;
 struct Health;
 
 // Limits an action to once per `pause`: do the action if Ready returns true. Thread-compatible.
-class Every {
+class Throttle {
  public:
-  explicit Every(absl::Duration pause) : pause_(pause) {}
+  explicit Throttle(absl::Duration pause) : pause_(pause) {}
   bool Ready() {
     const absl::Time now = clocks::SteadyNow();
     if (now < next_) return false;
@@ -172,7 +172,7 @@ class Server {
   std::unique_ptr<access::ConnectionAcceptor> acceptor_;
   std::unique_ptr<rpc::Pulse> pulse_;
   std::mutex refusals_mutex_;
-  Every refusals_logged_{absl::Seconds(10)};
+  Throttle refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::shared_ptr<wire::DirectServer>
       direct_;  // for clients in this process; null: they connect like other clients
