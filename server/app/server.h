@@ -86,7 +86,7 @@ class Throttle {
 };
 
 // A text that one thread sets once, while other threads may already read it. Thread-safe.
-class LateText {
+class SetOnceText {
  public:
   void Set(std::string text) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
@@ -151,7 +151,7 @@ class Server {
   const absl::Time started_ = clocks::SteadyNow();
   std::vector<Address> grpc_addresses_;
   Address http_bind_;
-  LateText http_url_;  // for ServerDescription.http
+  SetOnceText http_url_;  // for ServerDescription.http
   std::atomic<bool> draining_{false};
   std::once_flag drained_;
 
