@@ -272,12 +272,12 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
                double row_weight, const Upstream& upstream, const RowDivergence& divergence, size_t n,
                Result& result) {
   const double target_weight = TargetWeight(options);
-  // absent: the loss with the target does not count.
-  const bool absent = row_weight == 0.0 || target_weight == 0.0;
-  const RowLoss row =
-      absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets);
+  const bool counts_target_loss = row_weight != 0.0 && target_weight != 0.0;
+  const RowLoss row = counts_target_loss
+                          ? ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets)
+                          : RowLoss();
   // With soft targets: a bound on the sum of |dloss/dz| over the logits.
-  result.loss_sensitivity[n] = absent                    ? 0.0
+  result.loss_sensitivity[n] = !counts_target_loss       ? 0.0
                                : upstream.targets.used() ? 2.0 * upstream.targets.total
                                                          : upstream.objective.sensitivity;
   result.loss[n] = row_weight * target_weight * row.loss;
