@@ -63,7 +63,7 @@ void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector
 namespace {
 
 // The elements of `values` [V] that belong to the classes of the part.
-std::vector<double> Of(const SampledPart& part, const std::vector<double>& values) {
+std::vector<double> ValuesOfPart(const SampledPart& part, const std::vector<double>& values) {
   return {values.begin() + static_cast<std::ptrdiff_t>(part.begin),
           values.begin() + static_cast<std::ptrdiff_t>(part.end)};
 }
@@ -152,7 +152,7 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
 std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, const std::vector<SampledPart>& parts) {
   std::vector<uint8_t> all;
   for (const SampledPart& part : parts) {
-    const std::vector<uint8_t> taken = TakenClasses(Of(part, sizes), part.omega);
+    const std::vector<uint8_t> taken = TakenClasses(ValuesOfPart(part, sizes), part.omega);
     all.insert(all.end(), taken.begin(), taken.end());
   }
   return all;
@@ -162,7 +162,8 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
                                      const std::vector<SampledPart>& parts) {
   std::vector<double> all;
   for (const SampledPart& part : parts) {
-    const std::vector<double> undecided = UndecidedClasses(Of(part, sizes), Of(part, errors), part.omega);
+    const std::vector<double> undecided =
+        UndecidedClasses(ValuesOfPart(part, sizes), ValuesOfPart(part, errors), part.omega);
     all.insert(all.end(), undecided.begin(), undecided.end());
   }
   return all;
