@@ -15,8 +15,8 @@
 #include "benchmark/benchmark.h"
 #include "kernels/backend.h"
 #include "kernels/cpu/cpu_backend.h"
-#include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loss.h"
+#include "kernels/cpu/threads_and_memory.h"
 #include "server/engine/ledger.h"
 
 // BM_Chunk: rows per second and GFLOP/s of one chunk on the CPU backend, with loss, dx and dW (three

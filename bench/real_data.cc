@@ -17,7 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
-#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/threads_and_memory.h"
 #include "kernels/data/real_rows.h"
 #include "kernels/data/softmax_profile.h"
 #include "proto/tensorfile/npy.h"

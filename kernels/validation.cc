@@ -15,13 +15,15 @@ namespace lossd::kernels {
 namespace {
 
 // The path of a field, e.g. "slices[2].rows".
-std::string Of(size_t slice, absl::string_view field) { return absl::StrCat("slices[", slice, "].", field); }
+std::string SliceField(size_t slice, absl::string_view field) {
+  return absl::StrCat("slices[", slice, "].", field);
+}
 
 absl::Status ValidateTargets(const HeadConfig& config, size_t index, const Slice& slice) {
   for (int64_t row = 0; row < slice.rows; ++row) {
     const int32_t target = slice.targets[row];
     if (target == kIgnoredTarget || (target >= 0 && target < config.vocab_size)) continue;
-    return errors::FieldError(absl::StrCat(Of(index, "targets"), "[", row, "]"),
+    return errors::FieldError(absl::StrCat(SliceField(index, "targets"), "[", row, "]"),
                               absl::StrCat("be in [0, ", config.vocab_size, ") or ", kIgnoredTarget), target);
   }
   return absl::OkStatus();
@@ -30,25 +32,26 @@ absl::Status ValidateTargets(const HeadConfig& config, size_t index, const Slice
 absl::Status ValidateWantedClasses(const HeadConfig& config, size_t index, const Slice& slice) {
   const int64_t most_top = std::min<int64_t>(config.vocab_size, kMostTopClasses);
   if (slice.top_k < 0 || slice.top_k > most_top) {
-    return errors::FieldError(Of(index, "top_k"), absl::StrCat("be in [0, ", most_top, "]"), slice.top_k);
+    return errors::FieldError(SliceField(index, "top_k"), absl::StrCat("be in [0, ", most_top, "]"),
+                              slice.top_k);
   }
   if (slice.class_count < 0 || slice.class_count > kMostGivenClasses) {
-    return errors::FieldError(Of(index, "class_count"), absl::StrCat("be in [0, ", kMostGivenClasses, "]"),
-                              slice.class_count);
+    return errors::FieldError(SliceField(index, "class_count"),
+                              absl::StrCat("be in [0, ", kMostGivenClasses, "]"), slice.class_count);
   }
   if (slice.rows == 0) return absl::OkStatus();
   if (slice.top_k > 0 && (slice.out.top_logprobs == nullptr || slice.out.top_classes == nullptr)) {
-    return errors::FieldError(Of(index, "out.top_logprobs"), "not be null with top_k", "null");
+    return errors::FieldError(SliceField(index, "out.top_logprobs"), "not be null with top_k", "null");
   }
   if (slice.class_count == 0) return absl::OkStatus();
   if (slice.classes == nullptr || slice.out.class_logprobs == nullptr) {
-    return errors::FieldError(Of(index, slice.classes == nullptr ? "classes" : "out.class_logprobs"),
+    return errors::FieldError(SliceField(index, slice.classes == nullptr ? "classes" : "out.class_logprobs"),
                               "not be null with class_count", "null");
   }
   const int64_t count = (slice.shared_classes ? 1 : slice.rows) * slice.class_count;
   for (int64_t i = 0; i < count; ++i) {
     if (slice.classes[i] >= 0 && slice.classes[i] < config.vocab_size) continue;
-    return errors::FieldError(absl::StrCat(Of(index, "classes"), "[", i, "]"),
+    return errors::FieldError(absl::StrCat(SliceField(index, "classes"), "[", i, "]"),
                               absl::StrCat("be in [0, ", config.vocab_size, ")"), slice.classes[i]);
   }
   return absl::OkStatus();
@@ -59,22 +62,23 @@ absl::Status ValidateSoftTargets(const HeadConfig& config, size_t index, const S
                                  const LossOptions& options) {
   if (!options.has_soft_targets()) {
     if (slice.target_count == 0) return absl::OkStatus();
-    return errors::FieldError(Of(index, "target_count"), "be 0 without options.rest", slice.target_count);
+    return errors::FieldError(SliceField(index, "target_count"), "be 0 without options.rest",
+                              slice.target_count);
   }
   if (slice.class_count > 0 || slice.top_k > 0) {
-    return errors::FieldError(Of(index, slice.class_count > 0 ? "class_count" : "top_k"),
+    return errors::FieldError(SliceField(index, slice.class_count > 0 ? "class_count" : "top_k"),
                               "be 0 with soft targets",
                               slice.class_count > 0 ? slice.class_count : slice.top_k);
   }
   if (slice.rows == 0) return absl::OkStatus();
   if (slice.target_classes == nullptr || slice.target_weights == nullptr) {
     return errors::FieldError(
-        Of(index, slice.target_classes == nullptr ? "target_classes" : "target_weights"),
+        SliceField(index, slice.target_classes == nullptr ? "target_classes" : "target_weights"),
         "not be null with soft targets", "null");
   }
   const auto rows = static_cast<size_t>(slice.rows);
   const auto entries = rows * static_cast<size_t>(std::max(slice.target_count, 0));
-  return CheckSoftTargets(Of(index, ""), options.rest, config.vocab_size, slice.target_count,
+  return CheckSoftTargets(SliceField(index, ""), options.rest, config.vocab_size, slice.target_count,
                           {slice.target_classes, entries}, {slice.target_weights, entries},
                           {slice.targets, rows}, kIgnoredTarget);
 }
@@ -88,7 +92,7 @@ absl::Status ValidateRetained(const HeadConfig& config, size_t index, const Slic
   if (offset >= 0 && offset % element == 0 && offset <= size && bytes <= size - offset) {
     return absl::OkStatus();
   }
-  return errors::FieldError(Of(index, "retained_offset"),
+  return errors::FieldError(SliceField(index, "retained_offset"),
                             absl::StrCat("be a multiple of ", element, " with ", errors::ExactBytes(bytes),
                                          " behind it within the ", errors::ExactBytes(size), " retained"),
                             offset);
@@ -99,12 +103,12 @@ absl::Status ValidateEmbeddingSlice(const HeadConfig& config, size_t index, cons
                                     const Chunk& chunk) {
   const bool gradients = chunk.options.embedding == Embedding::kGradients;
   if (slice.rows > 0 && (slice.hidden == nullptr) == gradients) {
-    return errors::FieldError(Of(index, "hidden"),
+    return errors::FieldError(SliceField(index, "hidden"),
                               gradients ? "not be null" : "be null for rows of an embedding",
                               gradients ? "null" : "an array");
   }
   if (slice.rows > 0 && (slice.grad_hidden != nullptr) == gradients) {
-    return errors::FieldError(Of(index, "grad_hidden"),
+    return errors::FieldError(SliceField(index, "grad_hidden"),
                               gradients ? "be null for gradients of an embedding" : "not be null",
                               gradients ? "an array" : "null");
   }
@@ -117,13 +121,15 @@ absl::Status ValidateEmbeddingSlice(const HeadConfig& config, size_t index, cons
       {"out", out.loss != nullptr || out.lse != nullptr || out.entropy != nullptr ||
                   out.target_logprob != nullptr || out.argmax != nullptr}};
   for (const auto& [name, is_given] : given) {
-    if (is_given) return errors::FieldError(Of(index, name), "be absent for rows of an embedding", "given");
+    if (is_given) {
+      return errors::FieldError(SliceField(index, name), "be absent for rows of an embedding", "given");
+    }
   }
   if (slice.rows > 0 && slice.targets == nullptr) {
-    return errors::FieldError(Of(index, "targets"), "not be null", "null");
+    return errors::FieldError(SliceField(index, "targets"), "not be null", "null");
   }
   if (!std::isfinite(slice.grad_scale)) {
-    return errors::FieldError(Of(index, "grad_scale"), "be finite", slice.grad_scale);
+    return errors::FieldError(SliceField(index, "grad_scale"), "be finite", slice.grad_scale);
   }
   return ValidateTargets(config, index, slice);
 }
@@ -131,16 +137,16 @@ absl::Status ValidateEmbeddingSlice(const HeadConfig& config, size_t index, cons
 absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& slice, const Chunk& chunk) {
   if (chunk.options.is_embedding()) return ValidateEmbeddingSlice(config, index, slice, chunk);
   if (slice.rows > 0 && slice.hidden == nullptr && slice.retained_offset == -1) {
-    return errors::FieldError(Of(index, "hidden"), "not be null", "null");
+    return errors::FieldError(SliceField(index, "hidden"), "not be null", "null");
   }
   if (slice.retained_offset != -1) {
     if (absl::Status status = ValidateRetained(config, index, slice, chunk); !status.ok()) return status;
   }
   if (slice.rows > 0 && slice.targets == nullptr) {
-    return errors::FieldError(Of(index, "targets"), "not be null", "null");
+    return errors::FieldError(SliceField(index, "targets"), "not be null", "null");
   }
   if (!std::isfinite(slice.grad_scale)) {
-    return errors::FieldError(Of(index, "grad_scale"), "be finite", slice.grad_scale);
+    return errors::FieldError(SliceField(index, "grad_scale"), "be finite", slice.grad_scale);
   }
   const Objective& objective = chunk.options.objective;
   const std::tuple<absl::string_view, bool, const float*> numbers[] = {
@@ -149,8 +155,8 @@ absl::Status ValidateSlice(const HeadConfig& config, size_t index, const Slice& 
       {"ref_logprobs", objective.needs_reference(), slice.ref_logprobs}};
   for (const auto& [name, needed, values] : numbers) {
     if (needed && values == nullptr && slice.rows > 0) {
-      return errors::FieldError(Of(index, name), absl::StrCat("not be null with ", Name(objective.kind)),
-                                "null");
+      return errors::FieldError(SliceField(index, name),
+                                absl::StrCat("not be null with ", Name(objective.kind)), "null");
     }
   }
   LOSSD_RETURN_IF_ERROR(ValidateWantedClasses(config, index, slice));
@@ -171,13 +177,14 @@ absl::Status ValidateDistillation(const HeadConfig& config, const Chunk& chunk) 
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
     const Slice& slice = chunk.slices[i];
     if (slice.rows > 0 && slice.teacher_hidden == nullptr) {
-      return errors::FieldError(Of(i, "teacher_hidden"), "not be null", "null");
+      return errors::FieldError(SliceField(i, "teacher_hidden"), "not be null", "null");
     }
     if (slice.retained_offset != -1) {
-      return errors::FieldError(Of(i, "retained_offset"), "be -1 with a teacher", slice.retained_offset);
+      return errors::FieldError(SliceField(i, "retained_offset"), "be -1 with a teacher",
+                                slice.retained_offset);
     }
     if (slice.grad_lse != nullptr || slice.grad_entropy != nullptr) {
-      return errors::FieldError(Of(i, slice.grad_lse != nullptr ? "grad_lse" : "grad_entropy"),
+      return errors::FieldError(SliceField(i, slice.grad_lse != nullptr ? "grad_lse" : "grad_entropy"),
                                 "be null with a teacher", "an array");
     }
   }
@@ -189,13 +196,13 @@ absl::Status ValidateRowCount(int64_t chunk_rows, const Chunk& chunk) {
   for (size_t i = 0; i < chunk.slices.size(); ++i) {
     const int64_t rows = chunk.slices[i].rows;
     if (rows < 0) {
-      return errors::FieldError(Of(i, "rows"), "be >= 0", rows);
+      return errors::FieldError(SliceField(i, "rows"), "be >= 0", rows);
     }
     if (rows > left) {
       return errors::WithViolation(
           absl::InvalidArgumentError(absl::StrCat("a chunk holds at most ", chunk_rows, " rows; slices[", i,
                                                   "] brings ", rows, " with ", left, " left")),
-          {Of(i, "rows"), absl::StrCat("must be at most ", left), absl::StrCat(rows)});
+          {SliceField(i, "rows"), absl::StrCat("must be at most ", left), absl::StrCat(rows)});
     }
     left -= rows;
   }

@@ -23,7 +23,7 @@ namespace {
 std::string Quoted(absl::string_view text) { return absl::StrCat("\"", text, "\""); }
 
 // The error message for a misplaced word: "context add has no option --foo. Did you mean --for?"
-std::string Say(const Misplaced& found) {
+std::string MessageFor(const Misplaced& found) {
   using Kind = Misplaced::Kind;
   const std::string meant = found.meant.empty() ? "" : absl::StrCat(". Did you mean ", found.meant, "?");
   const std::string where = found.command.empty() ? "lossctl" : found.command;
@@ -57,7 +57,7 @@ std::string InOurWords(const std::string& text) {
 
 std::string Message(const CLI::App& app, absl::Span<const std::string> words, const CLI::ParseError& error,
                     const std::optional<Misplaced>& found) {
-  if (found.has_value()) return Say(*found);
+  if (found.has_value()) return MessageFor(*found);
   const std::string command = CommandOf(app, words);
   const bool wants_command =
       error.get_name() == "RequiredError" && absl::StrContains(error.what(), "subcommand");

@@ -1238,7 +1238,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   if (Relearn(part, status) || BeginAgain(status)) return;
   const std::optional<absl::Time> next = NextAttempt(status, part.attempts, Repeat::kIfTransient);
   if (!next.has_value()) return Fail(WithAttempts(status, AttemptsOf(part, status)));
-  ++part.unanswered;
+  ++part.transient_failures;
   ++total_.repeats;
   core_->executor().PostAt(*next, [self = shared_from_this(), index, round = rounds_] {
     if (self->Goes(round)) self->StartPart(index);
@@ -1249,7 +1249,7 @@ int LossCall::AttemptsOf(const Part& part, const absl::Status& status) const {
   if (IsTransient(status)) return part.attempts;
   // A restartable call changes nothing in the server until it succeeds, so only its rounds count.
   if (work_->restartable()) return Aborted(status) ? rounds_ : 1;
-  return 1 + part.unanswered;
+  return 1 + part.transient_failures;
 }
 
 bool LossCall::BeginAgain(const absl::Status& status) {

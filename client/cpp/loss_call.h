@@ -442,7 +442,7 @@ class LossCall : public std::enable_shared_from_this<LossCall> {
   struct Part {
     Rows rows;
     int attempts = 0;
-    int unanswered = 0;  // attempts that ended without an answer of the server, and were repeated
+    int transient_failures = 0;  // attempts that ended with an IsTransient error, and were repeated
     bool done = false;
     SliceRule rule;  // the rule of the last attempt
     absl::Status

@@ -103,12 +103,12 @@ bool CanProbe(const std::string& target) {
 namespace {
 
 // The state that the thread of a look-up shares with its caller.
-struct Looking {
+struct PendingLookUp {
   clocks::Event done;
   addrinfo* found = nullptr;
   int error = 0;
 
-  ~Looking() {
+  ~PendingLookUp() {
     if (found != nullptr) freeaddrinfo(found);
   }
 };
@@ -120,20 +120,20 @@ std::string WhyNoAddress(int error) {
 }  // namespace
 
 LookUp LookUpHost(const std::string& host, uint16_t port) {
-  auto looking = std::make_shared<Looking>();
-  std::thread([looking, host, port = absl::StrCat(port)] {
+  auto pending = std::make_shared<PendingLookUp>();
+  std::thread([pending, host, port = absl::StrCat(port)] {
     addrinfo hints = {};
     hints.ai_family = AF_UNSPEC;
     hints.ai_socktype = SOCK_STREAM;
-    looking->error = getaddrinfo(host.c_str(), port.c_str(), &hints, &looking->found);
-    looking->done.Notify();
+    pending->error = getaddrinfo(host.c_str(), port.c_str(), &hints, &pending->found);
+    pending->done.Notify();
   }).detach();
-  if (!looking->done.AwaitFor(kProbePatience)) {
+  if (!pending->done.AwaitFor(kProbePatience)) {
     return {nullptr, absl::StrCat("the name of the host was not found within ",
                                   absl::ToInt64Seconds(kProbePatience), " s")};
   }
-  if (looking->error != 0 || looking->found == nullptr) return {nullptr, WhyNoAddress(looking->error)};
-  return {Addresses(looking, looking->found), ""};
+  if (pending->error != 0 || pending->found == nullptr) return {nullptr, WhyNoAddress(pending->error)};
+  return {Addresses(pending, pending->found), ""};
 }
 
 ProbeSocket ProbeSocket::ToHost(const addrinfo* addresses) {

@@ -9,7 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/backend.h"
-#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/threads_and_memory.h"
 #include "kernels/teacher_pool.h"
 
 namespace lossd::kernels {

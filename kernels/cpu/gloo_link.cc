@@ -8,8 +8,8 @@
 
 #include "absl/functional/function_ref.h"
 #include "kernels/cpu/cpu_head.h"
-#include "kernels/cpu/parallel_for.h"
 #include "kernels/cpu/row_loss.h"
+#include "kernels/cpu/threads_and_memory.h"
 #include "kernels/errors/field_error.h"
 #include "kernels/errors/status_macros.h"
 #include "kernels/validation.h"

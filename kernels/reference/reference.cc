@@ -63,7 +63,7 @@ void ApplyUpdate(const OptimizerOptions& options, int64_t update, bool is_vector
 namespace {
 
 // The elements of `values` [V] that belong to the classes of the part.
-std::vector<double> Of(const SampledPart& part, const std::vector<double>& values) {
+std::vector<double> ValuesOfPart(const SampledPart& part, const std::vector<double>& values) {
   return {values.begin() + static_cast<std::ptrdiff_t>(part.begin),
           values.begin() + static_cast<std::ptrdiff_t>(part.end)};
 }
@@ -152,7 +152,7 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
 std::vector<uint8_t> TakenClasses(const std::vector<double>& sizes, const std::vector<SampledPart>& parts) {
   std::vector<uint8_t> all;
   for (const SampledPart& part : parts) {
-    const std::vector<uint8_t> taken = TakenClasses(Of(part, sizes), part.omega);
+    const std::vector<uint8_t> taken = TakenClasses(ValuesOfPart(part, sizes), part.omega);
     all.insert(all.end(), taken.begin(), taken.end());
   }
   return all;
@@ -162,7 +162,8 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
                                      const std::vector<SampledPart>& parts) {
   std::vector<double> all;
   for (const SampledPart& part : parts) {
-    const std::vector<double> undecided = UndecidedClasses(Of(part, sizes), Of(part, errors), part.omega);
+    const std::vector<double> undecided =
+        UndecidedClasses(ValuesOfPart(part, sizes), ValuesOfPart(part, errors), part.omega);
     all.insert(all.end(), undecided.begin(), undecided.end());
   }
   return all;
@@ -272,12 +273,12 @@ void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax&
                double row_weight, const Upstream& upstream, const RowDivergence& divergence, size_t n,
                Result& result) {
   const double target_weight = TargetWeight(options);
-  // absent: the loss with the target does not count.
-  const bool absent = row_weight == 0.0 || target_weight == 0.0;
-  const RowLoss row =
-      absent ? RowLoss() : ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets);
+  const bool counts_target_loss = row_weight != 0.0 && target_weight != 0.0;
+  const RowLoss row = counts_target_loss
+                          ? ComputeRowLoss(options, u, soft, target, upstream.objective, upstream.targets)
+                          : RowLoss();
   // With soft targets: a bound on the sum of |dloss/dz| over the logits.
-  result.loss_sensitivity[n] = absent                    ? 0.0
+  result.loss_sensitivity[n] = !counts_target_loss       ? 0.0
                                : upstream.targets.used() ? 2.0 * upstream.targets.total
                                                          : upstream.objective.sensitivity;
   result.loss[n] = row_weight * target_weight * row.loss;

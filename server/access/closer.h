@@ -58,7 +58,7 @@ class Relay {
 
  private:
   // One direction of a connection.
-  struct Way {
+  struct Direction {
     std::string bytes;  // bytes that were read; the bytes from `sent` on are not written yet
     size_t sent = 0;
     bool empty() const { return sent == bytes.size(); }
@@ -67,7 +67,7 @@ class Relay {
   // the reader has.
   struct Pair {
     wire::OwnedDescriptor stranger, reader;
-    Way to_reader, to_stranger;
+    Direction to_reader, to_stranger;
     // One end is closed. Nothing more is read. Bytes that were read before, in both directions, are passed on
     // while that is possible.
     bool ended = false;

@@ -70,9 +70,9 @@ class SharedMemory;
 struct Health;
 
 // Limits an action to once per `pause`: do the action if Ready returns true. Thread-compatible.
-class Every {
+class Throttle {
  public:
-  explicit Every(absl::Duration pause) : pause_(pause) {}
+  explicit Throttle(absl::Duration pause) : pause_(pause) {}
   bool Ready() {
     const absl::Time now = clocks::SteadyNow();
     if (now < next_) return false;
@@ -86,7 +86,7 @@ class Every {
 };
 
 // A text that one thread sets once, while other threads may already read it. Thread-safe.
-class LateText {
+class SetOnceText {
  public:
   void Set(std::string text) ABSL_LOCKS_EXCLUDED(mutex_) {
     absl::MutexLock lock(&mutex_);
@@ -151,7 +151,7 @@ class Server {
   const absl::Time started_ = clocks::SteadyNow();
   std::vector<Address> grpc_addresses_;
   Address http_bind_;
-  LateText http_url_;  // for ServerDescription.http
+  SetOnceText http_url_;  // for ServerDescription.http
   std::atomic<bool> draining_{false};
   std::once_flag drained_;
 
@@ -172,7 +172,7 @@ class Server {
   std::unique_ptr<access::ConnectionAcceptor> acceptor_;
   std::unique_ptr<rpc::Pulse> pulse_;
   std::mutex refusals_mutex_;
-  Every refusals_logged_{absl::Seconds(10)};
+  Throttle refusals_logged_{absl::Seconds(10)};
   std::unique_ptr<grpc::Server> grpc_;
   std::shared_ptr<wire::DirectServer>
       direct_;  // for clients in this process; null: they connect like other clients

@@ -74,9 +74,9 @@ class LoadSite {
   virtual int rank() const = 0;
   virtual const kernels::RemotePart& part() const = 0;
 
-  // Lets the process open a checkpoint. `checksum`: the ContentDigest that it must have. AwaitOpened is not
-  // OK if the process sees another checkpoint, or none.
-  virtual void StartOpening(const std::string& checkpoint, const std::string& checksum) = 0;
+  // Lets the process open a checkpoint. `content_digest`: the ContentDigest that it must have. AwaitOpened is
+  // not OK if the process sees another checkpoint, or none.
+  virtual void StartOpening(const std::string& checkpoint, const std::string& content_digest) = 0;
   virtual absl::Status AwaitOpened(absl::Time deadline) = 0;
   virtual void NoteOpened(const absl::Status& status) = 0;
 

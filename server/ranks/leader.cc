@@ -117,7 +117,7 @@ grpc::Status Leader::Join(grpc::ServerContext* context, RankStream* stream) {
   if (!status.ok()) return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
   worker->Run([&](const absl::Status& lost) { Leave(worker, lost); },
               [&](const std::string& reason) {
-                leaving_.Tell({worker->rank(), reason});
+                leaving_.Report({worker->rank(), reason});
               });
   return grpc::Status::OK;
 }
@@ -176,7 +176,7 @@ void Leader::Leave(const std::shared_ptr<WorkerStream>& worker, const absl::Stat
     others = workers_;
   }
   log::Log(log::LogLevel::kError, "rank is lost", {{"rank", worker->rank()}, {"error", status.message()}});
-  loss_.Tell(status);
+  loss_.Report(status);
   for (const auto& [rank, other] : others) {
     if (other != worker) other->GiveUp(status);
   }

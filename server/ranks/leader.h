@@ -168,8 +168,8 @@ class Leader final : private v1::RankService::Service {
   // Calls that have not sent a Hello.
   std::map<grpc::ServerContext*, absl::Time> silent_ ABSL_GUARDED_BY(mutex_);
   absl::Status lost_ ABSL_GUARDED_BY(mutex_);
-  FirstNews<absl::Status> loss_;
-  FirstNews<Leaving> leaving_;
+  FirstEvent<absl::Status> loss_;
+  FirstEvent<Leaving> leaving_;
 
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<access::ConnectionAcceptor> acceptor_;

@@ -479,11 +479,11 @@ class RankLoad final : public head::LoadSite {
   int rank() const override { return work_.rank(); }
   const kernels::RemotePart& part() const override { return work_.part(); }
 
-  void StartOpening(const std::string& checkpoint, const std::string& checksum) override {
+  void StartOpening(const std::string& checkpoint, const std::string& content_digest) override {
     v1::Request request;
     v1::LoadFiles* const load = request.mutable_load_files();
     load->set_checkpoint(checkpoint);
-    load->set_checksum(checksum);
+    load->set_content_digest(content_digest);
     load->set_replica(static_cast<uint32_t>(part().replica.index));
     load->set_replicas(static_cast<uint32_t>(part().replica.count));
     work_.Start(std::move(request));

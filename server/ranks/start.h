@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions with which several processes start as one server. ReadLaunch reads from flags and environment
 // variables which of the processes this process is, and where the leader is. CheckAgreement checks that a
-// worker has the same settings as the leader. FirstNews reports the first event of a kind to a watcher; the
+// worker has the same settings as the leader. FirstEvent reports the first event of a kind to a watcher; the
 // leader uses it for the first lost rank and the first rank that wants to leave.
 //
 // The functions are pure and thread-safe.
@@ -98,34 +98,34 @@ absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& e
 // The first host of a Slurm node list, "gpu[03-05,9],login" -> "gpu03"; empty if the text is not a node list.
 std::string FirstHost(const std::string& node_list);
 
-// Passes the first event (news) of a kind to one watcher. If the watcher is set after the event, it is called
+// Passes the first event of a kind to one watcher. If the watcher is set after the event, it is called
 // at once. Thread-safe; the watcher is called without a lock.
 template <typename T>
-class FirstNews {
+class FirstEvent {
  public:
   using Watcher = std::function<void(const T&)>;
 
   // Calls the watcher if this is the first event. Later events are dropped.
-  void Tell(const T& news) ABSL_LOCKS_EXCLUDED(mutex_) {
+  void Report(const T& event) ABSL_LOCKS_EXCLUDED(mutex_) {
     Watcher watcher;
     {
       absl::MutexLock lock(&mutex_);
-      if (news_.has_value()) return;
-      news_ = news;
+      if (event_.has_value()) return;
+      event_ = event;
       watcher = std::exchange(watcher_, nullptr);
     }
-    if (watcher) watcher(news);
+    if (watcher) watcher(event);
   }
 
   void Watch(Watcher watcher) ABSL_LOCKS_EXCLUDED(mutex_) {
     {
       absl::MutexLock lock(&mutex_);
-      if (!news_.has_value()) {
+      if (!event_.has_value()) {
         watcher_ = std::move(watcher);
         return;
       }
     }
-    watcher(*news_);  // needs no lock: news_ does not change after this
+    watcher(*event_);  // needs no lock: event_ does not change after this
   }
 
   // Removes the watcher.
@@ -136,7 +136,7 @@ class FirstNews {
 
  private:
   absl::Mutex mutex_;
-  std::optional<T> news_;
+  std::optional<T> event_;
   Watcher watcher_ ABSL_GUARDED_BY(mutex_);
 };
 

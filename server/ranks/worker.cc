@@ -323,7 +323,7 @@ absl::Status FileJob::Load() {
   const v1::LoadFiles& load = request_.load_files();
   if (options_.directory.empty()) return absl::FailedPreconditionError("there is no checkpoint directory");
   LOSSD_TRY(const auto reader, head::CheckpointReader::Open(options_.directory, load.checkpoint()));
-  if (reader->content_digest() != load.checksum()) {
+  if (reader->content_digest() != load.content_digest()) {
     return absl::FailedPreconditionError("there is another checkpoint of that name");
   }
   if (load.replica() >= load.replicas()) return absl::InternalError("the leader names no part of a head");

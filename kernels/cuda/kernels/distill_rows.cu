@@ -241,7 +241,7 @@ __device__ __forceinline__ Running RunningOf(const TaughtRecord& r) {
 
 template <Divergence kDivergence>
 __global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__ DivergenceParams p) {
-  using Of = Sides<kDivergence>;
+  using Softmaxes = Sides<kDivergence>;
   __shared__ Running scratch[kWarps];
   const int64_t row = blockIdx.x;
   const int classes = static_cast<int>(p.student.classes);
@@ -250,11 +250,12 @@ __global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__
   Running sums = NothingYet();
   ForEachVector(p, row, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
     const Lane z = LogitsOf(student, s, column, classes), taught = LogitsOf(teacher, t, column, classes);
-    Take<Of::kCross, true>(sums, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z, inverse);
+    Take<Softmaxes::kCross, true>(sums, Softmaxes::kOwnIsStudent ? z : taught,
+                                  Softmaxes::kOwnIsStudent ? taught : z, inverse);
   });
-  sums = Reduce<Of::kCross>(sums, scratch, inverse);
+  sums = Reduce<Softmaxes::kCross>(sums, scratch, inverse);
   if (threadIdx.x != 0) return;
-  p.rows.records[row] = RecordOf<Of::kOwnIsStudent>(sums);
+  p.rows.records[row] = RecordOf<Softmaxes::kOwnIsStudent>(sums);
   p.rows.target_weights[row] = p.in.weights[row] * p.distillation.target_weight;
   p.rows.target_coefs[row] = p.in.coef_loss[row] * p.distillation.target_weight;
 }
@@ -262,15 +263,16 @@ __global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__
 // Grid: one thread a row.
 template <Divergence kDivergence>
 __global__ void MergeSoftenedKernel(const __grid_constant__ MergeTaughtParams p) {
-  using Of = Sides<kDivergence>;
+  using Softmaxes = Sides<kDivergence>;
   const int64_t row = blockIdx.x * int64_t{kMergeThreads} + threadIdx.x;
   if (row >= p.rows) return;
   const float inverse = 1.0f / p.distillation.temperature;
   Running sums = NothingYet();
   for (int part = 0; part < p.parts; ++part) {
-    sums = Both<Of::kCross>(sums, RunningOf<Of::kOwnIsStudent>(p.all[part * p.rows + row]), inverse);
+    sums = Both<Softmaxes::kCross>(sums, RunningOf<Softmaxes::kOwnIsStudent>(p.all[part * p.rows + row]),
+                                   inverse);
   }
-  p.records[row] = RecordOf<Of::kOwnIsStudent>(sums);
+  p.records[row] = RecordOf<Softmaxes::kOwnIsStudent>(sums);
 }
 
 __global__ void AddDivergencesKernel(const __grid_constant__ MergeTaughtParams p) {
@@ -678,7 +680,7 @@ __device__ __forceinline__ void ZeroWhole(const DivergenceParams& p, int64_t row
 template <Divergence kDivergence, bool kPlain>
 __global__ __launch_bounds__(kThreads,
                              2) void WholeDivergenceKernel(const __grid_constant__ DivergenceParams p) {
-  using Of = Sides<kDivergence>;
+  using Softmaxes = Sides<kDivergence>;
   __shared__ RowPartial scratch[kWarps];
   __shared__ float2 sums[kWarps];
   const int64_t row = blockIdx.x;
@@ -696,8 +698,8 @@ __global__ __launch_bounds__(kThreads,
   const auto take = [&](auto masks, int column, const Lane& z, const Lane& taught) {
     constexpr bool kMasks = decltype(masks)::value;
     Take<kMasks>(partial.plain, z, column);
-    Take<Of::kCross, kMasks>(partial.softened, Of::kOwnIsStudent ? z : taught, Of::kOwnIsStudent ? taught : z,
-                             inverse);
+    Take<Softmaxes::kCross, kMasks>(partial.softened, Softmaxes::kOwnIsStudent ? z : taught,
+                                    Softmaxes::kOwnIsStudent ? taught : z, inverse);
   };
   ForEachVector(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
     if (kPlain && column + kLane <= classes) {
@@ -707,8 +709,8 @@ __global__ __launch_bounds__(kThreads,
            LogitsOf(teacher_map, t, column, classes));
     }
   });
-  partial = ReduceOfRow<Of::kCross>(partial, inverse, scratch);
-  TaughtRecord record = RecordOf<Of::kOwnIsStudent>(partial.softened);
+  partial = ReduceOfRow<Softmaxes::kCross>(partial, inverse, scratch);
+  TaughtRecord record = RecordOf<Softmaxes::kOwnIsStudent>(partial.softened);
   if constexpr (!kIsKl<kDivergence>) {
     const LogSoftmax of_student(record.student_top, record.student_sum, inverse);
     const LogSoftmax of_teacher(record.teacher_top, record.teacher_sum, inverse);

@@ -16,25 +16,26 @@ namespace lossd::kernels::cuda {
 namespace {
 
 // An entry of the tables: which plans a path takes, and how the path is created.
-struct Way {
+struct PathFactory {
   bool (*takes)(const ChunkPlan&);
   std::unique_ptr<ChunkPath> (*make)(const PathContext&);
 };
 
 template <typename Path>
-constexpr Way WayOf() {
+constexpr PathFactory FactoryOf() {
   return {&Path::Takes, [](const PathContext& context) -> std::unique_ptr<ChunkPath> {
             return std::make_unique<Path>(context);
           }};
 }
 
 // In order of precedence: the first path that takes a plan computes the chunk.
-constexpr Way kStored[] = {WayOf<SampledStoredPath>(), WayOf<FilteredStoredPath>(), WayOf<FusedStoredPath>(),
-                           WayOf<StoredPath>()};
-constexpr Way kRecomputed[] = {WayOf<DistilledRecomputedPath>(), WayOf<SampledRecomputedPath>(),
-                               WayOf<FilteredRecomputedPath>(), WayOf<RecomputedPath>()};
+constexpr PathFactory kStored[] = {FactoryOf<SampledStoredPath>(), FactoryOf<FilteredStoredPath>(),
+                                   FactoryOf<FusedStoredPath>(), FactoryOf<StoredPath>()};
+constexpr PathFactory kRecomputed[] = {FactoryOf<DistilledRecomputedPath>(),
+                                       FactoryOf<SampledRecomputedPath>(),
+                                       FactoryOf<FilteredRecomputedPath>(), FactoryOf<RecomputedPath>()};
 
-absl::Span<const Way> WaysOf(const HeadConfig& config) {
+absl::Span<const PathFactory> FactoriesOf(const HeadConfig& config) {
   switch (config.logits) {
     case Logits::kStored:
       return kStored;
@@ -49,7 +50,9 @@ absl::Span<const Way> WaysOf(const HeadConfig& config) {
 }  // namespace
 
 HeadPaths::HeadPaths(const PathContext& context) : context_(context) {
-  for (const Way& way : WaysOf(context_.config)) paths_.push_back({way.takes, way.make(context_)});
+  for (const PathFactory& factory : FactoriesOf(context_.config)) {
+    paths_.push_back({factory.takes, factory.make(context_)});
+  }
 }
 
 // The last path takes all plans that no other path takes.

@@ -144,8 +144,8 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
                   "row results kernel");
 }
 
-absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
-                                           float* dropped_mass) const {
+absl::Status RecomputedPath::RowResultsAndLogitGradient(const ChunkJob& job, const RowBlock& rows,
+                                                        const ClassBlock& block, float* dropped_mass) const {
   const cudaStream_t stream = context_.device->compute();
   auto* const running = context_.memory.At<RunningRow>(Region::kRunningRows);
   GradientRule* const rules = Rules(rows);
@@ -162,8 +162,9 @@ absl::Status RecomputedPath::SplitElements(const ChunkJob& job, const RowBlock& 
   return WriteBlockGradient(context_, soft_, job, rows, block, rules, dropped_mass);
 }
 
-absl::Status RecomputedPath::SplitExponentials(const ChunkJob& job, const RowBlock& rows,
-                                               const hopper::TilePartials& tiles, void* exponentials) const {
+absl::Status RecomputedPath::RowResultsAndExponentials(const ChunkJob& job, const RowBlock& rows,
+                                                       const hopper::TilePartials& tiles,
+                                                       void* exponentials) const {
   const cudaStream_t stream = context_.device->compute();
   const hopper::FusedLossParams p = FusedLoss(job, rows, tiles);
   LOSSD_RETURN_IF_CUDA_ERROR(

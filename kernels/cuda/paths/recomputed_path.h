@@ -49,18 +49,18 @@ class RecomputedPath final : public ChunkPath {
   // The parameters of the fused loss of a block of rows. `tiles`: the memory for its partial sums.
   hopper::FusedLossParams FusedLoss(const ChunkJob& job, const RowBlock& rows,
                                     const hopper::TilePartials& tiles) const;
-  // These two functions are for a split head; SplitElements is also for rows with soft targets. They compute
-  // row results and rules of a block of rows from the sums over all classes, and then:
-  // - SplitElements takes the logits of all classes here from `block` and overwrites them with ds. If the
-  //   plan filters elements, it also filters ds, and writes the dropped mass of the classes here to
-  //   dropped_mass [rows].
-  // - SplitExponentials computes the logits itself and writes exponentials.
-  absl::Status SplitElements(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
-                             float* dropped_mass) const;
-  absl::Status SplitExponentials(const ChunkJob& job, const RowBlock& rows, const hopper::TilePartials& tiles,
-                                 void* exponentials) const;
+  // These two functions are for a split head; RowResultsAndLogitGradient is also for rows with soft targets.
+  // They compute row results and rules of a block of rows from the sums over all classes, and then:
+  // - RowResultsAndLogitGradient takes the logits of all classes here from `block` and overwrites them with
+  //   ds. If the plan filters elements, it also filters ds, and writes the dropped mass of the classes here
+  //   to dropped_mass [rows].
+  // - RowResultsAndExponentials computes the logits itself and writes exponentials.
+  absl::Status RowResultsAndLogitGradient(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
+                                          float* dropped_mass) const;
+  absl::Status RowResultsAndExponentials(const ChunkJob& job, const RowBlock& rows,
+                                         const hopper::TilePartials& tiles, void* exponentials) const;
   // [rows]: dL/ds divided by (scale * gradient unit) is factors()[r] times row r of the exponentials that
-  // SplitExponentials writes.
+  // RowResultsAndExponentials writes.
   const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
   // A matrix at `data` for the fp32 logits of all classes of some rows.

@@ -364,7 +364,7 @@ absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob&
                                                            context_.memory[Region::kLogits]);
   const DType compute = context_.config.compute_dtype;
   if (LeavesExponentials(job.plan) && context_.sizes.is_split()) {
-    LOSSD_RETURN_IF_ERROR(exact_.SplitExponentials(job, rows, arena.tiles, arena.elements));
+    LOSSD_RETURN_IF_ERROR(exact_.RowResultsAndExponentials(job, rows, arena.tiles, arena.elements));
     return LogitMatrix{arena.elements, compute, context_.sizes.padded_vocab, context_.sizes.vocab};
   }
   if (LeavesExponentials(job.plan)) {
@@ -379,8 +379,8 @@ absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob&
   LOSSD_RETURN_IF_ERROR(exact_.ClassBlockLogits(job, rows, 0, logits));
   LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, logits));
   if (context_.sizes.is_split() || job.terms.soft) {
-    LOSSD_RETURN_IF_ERROR(
-        exact_.SplitElements(job, rows, {logits, gradient, 0}, merger_.dropped_mass(job) + rows.begin));
+    LOSSD_RETURN_IF_ERROR(exact_.RowResultsAndLogitGradient(job, rows, {logits, gradient, 0},
+                                                            merger_.dropped_mass(job) + rows.begin));
     return gradient;
   }
   const RowLossParams loss = {logits, gradient, job.terms, rows.in, rows.out, !job.plan.uniform_apart};

@@ -15,7 +15,7 @@
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/threads_and_memory.h"
 #include "kernels/data/softmax_profile.h"
 
 // ---- Real data ----

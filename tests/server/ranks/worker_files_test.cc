@@ -259,12 +259,12 @@ TEST_F(WorkerFilesTest, LoadsNoOtherCheckpoint) {
     return kernels_.ReadTensor(id, row, rows, kernels::DType::kFloat32, out);
   };
   ASSERT_TRUE(head::SaveCheckpoint(root_, "a", subject, source).ok());
-  const auto load = [&](uint64_t id, const std::string& checkpoint, const std::string& checksum) {
+  const auto load = [&](uint64_t id, const std::string& checkpoint, const std::string& content_digest) {
     v1::Request request;
     request.set_id(id);
     request.set_head(1);
     request.mutable_load_files()->set_checkpoint(checkpoint);
-    request.mutable_load_files()->set_checksum(checksum);
+    request.mutable_load_files()->set_content_digest(content_digest);
     request.mutable_load_files()->set_replicas(1);
     files_.Handle(request);
   };

@@ -23,7 +23,7 @@ _DEVICE_LOST = 2  # LOSSD_DEVICE_LOST
 _LAST_WORDS = 2.0  # the time in which a server that still lives can tell the client itself what is lost
 
 
-def to_its_end(body: Callable[[], T]) -> T:
+def run_uninterrupted(body: Callable[[], T]) -> T:
     """Returns or raises what `body` does. An interrupt is raised only before `body` begins or after it has ended, because half a start or
     half a stop would leave a folder behind. Signal handlers run on the main thread, so it has another thread run `body`."""
     if threading.current_thread() is not threading.main_thread():
@@ -75,7 +75,7 @@ def _stop(library: ctypes.CDLL, server: int, pid: int, drain: float, watch: list
     interrupt: BaseException | None = None
     while pid == os.getpid() and not begun:  # a forked process has no server
         try:
-            to_its_end(stop)
+            run_uninterrupted(stop)
         except BaseException as error:
             interrupt = error
     if interrupt is not None:
@@ -219,4 +219,4 @@ def embedded(
     check_client(client)
     options = options_of(checkpoint_dir=checkpoint_dir, restore=restore, backend=backend, device=device, threads=threads,
                          deterministic=deterministic, http=http, log_level=log_level, flags=flags)
-    return EmbeddedClient(to_its_end(lambda: Member(options)), client or {})
+    return EmbeddedClient(run_uninterrupted(lambda: Member(options)), client or {})

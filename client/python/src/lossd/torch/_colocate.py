@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lossd import errors
-from lossd._embedded import EmbeddedClient, Member, check_client, options_of, to_its_end
+from lossd._embedded import EmbeddedClient, Member, check_client, options_of, run_uninterrupted
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def _start_all(group: Any, rank: int, size: int, options: dict[str, Any], secret
         file.flush()
         of_rank = {"rank_secret_file": file.name} if size > 1 else {}
         try:
-            member = to_its_end(lambda: Member({**options, **of_rank}))
+            member = run_uninterrupted(lambda: Member({**options, **of_rank}))
         except errors.LossdError as error:
             problem = error
     problems = _gathered(group, size, None if problem is None else f"{type(problem).__name__}: {problem}")

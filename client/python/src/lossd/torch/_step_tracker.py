@@ -44,12 +44,12 @@ class StepTracker:
     Five sets hold numbers of microbatches, and they overlap:
 
       _accumulated: the server has, or may have, gradients of these.
-      _failed: the part of _accumulated whose call has not succeeded: it is under way, or it has failed.
-      _gaps: the call has failed, and the microbatch was not sent again. This set also holds microbatches that were to be
+      _unconfirmed: the part of _accumulated whose call has not succeeded: it is under way, or it has failed.
+      _failed: the call has failed, and the microbatch was not sent again. This set also holds microbatches that were to be
         accumulated only in backward, and that are not in _accumulated yet.
       _waiting: the call has succeeded and accumulated a weight gradient, but the loss had no backward() yet.
       _lost_rows: gradients of embedding rows whose call has failed. They cannot be computed again, so they are not in
-        _failed.
+        _unconfirmed.
     """
 
     def __init__(self, step: int, rank: int, world_size: int) -> None:
@@ -73,8 +73,8 @@ class StepTracker:
         self._next = 0
         self._next_apart = 0
         self._accumulated: set[int] = set()  # the class comment describes the sets
+        self._unconfirmed: set[int] = set()
         self._failed: set[int] = set()
-        self._gaps: set[int] = set()
         self._rows: dict[int, int] = {}  # for each microbatch whose call has succeeded: the number of its valid rows
         self._passed_over = False  # some microbatches have failed, and the step is applied without them
         self._lost: str | None = None  # why the server has lost all gradients of the step; None: it has not lost them
@@ -109,20 +109,20 @@ class StepTracker:
         """A context whose block hands a microbatch to the client. If the block raises an Exception, then nothing of the
         microbatch was sent, and the tracker takes its record of the microbatch back."""
         with self._lock:
-            before = self._next, number in self._accumulated, number in self._failed, number in self._gaps
+            before = self._next, number in self._accumulated, number in self._unconfirmed, number in self._failed
             if number < _APART:
                 self._next = max(self._next, number + 1)
-            self._gaps.discard(number)
+            self._failed.discard(number)
             if accumulates:
                 self._accumulated.add(number)
-                self._failed.add(number)
+                self._unconfirmed.add(number)
         try:
             yield
         except Exception:
             with self._lock:
                 if self._next == number + 1:
                     self._next = before[0]
-                for numbers, was_in in zip((self._accumulated, self._failed, self._gaps), before[1:]):
+                for numbers, was_in in zip((self._accumulated, self._unconfirmed, self._failed), before[1:]):
                     (numbers.add if was_in else numbers.discard)(number)
             raise
 
@@ -130,14 +130,14 @@ class StepTracker:
         """The call of microbatch `number` has ended with an error."""
         with self._lock:
             if number < _APART:
-                self._gaps.add(number)
+                self._failed.add(number)
 
     def failed_rows(self, number: int) -> None:
         """The call that sends microbatch `number`, a gradient of embedding rows, has ended with an error. The gradient cannot
         be computed again."""
         with self._lock:
             self._lost_rows.add(number)
-            self._failed.discard(number)
+            self._unconfirmed.discard(number)
 
     def lost(self, why: str) -> None:
         """The server has lost all gradients of this step."""
@@ -150,8 +150,8 @@ class StepTracker:
         with self._lock:
             self._rows[number] = rows
             self._changes += 1
+            self._unconfirmed.discard(number)
             self._failed.discard(number)
-            self._gaps.discard(number)
             if waits_for_backward:
                 self._waiting.add(number)
 
@@ -159,7 +159,7 @@ class StepTracker:
     def has_some_failures(self) -> bool:
         """Whether some microbatches of this step have failed and were not sent again, while others have succeeded."""
         with self._lock:
-            return bool(self._gaps & self._failed) and bool(self._rows)
+            return bool(self._failed & self._unconfirmed) and bool(self._rows)
 
     @property
     def rows(self) -> int:
@@ -171,9 +171,9 @@ class StepTracker:
         """Drops the microbatches that failed from the step. Call it only if the server has accumulated none of their rows."""
         with self._lock:
             self._passed_over = True
-            self._accumulated -= self._gaps
-            self._failed -= self._gaps
-            self._gaps.clear()
+            self._accumulated -= self._failed
+            self._unconfirmed -= self._failed
+            self._failed.clear()
 
     def expected_rows(self) -> int | None:
         """The number of rows that the step must have if microbatches were passed over. The server checks it, so that none of
@@ -231,9 +231,9 @@ class StepTracker:
         with self._lock:
             self.discards += 1
 
-    def succeeded(self) -> None:
+    def taken_over(self) -> None:
         """Another LossHead of this program, with a tracker of its own, has taken the head over. It has discarded what this
-        trainer had in the open step. ("Succeeded" means "was followed" here.)"""
+        trainer had in the open step."""
         with self._lock:
             self.discards += 1
             self._lost = "another LossHead of this program has taken the head over: use that one"
@@ -243,7 +243,7 @@ class StepTracker:
         ended, if a loss had no backward(), or if the number of microbatches is not a multiple of `group`. `what` names the
         caller in the error."""
         with self._lock:
-            failed, waiting, lost = sorted(self._failed), sorted(self._waiting), self._lost
+            unconfirmed, waiting, lost = sorted(self._unconfirmed), sorted(self._waiting), self._lost
             contribution, lost_rows = self._contribution, sorted(self._lost_rows)
         if lost is not None:
             raise RuntimeError(f"{what}: step {self.step} is lost ({lost}). Start it again: load a checkpoint and call "
@@ -255,10 +255,10 @@ class StepTracker:
             raise RuntimeError(
                 f"{what}: a gradient of rows of the embedding, microbatch {lost_rows[0]} of step {self.step}, failed to be "
                 "added: discard the step with HeadOptimizer.discard()")
-        if failed:
+        if unconfirmed:
             raise RuntimeError(
-                f"{what}: microbatch {failed[0]} of step {self.step} failed, or is not finished. Compute it again with "
-                f"head(..., microbatch={failed[0]}), or discard the step with HeadOptimizer.discard()")
+                f"{what}: microbatch {unconfirmed[0]} of step {self.step} failed, or is not finished. Compute it again with "
+                f"head(..., microbatch={unconfirmed[0]}), or discard the step with HeadOptimizer.discard()")
         if waiting:
             raise RuntimeError(
                 f"{what}: the loss of microbatch {waiting[0]} of step {self.step} had no backward(), but the server "
@@ -276,7 +276,7 @@ class StepTracker:
         """RuntimeError if an earlier microbatch or contribution has failed. A deterministic server accumulates in the order of
         the numbers, so it would keep microbatch `number` waiting."""
         with self._lock:
-            failed, contribution = min(self._gaps, default=number), self._contribution
+            failed, contribution = min(self._failed, default=number), self._contribution
             lost_rows = min(self._lost_rows, default=number)
         waits = f"and a deterministic server keeps microbatch {number} waiting for it"
         if contribution is not None and contribution < number < _APART:
@@ -314,15 +314,15 @@ class Feeder:
     world_size: int
 
 
-_succession_lock = threading.Lock()
-# For each feeder, the tracker of its newest LossHead; guarded by _succession_lock.
+_trackers_lock = threading.Lock()
+# For each feeder, the tracker of its newest LossHead; guarded by _trackers_lock.
 _trackers: OrderedDict[Feeder, StepTracker] = OrderedDict()
 
 
-def succeed(feeder: Feeder, tracker: StepTracker) -> StepTracker | None:
+def take_over(feeder: Feeder, tracker: StepTracker) -> StepTracker | None:
     """Records `tracker`, of a new LossHead, as the feeder's tracker. Returns the tracker that it replaces if that one has left
     something in the same step, else None."""
-    with _succession_lock:
+    with _trackers_lock:
         before = _trackers.pop(feeder, None)
         _trackers[feeder] = tracker
         if len(_trackers) > _MOST:

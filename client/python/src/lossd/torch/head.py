@@ -523,7 +523,7 @@ class LossHead(torch.nn.Module):
 
     def _left_over(self, head: lossd.HeadDescription) -> tuple[int, StepTracker | None]:
         """The values of left_over and earlier for a new module."""
-        earlier = _step_tracker.succeed(_step_tracker.Feeder(
+        earlier = _step_tracker.take_over(_step_tracker.Feeder(
             head.state.incarnation, self.head_name, self.steps.rank, self.steps.world_size), self.steps)
         sent = 0 if earlier is None else earlier.sent
         if not self.steps.alone:
@@ -548,7 +548,7 @@ class LossHead(torch.nn.Module):
                 "or rank= and world_size=")
         _modes.warn(f"what an earlier LossHead of {self.head_name!r} left in step {self.step} (microbatches: "
                       f"{self.left_over}) is discarded, and the new one begins the step again", RuntimeWarning)
-        self.earlier.succeeded()
+        self.earlier.taken_over()
         self.client.zero_gradients(self.head_name, self.step)
         self.left_over, self.earlier = 0, None
         self.continuation.begin()

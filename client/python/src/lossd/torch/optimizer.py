@@ -173,7 +173,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         head = self.head
         head.steps.discarded()
         if head.earlier is not None:
-            head.earlier.succeeded()
+            head.earlier.taken_over()
         head.begin_again()
         head.parallel.barrier()  # after this, the other ranks send nothing more for the old contents
         if head.parallel.rank == 0:

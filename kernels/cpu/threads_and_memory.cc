@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/threads_and_memory.h"
 
 #include <cblas.h>
 

@@ -6,8 +6,8 @@
 // - Arena: arrays carved out of one zeroed allocation.
 // - MemoryAccounting: the count of the memory that the backend has promised.
 // - CpuRetained: retained hidden states.
-#ifndef LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
-#define LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
+#ifndef LOSSD_KERNELS_CPU_THREADS_AND_MEMORY_H_
+#define LOSSD_KERNELS_CPU_THREADS_AND_MEMORY_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -237,4 +237,4 @@ class CpuRetained final : public RetainedMemory {
 
 }  // namespace lossd::kernels
 
-#endif  // LOSSD_KERNELS_CPU_PARALLEL_FOR_H_
+#endif  // LOSSD_KERNELS_CPU_THREADS_AND_MEMORY_H_
