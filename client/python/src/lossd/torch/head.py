@@ -332,9 +332,6 @@ class LossHead(torch.nn.Module):
             not used, and with a draft vocabulary a row counts even if its target is not among the head's classes.
           row_weights, normalizer, microbatch: as in start().
         """
-        if self.deferred:
-            raise RuntimeError("distill() computes gradients at once: make the head without deferred=True, and with "
-                               "reduction 'mean' or 'sum'")
         _input.check_teacher(teacher_hidden, hidden, distillation, targets, self.extras)
         options, shift = replace(self.options, distillation=distillation), self.shift
         if targets is None:
@@ -559,10 +556,8 @@ def _with_objective(head: LossHead, objective: Any, rows: dict[str, torch.Tensor
     the numbers that are given for each row."""
     if not isinstance(objective, lossd.Objective):
         raise TypeError(f"objective is {objective!r}; it must be a lossd.Objective")
-    for name in ("shift", "deferred"):
-        if getattr(head, name):
-            raise ValueError(f"{name}={getattr(head, name)} does not go with policy_loss: make a LossHead without it"
-                             + (", and with reduction 'mean' or 'sum'" if name == "deferred" else ""))
+    if head.shift:
+        raise ValueError("shift=True does not go with policy_loss: make a LossHead without it")
     for name in rows.keys() - {"row_weights"}:
         if (rows[name] is None) == (name in objective.numbers):
             raise ValueError(f"{name} is {'None' if rows[name] is None else 'given'}; {objective} "
