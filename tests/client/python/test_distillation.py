@@ -276,9 +276,6 @@ def test_what_does_not_fit_is_refused_by_name(client: lossd.Client) -> None:
         client.distill(heads.student, hidden, taught, lossd.Distillation("nobody"))
     with pytest.raises(lossd.InvalidArgument, match="must be a frozen head"):
         client.distill(heads.teacher, taught, hidden, lossd.Distillation(heads.student))
-    for later in ({"reduction": "none"}, {"deferred": True}):
-        with pytest.raises(RuntimeError, match="computes gradients at once"):
-            LossHead(client, heads.student, **later).distill(heads.hidden, heads.taught, d)
     for name, given in (("grad_hidden", {"grad_hidden": True}), ("accumulate", {"accumulate": True, "step": 0, "id": 1})):
         with pytest.raises(lossd.InvalidArgument, match=f"{name} is .*; with reduction 'none' gradients come by backward"):
             client.distill(heads.student, hidden, taught, d, reduction="none", rows=["loss"], **given)

@@ -263,10 +263,8 @@ def test_combinations_that_make_no_sense(client, rows):
     with pytest.raises(TypeError, match="objective is 'ppo'; it must be a lossd.Objective"):
         lossd.LossOptions(objective="ppo")
     named = given.named(ppo)
-    for arguments, text in (({"shift": True}, "shift=True"), ({"deferred": True}, "deferred=True"),
-                            ({"reduction": "none"}, "deferred=True .* reduction 'mean' or 'sum'")):
-        with pytest.raises(ValueError, match=text):
-            LossHead(client, head, **arguments).policy_loss(given.hidden, given.actions, **named)
+    with pytest.raises(ValueError, match="shift=True"):
+        LossHead(client, head, shift=True).policy_loss(given.hidden, given.actions, **named)
     module = LossHead(client, head)
     with pytest.raises(ValueError, match="old_logprobs is None"):
         module.policy_loss(given.hidden, given.actions, given.numbers["advantages"])

@@ -35,6 +35,8 @@ CASES = {
     "depths": ({}, 1.0 / MICROBATCHES, MICROBATCHES),
     "depths-sum": ({"reduction": "sum", "class_weights": True}, 1.0, 1),
     "depths-class-weights": ({"class_weights": True}, 1.0, 1),
+    "policy-deferred": ({"deferred": True}, 1.0 / MICROBATCHES, MICROBATCHES),
+    "policy-deferred-sum": ({"deferred": True, "reduction": "sum"}, 1.0, 1),
 }
 WRAPPERS = ("DDP", "DDP-no_sync", "FSDP2", "FSDP2-no_sync")
 
@@ -64,6 +66,8 @@ def make_heads(client, prefix):
 
 def loss_of(head, case, hidden, targets):
     """Of two depths, of which the second one has other targets, and fewer."""
+    if case.startswith("policy"):
+        return head.policy_loss(hidden, targets, objective=lossd.Objective("dft"))
     if not case.startswith("depths"):
         return head(hidden, targets)
     second = torch.where(targets >= 0, (targets + 7) % V, targets).masked_fill(targets % 3 == 0, -100)

@@ -142,7 +142,12 @@ class Module(Protocol):
 
 class Job:
     """The computation of one microbatch, from start() to the end of backward. start() sends it, output() waits for the result
-    and returns the loss, and the autograd functions Direct and Deferred call the Job in backward."""
+    and returns the loss, and the autograd functions Direct and Deferred call the Job in backward.
+
+    A deferred loss gets its gradients in backward, in one of two ways. The server has retained the hidden states, and backward
+    sends the upstream gradients of the rows. Or backward sends the rows again (`resends`), with the upstream gradients as
+    factors of the row weights.
+    """
 
     def __init__(self, module: Module, parts: tuple[torch.Tensor, ...], labels: NDArray[np.int32],
                  row_weights: NDArray[np.float32] | None, plan: Plan, number: int, options: lossd.LossOptions,
@@ -160,6 +165,12 @@ class Job:
         self.module = module
         self.options = options
         self.shift = shift
+        # Whether backward of a deferred loss sends the rows again, because the server can retain neither a teacher's hidden
+        # states nor the numbers of an objective.
+        self.resends = module.deferred and (taught is not None or options.objective is not None)
+        if self.resends:  # the caller may change its arrays before backward
+            labels, row_weights = labels.copy(), None if row_weights is None else row_weights.copy()
+            numbers = {name: values.copy() for name, values in numbers.items()}
         self.numbers = numbers
         self.taught = taught
         self.parts = parts  # these tensors are in the autograd graph
@@ -223,13 +234,14 @@ class Job:
                 return
         accumulates = self.plan.joins_step and not self.row_losses
         with self.module.steps.sending(self.number, accumulates):
-            self._start(accumulates)
+            self.pending = self._send(accumulates, self.row_weights)
 
-    def _start(self, accumulates: bool) -> None:
+    def _send(self, accumulates: bool, row_weights: NDArray[np.float32] | None, in_backward: bool = False) -> lossd.PendingLoss:
+        """Begins the call that sends the rows. `in_backward`: it only computes the gradients of a loss that is known."""
         module = self.module
         place = _input.place_of(self.hidden, module.client)
         gradient: Any = False
-        if self.writes_hidden and not self.row_losses:
+        if self.writes_hidden and (in_backward or not self.row_losses):
             gradient = self._gradient_memory(place)
         sent = [_input.to_send(part.detach().reshape(-1, module.hidden_size), place) for part in self.parts]
         hidden = sent[0].array if len(sent) == 1 else [part.array for part in sent]
@@ -237,24 +249,24 @@ class Job:
         if self.taught is not None:
             beside = _input.to_send(self.taught.reshape(-1, self.taught.shape[-1]), place)
             teacher, ready = beside.array, _input.both(ready, beside.ready)
-        if self.is_waited_for and ready is not None:
+        if (self.is_waited_for or in_backward) and ready is not None:
             ready.await_here()
             ready = None
-        rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras]
-        if self.row_losses:
+        rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras and not in_backward]
+        if self.row_losses and not in_backward:
             rows.insert(0, "loss")
         reduction: Reduction = module.reduction
         if self.row_losses:
-            reduction = "none"
+            reduction = "sum" if self.resends else "none"
         elif self.normalizer != 1.0 or self.depths:
             reduction = "mean"
-        self.pending = module.client.compute_loss_async(
+        return module.client.compute_loss_async(
             module.head_name, hidden, self.labels, dtype=self.dtype, options=self.options,
-            step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=self.row_weights,
+            step=self.step if accumulates or self.deferred else None, id=self.wire_id, row_weights=row_weights,
             reduction=reduction, normalizer=self.normalizer if reduction == "mean" and not self.depths else None,
             grad_output=1.0 if self.row_losses else self.grad_output, accumulate=accumulates,
-            retain=self.deferred, grad_hidden=gradient, rows=rows, ready=ready, teacher_hidden=teacher, depths=self.depths,
-            **self.numbers, **module.transport)
+            retain=self.deferred and not self.resends, grad_hidden=gradient, rows=rows, ready=ready, teacher_hidden=teacher,
+            depths=self.depths, **self.numbers, **module.transport)
 
     def _gradient_memory(self, place: _input.Place) -> Any:
         shape = torch.Size((self.hidden.numel() // self.module.hidden_size, self.module.hidden_size))
@@ -270,18 +282,8 @@ class Job:
         if self._known is not None:
             return self._known
         assert self.pending is not None
-        try:
-            with self._failure_noted():
-                result = self.pending.wait()
-        except errors.FailedPrecondition as error:
-            self.module.continuation.explain(error)
-            raise
-        except errors.StepDiscarded as error:
-            self.module.continuation.explain(error)
-            raise
-        except errors.ResourceExhausted as error:
-            self.module.watch.explain(error)
-            raise
+        with self._failure_noted():
+            result = self.pending.wait()
         if self.plan.joins_step and not self.row_losses:
             self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
         if self.plan.checkpoint is Pass.FIRST:
@@ -298,6 +300,10 @@ class Job:
                 steps.failed(self.number)
                 if isinstance(error, (lossd.Restarted, lossd.StepDiscarded)):
                     steps.lost(str(error))
+            if isinstance(error, (errors.FailedPrecondition, errors.StepDiscarded)):
+                self.module.continuation.explain(error)
+            if isinstance(error, errors.ResourceExhausted):
+                self.module.watch.explain(error)
             raise
 
     def cancel(self) -> None:
@@ -338,14 +344,20 @@ class Job:
 
     def _deferred_loss(self, rows: dict[RowOutput, torch.Tensor]) -> torch.Tensor:
         """The loss of a job whose gradients are computed in backward. Replaces loss, lse and entropy in `rows` by tensors
-        through which gradients flow."""
-        names = [name for name in _DIFFERENTIABLE if name in rows]
+        through which gradients flow; only the loss if backward sends the rows again."""
+        names = [name for name in _DIFFERENTIABLE if name in rows and (name == "loss" or not self.resends)]
         rows.update(zip(names, Deferred.apply(self._anchor.tensor, self.hidden, self, names,
                                                 [rows[name] for name in names])))
         if self.module.reduction == "none":
             return self._shaped(rows["loss"])
         total = rows["loss"].sum()
         return total / self.normalizer if self.normalizer else total
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors that autograd keeps for backward, so that it raises if the caller has changed them in place."""
+        tensors = (self.hidden, self.taught) if self.resends else ()
+        return [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
     def check_backward(self) -> None:
         """RuntimeError if backward needs a gradient that was not computed."""
@@ -403,28 +415,18 @@ class Job:
         module, steps = self.module, self.module.steps
         if steps.step != self.step:
             raise RuntimeError(
-                f"backward of a loss of step {self.step}, but step {steps.step} is open: the server let go of its "
-                "hidden states. Call backward() before the optimizer's step()")
-        self._check_not_discarded("the hidden states that the server had kept")
+                f"backward of a loss of step {self.step}, but step {steps.step} is open: "
+                f"{'the head has changed' if self.resends else 'the server let go of its hidden states'}. Call backward() before "
+                "the optimizer's step()")
+        self._check_not_discarded("its microbatch" if self.resends else "the hidden states that the server had kept")
         values = {name: None if gradient is None else _where(self.counted if name == "loss" else self._valid, gradient)
                   for name, gradient in upstream.items()}
         loss, rows = values.get("loss"), 0
+        if loss is None:
+            loss = np.zeros(math.prod(self.shape), np.float32)
         if math.prod(self.shape) > 0:
-            gradient: Any = False
-            if self.writes_hidden:
-                gradient = self._gradient_memory(_input.place_of(self.hidden, module.client))
-                _input.settle(self._gradient[0] if self._gradient else None)
-            with steps.sending(self.number, self.plan.head):
-                pending = module.client.backward_async(
-                    module.head_name, self.wire_id, np.zeros(math.prod(self.shape), np.float32) if loss is None else loss,
-                    grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
-                    dtype=self.dtype, step=self.step, accumulate=self.plan.head,
-                    grad_hidden=gradient,
-                    streams=module.transport["streams"], timeout=module.transport["timeout"])
-            with self._failure_noted():
-                result = pending.wait()
+            result = self._send_again(loss) if self.resends else self._send_upstream(loss, values)
             rows = result.valid_rows
-            module.client.release_microbatch(module.head_name, self.wire_id)
             if self._dropped_mass is not None:
                 self._dropped_mass.fill_(_per_valid_row(result, result.dropped_mass))
             if self._gradient_error is not None:
@@ -434,6 +436,47 @@ class Job:
         if self.plan.head:
             steps.arrived(self.number, rows, waits_for_backward=False)
         self.had_backward()
+
+    def _send_upstream(self, loss: NDArray[np.float32], values: dict[RowOutput, NDArray[np.float32] | None]) -> LossResult:
+        """Has the server compute the gradients of the rows that it retains, and release the rows."""
+        module = self.module
+        gradient: Any = False
+        if self.writes_hidden:
+            gradient = self._gradient_memory(_input.place_of(self.hidden, module.client))
+            _input.settle(self._gradient[0] if self._gradient else None)
+        with module.steps.sending(self.number, self.plan.head):
+            pending = module.client.backward_async(
+                module.head_name, self.wire_id, loss,
+                grad_lse=values.get("lse"), grad_entropy=values.get("entropy"), hidden_size=module.hidden_size,
+                dtype=self.dtype, step=self.step, accumulate=self.plan.head, grad_hidden=gradient,
+                streams=module.transport["streams"], timeout=module.transport["timeout"])
+        with self._failure_noted():
+            result = pending.wait()
+        module.client.release_microbatch(module.head_name, self.wire_id)
+        return result
+
+    def _send_again(self, loss: NDArray[np.float32]) -> LossResult:
+        """Sends the rows again, with the upstream gradient of each row's loss as a factor of its weight. Then the gradients of
+        their sum are those of the loss."""
+        assert self.pending is not None
+        forward = self.pending.wait()
+        weights = loss if self.row_weights is None else loss * self.row_weights
+        with self.module.steps.sending(self.number, self.plan.head):
+            pending = self._send(self.plan.head, weights, in_backward=True)
+        with self._failure_noted():
+            try:
+                result = pending.wait()
+            except errors.InvalidArgument as error:
+                if not np.isfinite(weights).all():
+                    row = int(np.isfinite(weights).argmin())
+                    error.reword(f"the gradient of the loss of row {row} is {loss[row]}; it must be finite, also after it is "
+                                 "multiplied by the row's weight")
+                raise
+            if (result.incarnation, result.weights_version) != (forward.incarnation, forward.weights_version):
+                raise RuntimeError(
+                    f"the weights of head {self.module.head_name!r} have changed between forward and backward of this loss, so the "
+                    "gradients are not those of the loss. Discard the step with HeadOptimizer.discard(), and compute the loss again")
+        return result
 
     def _extras(self, result: LossResult, rows: dict[RowOutput, torch.Tensor]) -> LossExtras:
         extras = LossExtras()

@@ -180,6 +180,7 @@ class Deferred(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, hidden: torch.Tensor, job: Job, names: list[RowOutput],
                 rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         ctx.job, ctx.names = job, names
+        ctx.save_for_backward(*job.kept)
         ctx.set_materialize_grads(False)
         return tuple(rows)
 
@@ -189,6 +190,7 @@ class Deferred(torch.autograd.Function):
         if job is None:
             raise RuntimeError(_SECOND_BACKWARD)
         job.check_backward()
+        _ = ctx.saved_tensors  # raises if they were changed in place
         ctx.job = None
         job.run_backward(dict(zip(ctx.names, upstream)))
         return torch.zeros(()), _once_differentiable(job.gradients()[0]), None, None, None

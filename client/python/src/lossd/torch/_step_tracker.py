@@ -207,7 +207,7 @@ class StepTracker:
     def sent(self) -> int:
         """The number of microbatches and contributions of this trainer that the server has, or may have, in this step.
 
-        A microbatch whose gradients are computed in backward counts, because the server keeps its hidden states.
+        A microbatch whose gradients are computed in backward counts, because the server may keep its hidden states.
         """
         with self._lock:
             return self._next

@@ -43,7 +43,8 @@ class LossHead(torch.nn.Module):
     gradient is accumulated on the server. If the loss is multiplied after this module (loss / 4), the factor is applied to
     the hidden states' gradient in backward, and to the weights' gradient at the step. So the factor must be the same for all
     losses of a step. With `deferred=True`, and always with reduction "none", the server keeps the hidden states. It then
-    computes the gradients in backward, from the gradient of the loss, and computes the logits twice.
+    computes the gradients in backward, from the gradient of the loss, and computes the logits twice. For distill() and
+    policy_loss() the server keeps nothing. This module keeps the hidden states, and sends them again in backward.
 
     Under torch.no_grad() only the loss is computed, and nothing is accumulated. Hidden states that need no gradient get none.
     Under autocast, hidden states are sent in autocast's dtype. The server computes in float32, or in the head's compute dtype.
@@ -75,9 +76,10 @@ class LossHead(torch.nn.Module):
           grad_output: the gradient that the loss will get in backward. It may be assigned between calls. It is needed only if
             losses of one step are multiplied by different factors, or if hidden states are float16 and the loss is multiplied
             by more than 1.
-          deferred: compute gradients in backward.
+          deferred: compute gradients in backward. Then each loss of a step may be multiplied by a factor of its own.
           train_head: accumulate the head's gradients. False for a frozen head.
-          extras: values that forward returns in addition to the loss. With extras it returns (loss, LossExtras).
+          extras: values that forward returns in addition to the loss. With extras it returns (loss, LossExtras). In deferred
+            mode gradients flow through "lse" and "entropy", except with distill() and policy_loss().
           process_group: the ranks over which the trunk's gradients are averaged: a torch.distributed group, or a DeviceMesh
             of one dimension. Then trunk and head get the same gradients as in one process that has the rows of all ranks, and
             the average of the ranks' losses is the loss of that process. Forward in training, step(), load_grad_norm() and
@@ -283,8 +285,7 @@ class LossHead(torch.nn.Module):
             old_logprobs: torch.Tensor | None = None, ref_logprobs: torch.Tensor | None = None, *,
             objective: lossd.Objective = _PPO, row_weights: torch.Tensor | None = None, normalizer: float | None = None,
             microbatch: int | None = None) -> LossOutput:
-        """Returns the loss of an objective that replaces the cross-entropy, and computes both gradients in one pass; see
-        start_policy()."""
+        """Returns the loss of an objective that replaces the cross-entropy; see start_policy()."""
         rows = {"row_weights": row_weights, "advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         options = _with_objective(self, objective, rows)
         return _waited(lambda: self._start(hidden, actions, rows, normalizer, microbatch, options, is_waited_for=True))
@@ -299,8 +300,11 @@ class LossHead(torch.nn.Module):
 
         The loss of a row depends only on its action's log-probability and on the values that come with the row. So its
         gradient is known as soon as its logits are, and nothing is computed twice. The module's reduction and its other
-        options apply, except label_smoothing, class_weights, shift and deferred, which an objective does not allow
-        (ValueError).
+        options apply, except label_smoothing, class_weights and shift, which an objective does not allow (ValueError).
+
+        With reduction "none" or deferred=True, the gradients are computed in backward, from the gradient of each row's loss.
+        The rows are sent twice, and their logits are computed twice. Extras have no gradient then. Until backward, the
+        hidden states must not change, and neither must the head's weights (RuntimeError).
 
         Args:
           hidden: (..., D), as in start().
@@ -324,6 +328,10 @@ class LossHead(torch.nn.Module):
             loss = head.distill(hidden, teacher_trunk(tokens).detach(), lossd.Distillation("teacher", temperature=2.0))
             loss.backward()
 
+        With reduction "none" or deferred=True, the gradients are computed in backward, from the gradient of each row's loss.
+        Both hidden states of the rows are sent twice, and their logits are computed twice. Extras have no gradient then.
+        Until backward, the hidden states of both must not change, and neither must the weights of the head (RuntimeError).
+
         Args:
           teacher_hidden: (..., D of the teacher), on the device of `hidden`; it is sent in the dtype of `hidden`.
           targets: (...); rows whose target is ignore_index are ignored. None: no row is ignored, not even the last position
@@ -332,9 +340,6 @@ class LossHead(torch.nn.Module):
             not used, and with a draft vocabulary a row counts even if its target is not among the head's classes.
           row_weights, normalizer, microbatch: as in start().
         """
-        if self.deferred:
-            raise RuntimeError("distill() computes gradients at once: make the head without deferred=True, and with "
-                               "reduction 'mean' or 'sum'")
         _input.check_teacher(teacher_hidden, hidden, distillation, targets, self.extras)
         options, shift = replace(self.options, distillation=distillation), self.shift
         if targets is None:
@@ -559,10 +564,8 @@ def _with_objective(head: LossHead, objective: Any, rows: dict[str, torch.Tensor
     the numbers that are given for each row."""
     if not isinstance(objective, lossd.Objective):
         raise TypeError(f"objective is {objective!r}; it must be a lossd.Objective")
-    for name in ("shift", "deferred"):
-        if getattr(head, name):
-            raise ValueError(f"{name}={getattr(head, name)} does not go with policy_loss: make a LossHead without it"
-                             + (", and with reduction 'mean' or 'sum'" if name == "deferred" else ""))
+    if head.shift:
+        raise ValueError("shift=True does not go with policy_loss: make a LossHead without it")
     for name in rows.keys() - {"row_weights"}:
         if (rows[name] is None) == (name in objective.numbers):
             raise ValueError(f"{name} is {'None' if rows[name] is None else 'given'}; {objective} "
