@@ -31,6 +31,9 @@ from lossd.v1.library import lossd_depth, lossd_loss, lossd_request, lossd_resul
 
 # The fields of LossResult that come from lossd_result.
 _COST = ("loss", "wall_seconds", "sent_bytes", "received_bytes", "streams", "repeats")
+# The names of the fields that a message and a result have both.
+_common_names = functools.cache(
+    lambda message, kind: [each.name for each in dataclasses.fields(kind) if each.name in message.fields_by_name])
 _LIMITS = {"step": (0, 64), "id": (0, 64), "streams": (1, 31), "slice_bytes": (1, 63), "padding_idx": (0, 31),
            "top_k": (0, 31)}  # for each argument: its least value, and the number of bits
 
@@ -374,15 +377,10 @@ class Pending(Generic[R]):
             self._error = self._client._meant(error)
 
 
-@functools.cache
-def _common_names(message: type[Any], kind: type[Any]) -> list[str]:
-    return [each.name for each in dataclasses.fields(kind) if each.name in message.DESCRIPTOR.fields_by_name]
-
-
 def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossResult:
     """The result of a call. Its fields have the same names as in the messages."""
-    def same(message: Any, kind: type[Any]) -> dict[str, Any]:
-        return {name: getattr(message, name) for name in _common_names(type(message), kind)}
+    def same(message: Message, kind: type[Any]) -> dict[str, Any]:
+        return {name: getattr(message, name) for name in _common_names(message.DESCRIPTOR, kind)}
 
     depths = [DepthResult(depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0, **same(depth, DepthResult))
               for depth in summary.depths]

@@ -318,10 +318,9 @@ class Client(HeadCalls):
         hidden_size = hidden_size or self._describe(head, timeout).spec.hidden_size
         array, place = _arrays.gradient_rows(True if out is None else out, dtype, (len(numbers), hidden_size), None, "out")
         _loss_call.check_numbers(step=step, streams=streams)
-        asked = Asked(
-            lossd_loss(rows=len(numbers), hidden_size=hidden_size, streams=streams or 0),
-            loss_pb2.OpenMicrobatch(head=head, step=step, hidden_dtype=types.DTYPES[dtype], reduction=loss_pb2.REDUCTION_SUM,
-                                    embedding=loss_pb2.EMBEDDING_ROWS), "out")
+        open_ = loss_pb2.OpenMicrobatch(head=head, step=step, hidden_dtype=types.DTYPES[dtype], reduction=loss_pb2.REDUCTION_SUM,
+                                        embedding=loss_pb2.EMBEDDING_ROWS)
+        asked = Asked(lossd_loss(rows=len(numbers), hidden_size=hidden_size, streams=streams or 0), open_, "out")
         asked.put(targets=numbers, grad_hidden=place)
 
         def finish(result: LossResult) -> EmbedResult:
@@ -361,12 +360,11 @@ class Client(HeadCalls):
         if not abs(types.checked("scale", scale)) <= np.finfo(np.float32).max:
             raise errors.InvalidArgument(f"scale is {scale}; it must be finite in float32")
         _loss_call.check_numbers(step=step, id=id, streams=streams, padding_idx=padding_idx)
-        asked = Asked(
-            lossd_loss(rows=len(numbers), hidden_size=data.shape[1], streams=streams or 0),
-            loss_pb2.OpenMicrobatch(
-                head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], reduction=loss_pb2.REDUCTION_SUM,
-                options=loss_pb2.LossOptions(ignore_index=padding_idx), grad_output=scale, accumulate_gradients=True,
-                embedding=loss_pb2.EMBEDDING_GRADIENTS), "gradients")
+        open_ = loss_pb2.OpenMicrobatch(
+            head=head, step=step, microbatch_id=id, hidden_dtype=types.DTYPES[kind], reduction=loss_pb2.REDUCTION_SUM,
+            options=loss_pb2.LossOptions(ignore_index=padding_idx), grad_output=scale, accumulate_gradients=True,
+            embedding=loss_pb2.EMBEDDING_GRADIENTS)
+        asked = Asked(lossd_loss(rows=len(numbers), hidden_size=data.shape[1], streams=streams or 0), open_, "gradients")
         asked.put(targets=numbers, hidden=data)
         return self._launch(PendingLoss(self, asked, lambda result: result), timeout, ready)
 

@@ -121,8 +121,7 @@ def _value(of: dataclasses.Field[Any], message: Message, described: Any) -> Any:
         names = described.enum_type.values_by_number
         return names[value].name.removeprefix(names[0].name.removesuffix("UNSPECIFIED")).lower() if value in names else str(value)
     if of.default == ():
-        return tuple(value) if described.message_type is None else tuple(
-            read(_kinds[described.message_type.name], each) for each in value)
+        return tuple(value) if described.message_type is None else tuple(read(_kinds[described.message_type.name], each) for each in value)
     if described.message_type is not None:
         return read(_kinds[described.message_type.name], value)
     return None if of.default is None and not message.HasField(of.name) else value
