@@ -379,7 +379,7 @@ class Pending(Generic[R]):
 
 def _result_of(summary: loss_pb2.MicrobatchSummary, cost: lossd_result) -> LossResult:
     """The result of a call. Its fields have the same names as in the messages."""
-    def same(message: Message, kind: type[Any]) -> dict[str, Any]:
+    def same(message: Message, kind: Any) -> dict[str, Any]:
         return {name: getattr(message, name) for name in _common_names(message.DESCRIPTOR, kind)}
 
     depths = [DepthResult(depth.loss_sum / depth.normalizer if depth.valid_rows else 0.0, **same(depth, DepthResult))
