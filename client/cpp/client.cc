@@ -213,7 +213,8 @@ PendingLoss Client::ComputeLossAsync(const Microbatch& microbatch, const LossOut
                                      const ComputeOptions& options, LossCallback callback) {
   auto call = std::make_shared<internal::LossCall>(
       core_.get(), internal::LossWork::Forward(microbatch, outputs, options),
-      internal::CallOptions{options.streams, options.slice_bytes, options.timeout, options.max_attempts},
+      internal::CallOptions{options.streams, options.slice_bytes, options.timeout, options.max_attempts,
+                            options.short_callback},
       std::move(callback));
   call->Start();
   return PendingLoss(std::move(call));
@@ -231,7 +232,8 @@ PendingLoss Client::BackwardAsync(const RetainedGradients& gradients, void* grad
       internal::CallOptions{.streams = options.streams,
                             .slice_bytes = 1,  // without effect, because the server cuts the slices
                             .timeout = options.timeout,
-                            .max_attempts = options.max_attempts},
+                            .max_attempts = options.max_attempts,
+                            .short_callback = options.short_callback},
       std::move(callback));
   call->Start();
   return PendingLoss(std::move(call));

@@ -310,6 +310,10 @@ struct ComputeOptions {
 
   absl::Duration timeout = absl::ZeroDuration();  // zero: ClientOptions::loss_timeout
   int max_attempts = 0;                           // zero: RetryOptions::max_attempts
+
+  // The callback takes microseconds. The client may then call it on any of its threads, several callbacks at
+  // the same time, which saves the time of waking the thread of callbacks.
+  bool short_callback = false;
 };
 
 // The input of Client::Backward: the upstream gradients of the rows of a microbatch that was computed with
@@ -338,6 +342,7 @@ struct BackwardOptions {
   int streams = 0;
   absl::Duration timeout = absl::ZeroDuration();
   int max_attempts = 0;
+  bool short_callback = false;
 };
 
 // The sums over the rows of one depth; each member means what it means in LossResult.
@@ -401,8 +406,8 @@ struct LossResult {
 };
 
 // The callback of a loss computation. The client calls it once, on a thread that all callbacks of the client
-// share, so long work belongs on another thread. The callback must not destroy the Client or its own
-// PendingLoss, and must not wait for another PendingLoss.
+// share (or see ComputeOptions::short_callback), so long work belongs on another thread. The callback must
+// not destroy the Client or its own PendingLoss, and must not wait for another PendingLoss.
 using LossCallback = absl::AnyInvocable<void(const absl::StatusOr<LossResult>&)>;
 
 // A tensor's values as a matrix; vectors have one column.

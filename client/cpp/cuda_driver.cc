@@ -11,6 +11,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "kernels/clocks/clock.h"
 #include "kernels/errors/status_macros.h"
 
 namespace lossd::client::internal {
@@ -33,6 +34,7 @@ struct Access {  // CUmemAccessDesc
   int flags;
 };
 constexpr Result kSuccess = 0;
+constexpr Result kNotReady = 600;          // CUDA_ERROR_NOT_READY
 constexpr Result kAlreadyEnabled = 704;    // CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 constexpr int kDeviceOrdinal = 9;          // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 constexpr int kPeerRank = 1;               // CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK, 0: the fastest
@@ -43,6 +45,9 @@ constexpr int kReadAndWrite = 3;           // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 constexpr unsigned kNonBlocking = 1;       // CU_STREAM_NON_BLOCKING
 constexpr unsigned kForAllGpus = 1;        // CU_MEMHOSTREGISTER_PORTABLE
 constexpr unsigned kSleeping = 0x1 | 0x2;  // CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
+
+// How long Await asks for the end of a copy again and again, before it sleeps.
+constexpr absl::Duration kAsked = absl::Microseconds(200);
 
 Address ToAddress(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 uint8_t* ToPointer(Address address) { return reinterpret_cast<uint8_t*>(address); }
@@ -81,6 +86,7 @@ struct CudaDriver::Functions {
   Result (*destroy_stream)(void*) = nullptr;
   Result (*create_event)(void**, unsigned) = nullptr;
   Result (*record_event)(void*, void*) = nullptr;
+  Result (*query_event)(void*) = nullptr;
   Result (*await_event)(void*) = nullptr;
   Result (*destroy_event)(void*) = nullptr;
   absl::string_view missing;  // the first function that the library lacks
@@ -116,6 +122,7 @@ struct CudaDriver::Functions {
     Find(library, "cuStreamDestroy_v2", destroy_stream);
     Find(library, "cuEventCreate", create_event);
     Find(library, "cuEventRecord", record_event);
+    Find(library, "cuEventQuery", query_event);
     Find(library, "cuEventSynchronize", await_event);
     Find(library, "cuEventDestroy_v2", destroy_event);
   }
@@ -411,9 +418,14 @@ absl::StatusOr<CudaDriver::Lane> CudaDriver::TakeLane(int device) {
 }
 
 absl::Status CudaDriver::Await(const Lane& lane) const {
-  absl::Status status = Check(functions_->record_event(lane.end, lane.stream), "cuEventRecord");
-  if (status.ok()) status = Check(functions_->await_event(lane.end), "cuEventSynchronize");
-  return status;
+  LOSSD_RETURN_IF_ERROR(Check(functions_->record_event(lane.end, lane.stream), "cuEventRecord"));
+  // A short copy is done before a thread that sleeps would continue.
+  const absl::Time end = clocks::SteadyNow() + kAsked;
+  while (clocks::SteadyNow() < end) {
+    const Result state = functions_->query_event(lane.end);
+    if (state != kNotReady) return Check(state, "cuEventQuery");
+  }
+  return Check(functions_->await_event(lane.end), "cuEventSynchronize");
 }
 
 void CudaDriver::Destroy(const Lane& lane) const {

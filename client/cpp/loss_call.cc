@@ -1354,7 +1354,8 @@ void LossCall::MaybeFinish() {
   const bool complete = std::all_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.done; });
   if (!finishing_ && !complete) return;  // a part waits for its next attempt
   finishing_ = true;
-  if (callback_ == nullptr && holds_->free()) return Finish();
+  const bool calls_here = callback_ == nullptr || (options_.short_callback && error_.ok());
+  if (calls_here && holds_->free()) return Finish();
   // WhenFree keeps at most one task; Finish may still be posted twice, and ignores the second call.
   holds_->WhenFree([self = shared_from_this()] { self->core_->executor().Post([self] { self->Finish(); }); });
 }

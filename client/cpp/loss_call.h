@@ -423,6 +423,7 @@ struct CallOptions {
   std::optional<uint64_t> slice_bytes;
   absl::Duration timeout;
   int max_attempts = 0;
+  bool short_callback = false;
   absl::Duration patience = absl::Milliseconds(100);  // StreamJob::patience
 };
 

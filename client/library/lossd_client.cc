@@ -676,6 +676,7 @@ ComputeOptions OptionsOf(const lossd_loss& loss, const v1::OpenMicrobatch& open)
   options.streams = loss.streams;
   if (loss.slice_bytes != 0) options.slice_bytes = loss.slice_bytes;
   options.timeout = absl::Seconds(loss.timeout);
+  options.short_callback = true;
   return options;
 }
 
@@ -692,7 +693,8 @@ RetainedGradients GradientsOf(const lossd_loss& backward, const v1::OpenBackward
 BackwardOptions OptionsOf(const lossd_loss& backward, const v1::OpenBackward& open) {
   return {.accumulate_gradients = open.accumulate_gradients(),
           .streams = backward.streams,
-          .timeout = absl::Seconds(backward.timeout)};
+          .timeout = absl::Seconds(backward.timeout),
+          .short_callback = true};
 }
 
 std::string SummaryOf(const LossResult& result) {

@@ -33,6 +33,7 @@ enum Result {
   kInvalidDevice = 101,
   kInvalidContext = 201,
   kPeerUnsupported = 217,
+  kNotReady = 600,
   kIllegalAddress = 700,
   kPeerAlreadyEnabled = 704,
   kAlreadyRegistered = 712,
@@ -646,6 +647,15 @@ int cuEventRecord(void* event, void* stream) {
     if (all.streams.count(recorded) == 0) return kInvalidValue;
     *static_cast<Event*>(event) = {recorded, recorded->taken + recorded->work.size()};
     return kSuccess;
+  });
+}
+
+int cuEventQuery(void* event) {
+  return Do("cuEventQuery", true, [&](Machine& all) {
+    if (all.events.count(static_cast<Event*>(event)) == 0) return kInvalidValue;
+    const Event& asked = *static_cast<Event*>(event);
+    const bool over = all.streams.count(asked.recorded) == 0 || asked.recorded->taken >= asked.given;
+    return over ? kSuccess : kNotReady;
   });
 }
 

@@ -38,14 +38,15 @@ class Array:
 
 
 def array_of(name: str, array: Any) -> Array:
-    """The Array of `array`. InvalidArgument, naming the argument `name`, if it is not C-contiguous."""
+    """The Array of `array`, which may be one already. InvalidArgument, naming the argument `name`, if it is not C-contiguous."""
+    if isinstance(array, Array):
+        return array
     if not is_cuda_array(array):
         if not array.flags.c_contiguous:
             raise errors.InvalidArgument(f"{name} must be C-contiguous")
         return Array(array, array.shape, array.dtype, array.ctypes.data, array.flags.writeable)
     interface = array.__cuda_array_interface__
-    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
-    address, read_only = interface["data"]
+    shape, dtype, (address, read_only) = tuple(interface["shape"]), np.dtype(interface["typestr"]), interface["data"]
     contiguous = tuple(dtype.itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape)))
     if interface.get("strides") not in (None, contiguous):
         raise errors.InvalidArgument(f"{name} is a CUDA array that is not C-contiguous")
@@ -54,7 +55,7 @@ def array_of(name: str, array: Any) -> Array:
 
 
 def is_cuda_array(values: object) -> bool:
-    return hasattr(values, "__cuda_array_interface__")
+    return values.device != "" if isinstance(values, Array) else hasattr(values, "__cuda_array_interface__")
 
 
 def _kind_of(name: str, found: np.dtype[Any], dtype: DType | None, on_gpu: bool = False) -> DType:
@@ -199,9 +200,8 @@ def as_ids(ids: ArrayLike) -> NDArray[np.int32]:
 
 def as_classes(classes: ArrayLike | None, rows: int) -> NDArray[np.int32] | None:
     """Class numbers of shape [K] or [rows, K]."""
-    return None if classes is None else _classes(
-        "classes", classes, f"[K] or [{rows}, K] of integers",
-        lambda array: array.ndim == 1 or (array.ndim == 2 and len(array) == rows))
+    return None if classes is None else _classes("classes", classes, f"[K] or [{rows}, K] of integers",
+                                                 lambda array: array.ndim == 1 or (array.ndim == 2 and len(array) == rows))
 
 
 def as_soft_targets(classes: ArrayLike | None, weights: ArrayLike | None, rows: int) -> dict[str, NDArray[Any]]:

@@ -309,7 +309,7 @@ class Client(HeadCalls):
         self.check_usable()
         numbers = _arrays.as_ids(ids)
         types.enum_value("dtype", types.DTYPES, dtype)
-        shape = out.__cuda_array_interface__["shape"] if _arrays.is_cuda_array(out) else getattr(out, "shape", None)
+        shape = _arrays.array_of("out", out).shape if _arrays.is_cuda_array(out) else getattr(out, "shape", None)
         if out is not None and (shape is None or len(shape) != 2):
             raise errors.InvalidArgument(f"out has shape {shape}; it must be [{len(numbers)}, D]")
         if not head:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import numbers
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
@@ -18,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 import lossd
-from lossd import errors, types
-from lossd._arrays import as_targets
+from lossd import _arrays, _native, errors, types
 from lossd.types import DType
 from lossd.v1 import types_pb2
 
@@ -192,7 +192,7 @@ def ids_of_rows(ids: torch.Tensor, vocab_size: int) -> NDArray[np.int32]:
         field, value = f"ids[{', '.join(map(str, place))}]", str(array[place])
         raise errors.InvalidArgument(f"{field} must be in [0, {vocab_size}), got {value}",
                                      types_pb2.ErrorDetail(field=field, value=value))
-    return as_targets(array.reshape(-1), "ids")
+    return _arrays.as_targets(array.reshape(-1), "ids")
 
 
 # ---- Conversion to what is sent ----
@@ -202,7 +202,7 @@ def labels(targets: torch.Tensor, shift: bool, ignore_index: int) -> NDArray[np.
     """One label for each row of hidden states, as a flat array. With `shift`, each position gets the target of the next
     position, and the last position gets ignore_index."""
     array: NDArray[Any] = targets.detach().to("cpu").numpy()
-    found = as_targets(array.reshape(-1)).reshape(array.shape)
+    found = _arrays.as_targets(array.reshape(-1)).reshape(array.shape)
     if shift:
         shifted = np.full_like(found, ignore_index)
         shifted[..., :-1] = found[..., 1:]
@@ -277,8 +277,23 @@ def place_of(tensor: torch.Tensor, client: lossd.Client) -> Place:
 
 
 def place_on(device: torch.device, client: lossd.Client) -> Place:
-    """place_of() for any tensor on the device."""
-    return "device" if device.type == "cuda" and client.shares_gpu(device.index) else "host"
+    """place_of() for any tensor on the device. A "device" is known for a second, since asking takes a tenth of a millisecond.
+    If the GPU is not shared any more, the client copies the rows through host memory."""
+    if device.type != "cuda":
+        return "host"
+    shared = _shared.setdefault(client, {})
+    now = time.monotonic()
+    if now < shared.get(device.index, 0.0):
+        return "device"
+    if not client.shares_gpu(device.index):
+        return "host"
+    shared[device.index] = now + _KNOWN_SECONDS
+    return "device"
+
+
+_KNOWN_SECONDS = 1.0
+# For each client and GPU that the client shares with its server: the time until which this counts as known.
+_shared: weakref.WeakKeyDictionary[lossd.Client, dict[int | None, float]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -311,7 +326,7 @@ _PAUSE_BETWEEN_QUERIES = 20e-6  # seconds; the system adds about 60e-6
 class Sent:
     """Rows [N, D] in the form that lossd.Client takes."""
 
-    array: Any  # a NumPy array, or a CUDA tensor that the client copies from
+    array: Any  # a NumPy array, or a CUDA array that the client copies from
     ready: Ready | None  # the work to wait for before the rows may be read; None: there is none
 
 
@@ -368,11 +383,21 @@ def soft_targets(classes: Any, weights: Any, hidden: torch.Tensor) -> tuple[NDAr
 
 
 def as_sent(tensor: torch.Tensor) -> Any:
-    """A contiguous tensor as lossd.Client takes it, without a copy: an array for a CPU tensor, else a CUDA tensor, with bf16
-    viewed as int16."""
+    """A contiguous tensor as lossd.Client takes it, without a copy: an array for a CPU tensor, else the client's own form of a
+    CUDA array, with bf16 viewed as int16. Its `__cuda_array_interface__` would say the same, but takes longer."""
     if tensor.device.type == "cpu":
         return as_array(tensor)
-    return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+    if not tensor.numel():
+        return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+    address = tensor.data_ptr()
+    gpu = _gpus.get(tensor.device.index)
+    if gpu is None:
+        gpu = _gpus[tensor.device.index] = _native.gpu_of("hidden", address)
+    return _arrays.Array(tensor, tuple(tensor.shape), _DTYPES_ON_GPU[tensor.dtype], address, True, gpu)
+
+
+_gpus: dict[int, str] = {}  # the UUIDs of GPUs, by the numbers that torch has for them
+_DTYPES_ON_GPU = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(np.int16)}
 
 
 def settle(memory: torch.Tensor | None) -> None:
