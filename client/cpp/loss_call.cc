@@ -1161,11 +1161,12 @@ void LossCall::StartPart(size_t index) {
       std::move(job),
       [self = shared_from_this()](const v1::HeadState& state) { return self->answers_.Accept(state); },
       [self = shared_from_this(), index](StreamEnd end) {
-        auto finish = [self, index, end = std::move(end)] { self->FinishPart(index, end); };
         // After an error, FinishPart may begin another attempt and open a region, which takes too long for
         // RunOrPost.
-        if (end.status.ok()) return self->core_->executor().RunOrPost(std::move(finish));
-        self->core_->executor().Post(std::move(finish));
+        const bool is_short = end.status.ok();
+        auto finish = [self, index, end = std::move(end)] { self->FinishPart(index, end); };
+        Executor& executor = self->core_->executor();
+        is_short ? executor.RunOrPost(std::move(finish)) : executor.Post(std::move(finish));
       });
   ++part.attempts;
   ++under_way_;

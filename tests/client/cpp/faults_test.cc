@@ -209,6 +209,43 @@ TEST_F(FaultsTest, CancelEndsTheCall) {
   EXPECT_LT(clocks::SteadyNow() - start, absl::Seconds(2));
 }
 
+// Each computation calls its callback once, with the result that Wait returns, and before Wait returns. A
+// short callback of a computation that succeeds runs on the thread that brings the end; any other callback on
+// the thread of all callbacks.
+TEST_F(FaultsTest, CallbacksGetTheResultOnce) {
+  std::thread::id of_callbacks;
+  for (const bool is_short : {false, true}) {
+    ComputeOptions options = Options();
+    options.short_callback = is_short;
+    options.max_attempts = 1;
+    for (const bool fails : {false, true}) {
+      server_.SetFaults({.refuse_streams = fails ? 1000 : 0});
+      for (int n = 0; n < 8; ++n) {
+        int calls = 0;
+        absl::Status told;
+        double loss = 0;
+        std::thread::id thread;
+        PendingLoss pending = client_->ComputeLossAsync(AsMicrobatch(n), Outputs(), options,
+                                                        [&](const absl::StatusOr<LossResult>& result) {
+                                                          ++calls;
+                                                          told = result.status();
+                                                          loss = result.ok() ? result->loss : 0;
+                                                          thread = std::this_thread::get_id();
+                                                        });
+        const absl::StatusOr<LossResult> result = pending.Wait();
+        EXPECT_EQ(calls, 1);
+        EXPECT_EQ(result.ok(), !fails) << result.status();
+        EXPECT_EQ(told, result.status());
+        EXPECT_EQ(loss, result.ok() ? result->loss : 0);
+        EXPECT_NE(thread, std::this_thread::get_id());
+        if (is_short && !fails) continue;
+        if (of_callbacks == std::thread::id()) of_callbacks = thread;
+        EXPECT_EQ(thread, of_callbacks);
+      }
+    }
+  }
+}
+
 // A call's end gives the caller's memory back: what is in it afterwards is not sent.
 TEST_F(FaultsTest, CancelledCallsSendNothingThatComesLater) {
   constexpr float kLater = 12345;

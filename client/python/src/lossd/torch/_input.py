@@ -397,7 +397,8 @@ def as_sent(tensor: torch.Tensor) -> Any:
 
 
 _gpus: dict[int, str] = {}  # the UUIDs of GPUs, by the numbers that torch has for them
-_DTYPES_ON_GPU = {torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(np.int16)}
+_DTYPES_ON_GPU: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32), torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(np.int16)}
 
 
 def settle(memory: torch.Tensor | None) -> None:
