@@ -6,8 +6,9 @@ with each kind of gradients and several seeds, and compares the losses, also sep
     python3 bench/convergence.py --servers 127.0.0.1:7070 --steps=3000 --seeds=3 --jobs=8 --out=convergence.json
 
 Runs with the same seed begin with the same weights and see the same batches, so their losses are compared pair by pair. After
-training, PyTorch computes the loss on held-out text in fp32 from the trunk and the head's weight. The tokens of the training
-text are sorted by frequency and divided into ten groups of equally many tokens (deciles). A bias of gradients in the tail of
+training, PyTorch computes the loss on held-out text in fp32 from the trunk and the head's weight. The different
+tokens that occur in the training text are sorted by frequency and divided into ten groups of as many different tokens each
+(deciles). A bias of gradients in the tail of
 the softmax would show in the decile of the rarest tokens.
 """
 
@@ -58,8 +59,8 @@ class Run:
     curve: list[float]  # the training loss; each point is the mean of CURVE_STEPS steps
     held_out: float  # the mean loss on the held-out text
     deciles: list[float]  # the mean held-out loss of the tokens of each decile, the rarest first
-    dropped_mass: float
-    predicted_error: float
+    dropped_mass: float  # the probability of the classes whose gradients were left out, a row, in the mean over the steps
+    predicted_error: float  # the relative error that sampling is expected to give the gradients, in the mean over the steps
     seconds: float
 
 

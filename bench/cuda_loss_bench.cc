@@ -9,8 +9,8 @@
 //
 // "loss+grad" is the time from the end of one microbatch to the end of the next. Microbatches are submitted
 // one after the other; host copies in both directions are included, and the backend overlaps them. The floor
-// is the time of the three bare cuBLASLt products with 16-bit output. loss_times.h explains the errors. More
-// flags:
+// is the time of the three bare cuBLASLt products with 16-bit output. The errors of
+// losses and gradients are those against double precision (MeasureErrors in loss_times.h). More flags:
 // - --deferred also times the two calls of a deferred microbatch. The first returns losses and entropies and
 //   retains the hidden states. The second, the backward, brings the upstream gradients of each row's loss,
 //   log-sum-exp and entropy, and computes the logits once more.
@@ -242,7 +242,9 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
   Microbatch full(*backend, *head, shape, data, ComputeType(), options, Call::kLossAndGradients);
-  if (kernels::MaySample(way.gradients)) {  // the first chunks do not know the hot classes yet
+  // The hot classes are the most frequent classes, which sampled chunks multiply densely. They are chosen
+  // from the counts of earlier chunks, so the first chunks have none.
+  if (kernels::MaySample(way.gradients)) {
     full.Run(4, 1);
     Check(head->ZeroGradients(), "ZeroGradients");
   }
@@ -268,6 +270,7 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
   result["dropped_mass"] = full.dropped_mass();
   const int iterations = *flags.iterations;
   full.WarmUp(backend->max_chunks_in_flight());
+  // iterations + 1 microbatches have `iterations` times between the ends of two of them.
   const ExchangeWatch exchanges(*backend);
   result["loss_and_gradients"] = ToJson(Summarise(full.Run(iterations + 1, backend->max_chunks_in_flight())));
   result["exchanges"] = exchanges.PerOne(iterations + 1);

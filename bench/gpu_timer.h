@@ -62,7 +62,9 @@ inline Times Summarise(std::vector<double> times) {
   return {times[times.size() / 2], times.front(), times.back()};
 }
 
-// Measures the device time of `work` between two events, on a stream of its own.
+// Measures the device time of `work`, which must enqueue on stream(), between two events on that stream.
+// Times are in ms. Measure first calls `work` without counting it (kWarmUps times and for kWarmUpSeconds at
+// least), and passes the number of the call, from 0 on.
 class Timer {
  public:
   Timer() {

@@ -2,8 +2,11 @@
 // Measures the cost of the service: rows per second of the same loss computation by the kernels alone, by the
 // engine, and by a client over TCP loopback. All run in one process on one backend.
 //
-//   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5 server_bench service
-//   --target=127.0.0.1:7070      only the client; the server is already running
+//   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
+//
+//   server_bench service --target=127.0.0.1:7070
+//
+// The second command measures only the client, of a server that is already running.
 //
 // Prints a table, and writes JSON to --json=FILE. Each of the three computes loss, dL/dx and dL/dW of the
 // same random rows.
@@ -194,6 +197,8 @@ Line MeasureKernels(const Shape& shape, double seconds) {
   return line;
 }
 
+// Waits for the end of a stream, and drops its results. If a slice had to wait for memory, the slice is
+// copied on the thread that brings the memory.
 class Waiter : public engine::StreamObserver {
  public:
   void OnMemory(absl::AnyInvocable<void()> receive) override { receive(); }

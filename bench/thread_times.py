@@ -34,6 +34,7 @@ def parse_stat(text: str, ticks: int) -> Times:
     any characters, also parentheses."""
     name = text[text.index("(") + 1:text.rindex(")")]
     fields = text[text.rindex(")") + 1:].split()
+    # utime and stime, fields 14 and 15 of proc(5); fields[0] is field 3, the state
     return Times(name, int(fields[11]) / ticks, int(fields[12]) / ticks)
 
 

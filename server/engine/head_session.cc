@@ -76,9 +76,9 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
         observer.OnMemory(
             [alive, slice = std::move(slice)]() mutable { alive->CopyAndQueue(std::move(slice)); });
       },
-      // Tells the session's schedule where the values of a slice's heads are. A head and its teacher never
-      // both live in host memory (ValidateTeacher), so the answer is where the values of that one of the two
-      // are.
+      // Tells the session's schedule where the values are that a slice needs from host memory (ValuesAre;
+      // kHome: it needs none). At most one of a head and its teacher lives in host memory (ValidateTeacher),
+      // so this is the answer of the head, or the teacher's if the head's answer is kHome.
       [head = session.get()](const SliceWork& slice) {
         const std::shared_ptr<HeadSession>& teacher = slice.stream->teacher().session;
         const ValuesAre own = head->teaching.values();
@@ -161,6 +161,8 @@ void HeadSession::CopyAndQueue(std::unique_ptr<SliceWork> slice) {
       context_->loop.Wake();
     }
   }
+  // Null: the slice was queued. Otherwise its stream has failed, and the slice is destroyed here, without the
+  // lock.
   if (slice == nullptr) caller.on_queued(staging_bytes);
 }
 
@@ -288,6 +290,7 @@ void HeadSession::OnChunkLeft(std::vector<std::unique_ptr<SliceWork>> slices) {
   const auto teacher = slices.empty() ? nullptr : slices.front()->stream->teacher().session;
   if (teacher != nullptr) --teacher->chunks_in_flight_;
   context_->loop.OnLeft();
+  // The notifier destroys the slices, because the lock is held here.
   context_->notifier.Post([slices = std::move(slices)]() mutable { slices.clear(); });
 }
 
@@ -379,7 +382,7 @@ Stream::~Stream() {
     absl::MutexLock lock(&context.mutex);
     ticket = state_->memory_ticket();
   }
-  if (ticket != 0) context.staging->Forget(ticket);
+  if (ticket != 0) context.staging->Forget(ticket);  // a slice of this stream may still wait for memory
 }
 
 void Stream::Start() {

@@ -57,7 +57,8 @@ absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& d
                                                             absl::string_view head);
 
 // The `most` newest checkpoints of a head, ordered as by SortNewestFirst. Checkpoints whose manifest cannot
-// be read have no age. They are in the list, too, but take at most half of the places from readable ones.
+// be read have no age and come last. If not all checkpoints have a place, those get at most half of the
+// places, or the places that readable ones leave free if these are more.
 struct NewestCheckpoints {
   std::vector<CheckpointInfo> checkpoints;
   size_t left_out = 0;    // how many checkpoints are not in the list
@@ -86,9 +87,10 @@ absl::StatusOr<std::vector<std::string>> PruneCheckpoints(const std::string& dir
 absl::StatusOr<uint64_t> TakeSaveNumber(Disk* disk, const std::string& directory, const std::string& head);
 
 // Sorts the checkpoints of a head from the newest to the oldest, by save number. A checkpoint without a
-// number was saved by an older server. It counts as newer than every numbered checkpoint that was saved no
-// later, by the times in the manifests. Among checkpoints without a number, the later time and then the
-// larger step is newer. Checkpoints whose manifest cannot be read come last.
+// number was saved by an older server. Its place follows from the times in the manifests: it counts as newer
+// than all numbered checkpoints that were saved at the same time or before. Among checkpoints without a
+// number, the later time and then the larger step is newer. Checkpoints whose manifest cannot be read come
+// last.
 void SortNewestFirst(std::vector<CheckpointInfo>* infos);
 
 // ---- Removing a checkpoint that others may be reading ----

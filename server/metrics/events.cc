@@ -115,7 +115,8 @@ KindNames NamesOf(SpanKind kind) {
 
 double Microseconds(absl::Duration duration) { return absl::ToDoubleMicroseconds(duration); }
 
-// Spans of slices are asynchronous events, which viewers group by id, because slices overlap each other.
+// Spans of slices and chunks are asynchronous events, which viewers group by id, because they overlap each
+// other.
 void AppendAsync(const Span& span, size_t process, absl::Time origin, std::string* json) {
   const KindNames names = NamesOf(span.kind);
   const std::string id = names.category == "slice"

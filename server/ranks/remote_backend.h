@@ -62,10 +62,12 @@ class RemoteHead final : public kernels::HeadKernels {
   std::vector<kernels::RemotePart> remote_parts() const override {
     return {{.rank = worker_->rank(), .head = id_.id}};
   }
+  // If the worker's rank is among them, WriteTensor sends nothing from now on: the worker gets its rows in
+  // another way, for example from files that it reads itself (RankFiles).
   void PassBy(absl::Span<const int> ranks) override;
 
-  // Start the worker's part of an operation that all ranks do together. The worker answers once all ranks
-  // have done their parts.
+  // Start the worker's part of an operation that all ranks do together. Return the id of the request, for
+  // WorkerStream::Await. The worker answers once all ranks have done their parts.
   uint64_t StartSumGradients();
   uint64_t StartSpreadValues();
   WorkerStream& worker() const { return *worker_; }
@@ -123,15 +125,17 @@ inline constexpr size_t kPiecesUnderWay = 4;
 
 // The replicas of one head on all ranks. `heads`: first the leader's own head, which belongs to the backend
 // of `link`, then the workers' heads (RemoteHead) in the order of ranks. If one rank has an error, the
-// operation returns this error, although other ranks may have done their parts. If a worker does not answer
-// within `timeout` plus kLastWords, the leader gives it up; a worker that works would have reported the delay
-// within that time.
+// operation returns this error, although other ranks may have done their parts. If the leader has done its
+// part and a worker does not answer within `timeout` plus kLastWords, the leader gives the worker up: a
+// worker that is alive reports an error when its own `timeout` is over. If the leader's part has failed, it
+// waits at most kLastWords for the workers' errors, which name the cause.
 absl::StatusOr<std::unique_ptr<kernels::Replicas>> MakeRankReplicas(
     kernels::RankLink* link, absl::Duration timeout, absl::Span<kernels::HeadKernels* const> heads);
 
 // Joins the leader's part of a head that is split by vocabulary to the parts of the workers, which the
 // workers have joined already. `heads` as for MakeRankReplicas. `same_chunks`: whether chunks must have the
-// same size on all ranks. If they must and would not, returns INVALID_ARGUMENT, which names rank and values.
+// same size on all ranks; then ranks with different chunk_rows() are an INVALID_ARGUMENT, which names rank
+// and values.
 absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
                              absl::Span<kernels::HeadKernels* const> heads);
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The leader's end of the connection to one worker (worker_stream.h).
+// The leader's end of the connection to one worker (worker_stream.h). Errors about messages say what "it",
+// the worker, did; Run puts the name of the rank before them.
 #include "server/ranks/worker_stream.h"
 
 #include <utility>
@@ -229,7 +230,8 @@ void WorkerStream::Submit(const RemoteHeads& heads, Chunk* chunk, ChunkCallbacks
     }
   }
   if (lost.ok()) {
-    // If sending fails, the reading thread fails the chunk once write_mutex_ is free.
+    // If sending fails, the stream has ended or ends, and Run calls FailAll once this function has released
+    // write_mutex_.
     SendChunk(id, heads, *chunk);
     return;
   }
@@ -245,6 +247,7 @@ void WorkerStream::SendChunk(uint64_t id, const RemoteHeads& heads, const Chunk&
   if (slices.empty()) NoteRead(id, {});
   if (!Send(message)) return;
   std::vector<bool> in_place;
+  // The place of rows in memory that the worker has mapped; nullopt: the rows travel in the message.
   const auto find = [&](const void* begin, size_t bytes) -> std::optional<v1::RowsPlace> {
     write_mutex_.AssertHeld();
     return regions_ == nullptr ? std::nullopt : regions_->Find(rank(), begin, bytes);
@@ -255,11 +258,13 @@ void WorkerStream::SendChunk(uint64_t id, const RemoteHeads& heads, const Chunk&
     if (!of_slice.ok()) return GiveUp(of_slice.status());
     in_place.push_back(of_slice->has_grad_hidden_at());
     *message.mutable_slice() = *std::move(of_slice);
+    // Before the last message leaves, because the worker may answer as soon as it has the message.
     if (i + 1 == slices.size()) NoteRead(id, in_place);
     if (!Send(message)) return;
   }
 }
 
+// All slices have been put into messages, so results may now be written over their rows.
 void WorkerStream::NoteRead(uint64_t chunk, std::vector<bool> in_place) {
   absl::MutexLock lock(&mutex_);
   Flight& flight = *flights_.at(chunk);
@@ -299,6 +304,7 @@ void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
   }
   requests_.Fail(status);
   {
+    // Waits for a Submit that has not seen lost_, so that FailAll finds its chunk.
     absl::MutexLock lock(&write_mutex_);
     transport_ = nullptr;
   }

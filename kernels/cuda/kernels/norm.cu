@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// LayerNorm and RMSNorm, forward and backward; norm.h has the formulas. The plan of the backward pass stands
-// above its kernels.
+// LayerNorm and RMSNorm, forward and backward. norm.h has the formulas of the forward pass; those of the
+// backward pass and its plan stand above its kernels. norm_rows.cuh has what these kernels share with
+// hopper/norm_backward.cu: groups of threads that work on a row (RowGroup; RowGroup<true>: the block is one
+// group), their sums (GroupSum), and rows in shared memory. A vector has eight columns.
 //
 // Forward. A block holds a row in registers, so x is read once and y is written once; gain and shift come
-// from L1 or L2. A block that works on long rows holds two rows, so that it loads gain and shift once for
-// both. (In fp32 they are twice as large as x and y of a row, and would not stay in L1 beside x and y.) Rows
-// with more than kMostNormColumns columns, or with a number of columns that is not a multiple of 8, are read
-// again for each pass (NormForwardAnyKernel).
+// from L1 or L2. A block that works on long rows of 16-bit elements holds two rows, so that it loads gain and
+// shift once for both. (Gain and shift are fp32, twice as large as x and y of such a row, and would not stay
+// in L1 beside x and y.) Rows with more than kMostNormColumns columns, with a number of columns that is not a
+// multiple of 8, or that are not aligned are read again for each pass (NormForwardAnyKernel).
 #include <algorithm>
 
 #include "kernels/cuda/device/kernel_code.h"
@@ -198,6 +200,7 @@ NormPlan PlanNormForward(const NormParams& params) {
 
 cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
+  // kNowhere: the rows are not kept on the multiprocessor; each pass reads them again.
   if (PlanNormForward(params).rows == NormRows::kNowhere) {
     NormForwardAnyKernel<<<static_cast<unsigned>(params.rows), NormThreadsForAny(params.x.cols), 0, stream>>>(
         params);
@@ -210,18 +213,25 @@ cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limi
 
 // ---- backward, with gain and shift gradients ----
 //
+// With unit = (x - mean) r, the normalized row, and g = gain dy (dy = scale * p.y):
+//
+//   dx = r (g - mean(g) - unit mean(g unit)); RMSNorm: without mean(g)
+//   the gradients of gain and shift are the sums of dy unit and of dy over the rows
+//
 // Bytes: reads x and dy, writes dx.
 //
-// Plan: one block a multiprocessor; its groups take rows in turn. Each warp has a ring of kStages parts of
+// Plan: one block a multiprocessor; its groups of threads (RowGroup, one row at a time each) take rows in
+// turn. Each warp has a ring of kStages parts of
 // rows in shared memory, into which it copies its own threads' vectors of the next rows. So no barrier is
 // needed between loads and arithmetic; only the sums over a row need a barrier. A thread sums the parameter
 // gradients of its columns in registers, over all rows of its group. The sums of a block's groups are added
 // in shared memory. A second kernel adds the partial sums of the blocks. The order is always the same.
 //
-// Short rows have two vectors a thread and the gain in registers. Long rows have four vectors a thread and
-// the gain in shared memory, and so have rows for which fewer threads are then idle. Some rows are read again
-// for each pass (NormBackwardAnyKernel): rows so long that kStages of them do not fit into shared memory,
-// rows whose number of columns is not a multiple of 8, and rows with rare pairs of dtypes. On Hopper most
+// A thread has either two vectors of a row and their gain in registers, or four vectors and the gain in
+// shared memory. A launch takes the one with which more threads of a block have work: usually two vectors for
+// short rows, four for long rows. Some rows are read again for each pass (NormBackwardAnyKernel): rows so
+// long that kStages of them do not fit into shared memory, rows whose number of columns is not a multiple of
+// 8, rows that are not aligned, and rows with rare pairs of dtypes of x and dy. On Hopper most
 // rows of 1024 to 32768 columns use hopper/norm_backward.cu.
 
 namespace {
@@ -298,7 +308,8 @@ __global__ __launch_bounds__(kNormThreads) void NormBackwardAnyKernel(
 
 // ---- backward, with rows through shared memory ----
 
-// A warp's part of a row in shared memory, in 16-byte units: RowFacts, x, dy.
+// A warp's part of a row in shared memory, in 16-byte units: RowFacts (r, mean, keep and the raw row's
+// number), x, dy.
 template <typename X, typename Dy, int kVectors>
 struct Stage {
   using XPart = WarpPart<X, kVectors>;
@@ -506,6 +517,7 @@ NormPlan PlanNormBackward(const NormParams& params, const NormBackwardParams& ba
   if (why_not_hopper.empty()) return {NormRows::kBulkCopies, ""};
   cudaError_t error = cudaSuccess;
   const Launch launch = {params, backward, limits, 0, nullptr, /*asks=*/true};
+  // LaunchIfPaired (norm_rows.cuh) calls launch.IfFits for the pair of dtypes of x and dy.
   if (LaunchIfPaired(launch, params, backward, &error)) return {NormRows::kWarpCopies, why_not_hopper};
   return {NormRows::kNowhere, "long rows"};
 }
@@ -526,7 +538,7 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
     case NormRows::kWarpCopies:
       LaunchIfPaired(Launch{params, b, limits, blocks, stream}, params, b, &error);
       break;
-    case NormRows::kRegisters:
+    case NormRows::kRegisters:  // forward only
     case NormRows::kNowhere:
       NormBackwardAnyKernel<<<blocks, NormThreadsForAny(cols), 0, stream>>>(params, b);
       error = cudaGetLastError();

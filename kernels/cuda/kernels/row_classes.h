@@ -5,6 +5,9 @@
 // - LaunchMergeTop: merges the top classes of several devices,
 // - LaunchClassLogits: the logits of classes that the caller names.
 //
+// The classes "here" are those on this device: all classes, or a part of them if the head is split by
+// vocabulary.
+//
 // All launchers enqueue on `stream`. Pointers are to device memory, or to pinned host memory, which the
 // device can access, too. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_CLASSES_H_
@@ -44,19 +47,21 @@ struct SelectTopParams {
 };
 cudaError_t LaunchSelectTop(const SelectTopParams& params, cudaStream_t stream);
 
-// Selects the top classes from exponentials of all classes. Exponentials order the classes of a row as its
-// logits do, except where rounding to bf16 makes them equal. So the kernel computes the logits of classes
-// that may be among the top k: a few more than k classes a row, and more if many logits lie within 2^-7 of
-// each other. (If all logits are equal, it computes the logits of all classes: as much work as the product,
-// and much slower.)
+// Selects the top classes from exponentials of all classes, which the logit pass of the fused loss stores
+// instead of logits (hopper/logit_pass.h). Exponentials order the classes of a row as its logits do, except
+// where rounding to bf16 makes them equal. So the kernel computes the logits, from `hidden` and `weight`, of
+// the classes that may be among the top k: a few more than k classes a row, and more if many logits lie
+// within 2^-7 of each other. (If all logits are equal, it computes the logits of all classes: as much work as
+// the product, and much slower.)
 struct SelectTopOfExponentialsParams {
-  const void* exponentials = nullptr;  // [rows, ld] bf16, not negative; any value at the target
-  int64_t ld = 0;                      // a multiple of 8
-  const void* hidden = nullptr;        // [rows, inner] bf16
-  const void* weight = nullptr;        // [terms.vocab, inner] bf16
-  int64_t inner = 0;                   // a multiple of 8
-  LossTerms terms;                     // of all classes, without a softcap
-  const int32_t* targets = nullptr;    // [rows], classes counted from 0; -1: the target is on another device
+  // [rows, ld] bf16, not negative; any value at the target, whose logit is always computed
+  const void* exponentials = nullptr;
+  int64_t ld = 0;                    // a multiple of 8
+  const void* hidden = nullptr;      // [rows, inner] bf16
+  const void* weight = nullptr;      // [terms.vocab, inner] bf16
+  int64_t inner = 0;                 // a multiple of 8
+  LossTerms terms;                   // of all classes, without a softcap
+  const int32_t* targets = nullptr;  // [rows], classes counted from 0; -1: the target is on another device
   int64_t rows = 0;
   int k = 0;  // in [1, kMostSelected]
   TopLists top;

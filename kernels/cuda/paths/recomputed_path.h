@@ -38,10 +38,12 @@ class RecomputedPath final : public ChunkPath {
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
 
   // The steps of the phases, for other paths that add steps between them. Statistics computes row results and
-  // gradient rules (GradientRule) of all rows. `selects`: also the most probable classes;
+  // rules of all rows; a rule (GradientRule, loss_rows.h) has what the gradient of a row needs besides its
+  // logits. `selects`: also the most probable classes;
   // Region::kHiddenGradient must then be free.
   absl::Status Statistics(const ChunkJob& job, bool selects) const;
-  // Computes the gradients that `job` wants, from the rules and PathContext::keep.
+  // Computes the gradients that `job` wants, from the rules and PathContext::keep (the rows that the guard
+  // lets through).
   absl::Status Gradients(const ChunkJob& job) const;
   // Computes the logits of a block of rows, for the classes from first_class on.
   absl::Status ClassBlockLogits(const ChunkJob& job, const RowBlock& rows, int64_t first_class,
@@ -60,7 +62,7 @@ class RecomputedPath final : public ChunkPath {
   absl::Status RowResultsAndExponentials(const ChunkJob& job, const RowBlock& rows,
                                          const hopper::TilePartials& tiles, void* exponentials) const;
   // [rows]: dL/ds divided by (scale * gradient unit) is factors()[r] times row r of the exponentials that
-  // RowResultsAndExponentials writes.
+  // RowResultsAndExponentials writes. The gradient unit is a power of two (ChunkLayout::unit).
   const float* factors() const { return fused_rows_.factor; }
   GemmShape LogitsGemm(int64_t rows) const { return shapes_.Logits(rows, context_.sizes.padded_vocab); }
   // A matrix at `data` for the fp32 logits of all classes of some rows.
@@ -95,12 +97,12 @@ class RecomputedPath final : public ChunkPath {
   const RowMerger merger_;
   const TopSelector top_;
   const SoftSteps soft_;
-  hopper::FusedRows fused_rows_;  // without `partials`
+  hopper::FusedRows fused_rows_;  // `partials` is not set; FusedLoss sets it for a block of rows
   RecomputedBlocks blocks_;       // the sizes of the blocks of the chunk that Prepare has begun
 };
 
-// Divides [0, end) into blocks and calls step(begin, size) for each. `size` is `block`, but no block reaches
-// beyond `limit`, which is at least `end` (the rest is padding).
+// Calls step(begin, size) for the blocks that cover [0, end), in order. `size` is `block`; the last block is
+// cut off at `limit`. `limit` >= end: what lies between `end` and `limit` is padding.
 absl::Status ForEachBlock(int64_t end, int64_t block, int64_t limit,
                           absl::FunctionRef<absl::Status(int64_t, int64_t)> step);
 

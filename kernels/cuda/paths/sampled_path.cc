@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The paths of sampled gradients (sampled_path.h): first SampledStoredPath, then SampledRecomputedPath.
+// The paths of sampled gradients (sampled_path.h): first SampledStoredPath, then SampledRecomputedPath. The
+// kernels are in sampled.h; path_steps.h has the steps that parts of a split head take together
+// (GradientMerger).
+//
+// A list is first written where dx will be (`listed`), because the matrix of ds is still read. When the list
+// is complete it is copied to the memory of the matrix (`entries`); then dx is written. `kept` has the
+// entries of accumulated rows, from which AddEntries computes dW.
 #include "kernels/cuda/paths/sampled_path.h"
 
 #include <algorithm>
@@ -115,6 +121,7 @@ absl::Status SampledStoredPath::Branch(const ChunkJob& job, DeviceBranch& branch
                                        absl::FunctionRef<absl::Status()> listed) const {
   if (!job.plan.filters_elements) return BranchByDecision(context_, job, branch, dense, listed);
   if (job.terms.smoothing > 0.0f) return dense();
+  // The level is not 0 if the elements that the filter has left do not fit into the list.
   return BranchByFlag(context_, &buffers_.counters->level, branch, dense, listed);
 }
 
@@ -122,7 +129,8 @@ HotPart SampledStoredPath::HotPartOf(const ChunkJob& job) const {
   return UsesHot(job) ? HotPart{hot_, buffers_.hot_listed, buffers_.hot_widths} : HotPart{};
 }
 
-// Before the first chunk no class has been counted.
+// Before the first chunk, zeroes the hot classes: none is hot, and none has been counted. Before each chunk
+// that uses them, zeroes the padding rows of the dense part, which the products read.
 absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   if (!knows_hot_) LOSSD_RETURN_IF_ERROR(Zero(hot_.bits, hot_bytes_, stream));
@@ -134,7 +142,8 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
               stream);
 }
 
-// Region::kHiddenGradient is free, because Sample has put the list there.
+// Region::kHiddenGradient may be overwritten: Sample has waited until the dx of the chunk before has left it,
+// and GatherRows copies the list away before it writes dx.
 absl::Status SampledStoredPath::HiddenGradient(const ChunkJob& job) {
   return Branch(
       job, *job.loss_branch,
@@ -152,6 +161,8 @@ absl::Status SampledStoredPath::WeightGradient(const ChunkJob& job) {
   return absl::OkStatus();
 }
 
+// Copies the list and the dense part from the memory of dx, which is written next, to the memory of the
+// matrix, which is no longer read.
 absl::Status SampledStoredPath::CopyLists(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   const auto copy = [stream](void* to, const void* from, int64_t bytes) {
@@ -231,7 +242,8 @@ absl::Status SampledStoredPath::AddKept(const ChunkJob& job) const {
                   "choosing kernels");
 }
 
-// Before the call, the hidden states have been multiplied by the factors of the rows.
+// Multiplies job.hidden by the factors of the rows, if there are any. So it comes after AddEntries and
+// AddUniform, which need the hidden states as they were.
 absl::Status SampledStoredPath::AddHot(const ChunkJob& job) const {
   Device& device = *context_.device;
   const cudaStream_t stream = device.compute();
@@ -351,7 +363,9 @@ absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
   }
   LOSSD_RETURN_IF_ERROR(merger_.MergeErrors(job));
   LOSSD_RETURN_IF_ERROR(DecideSampled(context_, job, buffers_.counters));
-  if (context_.sizes.is_split() || job.terms.soft) return absl::OkStatus();  // the rules are written
+  // If the device decides that the chunk is exact, exact_.Gradients needs the rules of all rows. Here
+  // BlockElements has written them already.
+  if (context_.sizes.is_split() || job.terms.soft) return absl::OkStatus();
   return BranchByDecision(
       context_, job, *job.loss_branch, [&] { return exact_.Statistics(job, /*selects=*/false); },
       [] { return absl::OkStatus(); });
@@ -392,6 +406,7 @@ absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBl
   const cudaStream_t stream = context_.device->compute();
   absl::StatusOr<LogitMatrix> elements = BlockElements(job, rows);
   if (!elements.ok()) return elements.status();
+  // Each block has a level of its own; only `highest`, the last member, goes on over all blocks of the chunk.
   LOSSD_RETURN_IF_ERROR(Zero(buffers_.counters, offsetof(SampleCounters, highest), stream));
   const SampleRowsParams sample = {.elements = *elements,
                                    .factors = LeavesExponentials(job.plan) ? exact_.factors() : nullptr,

@@ -278,6 +278,10 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
   return staged_.ForEachBlock(job, KeptOf(job), step);
 }
 
+// None without a teacher, or if the head computes in fp32. Otherwise rows for half of the teacher's memory,
+// so that the student's logits fit behind the teacher's. If the products also compute the softmaxes, at most
+// as many rows as have room for the parts of both softmaxes, which lie where FusedStoredPath has its partial
+// sums, at the beginning of Region::kHiddenGradient.
 StoredPath::TeacherRoom StoredPath::RoomOf(const ChunkJob& job) const {
   const HeadSizes& sizes = context_.sizes;
   if (job.teacher == nullptr || context_.config.compute_dtype == DType::kFloat32) return {};
@@ -322,7 +326,7 @@ absl::Status StoredPath::ForEachBlockBesideTeacher(const ChunkJob& job, const Te
                                                    StagedLogits::BlockStep step) const {
   const HeadSizes& sizes = context_.sizes;
   const auto* const hidden = static_cast<const uint8_t*>(job.hidden);
-  if (room.known.parts > 0) {
+  if (room.known.parts > 0) {  // the softmaxes lie where dx will be
     LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   }
   for (const RowSpan& part : PartsOf(job.padded_rows(), room.rows)) {
@@ -375,6 +379,7 @@ absl::Status StoredPath::Distil(const ChunkJob& job, const RowBlock& rows, const
   const cudaStream_t stream = device.compute();
   const TeacherRows& teacher = *job.teacher;
   const bool mixes = MixesTargets(job.options().distillation);
+  // Whether one kernel computes everything: all classes are here, and the loss with targets does not count.
   const bool whole = !mixes && !context_.sizes.is_split();
   DivergenceParams p = {
       .student = logits,
@@ -442,7 +447,8 @@ absl::Status StoredPath::SumDivergences(const DivergenceParams& p) const {
 }
 
 // Computes statistics of the logits, merges them over all devices, and computes the gradient from the same
-// logits. Also for rows with soft targets.
+// logits. Also for rows with soft targets: soft_.Take leaves the classes that they name out of the
+// statistics, and soft_.Name computes the statistics of these classes (SoftSteps in path_steps.h).
 absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                       const LogitMatrix& gradient) const {
   const cudaStream_t stream = context_.device->compute();
@@ -547,7 +553,8 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
   return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
 }
 
-// Region::kHiddenGradient is free, because Loss has put the partial sums there.
+// Does not wait for Region::kHiddenGradient: Loss has waited already, before it put the partial sums there,
+// and these are no longer needed.
 absl::Status FusedStoredPath::HiddenGradient(const ChunkJob& job) { return HiddenGemm(job); }
 
 absl::Status FusedStoredPath::WeightGradient(const ChunkJob& job) {
@@ -559,6 +566,7 @@ absl::Status FusedStoredPath::WeightGradient(const ChunkJob& job) {
 absl::Status FusedStoredPath::WeightGemm(const ChunkJob& job) const {
   const int64_t ld = context_.sizes.padded_hidden;
   const DeviceMatrix hidden = {job.hidden, context_.config.compute_dtype, ld, ld};
+  // Also zeroes the rows that must not be accumulated (keep), as ZeroDroppedHidden does on other paths.
   LOSSD_RETURN_IF_CUDA_ERROR(
       LaunchScaleRows(hidden, rows_.factor, 1.0f, context_.keep, job.rows(), context_.device->compute()),
       "kernel over hidden states");

@@ -27,7 +27,8 @@ namespace lossd::kernels::cuda {
 // ---- gradients from a matrix of ds ----
 
 // The matrix ds of a chunk, divided by (logit scale * gradient unit), in the form that the loss has stored.
-// Its row r is row r of `elements` times factors[r].
+// Its row r is row r of `elements` times factors[r]. The gradient unit is a power of two that keeps 16-bit
+// gradients in range (ChunkLayout::unit).
 struct StoredGradient {
   void* elements = nullptr;        // [padded_rows, padded_vocab] compute dtype
   const float* factors = nullptr;  // [rows] or null: all 1
@@ -167,8 +168,9 @@ class StoredPath final : public ChunkPath {
   // that must not be accumulated are 0 (ZeroDroppedHidden).
   absl::Status HiddenGemm(const ChunkJob& job) const { return gradients_.HiddenGradient(job, Gradient()); }
   absl::Status WeightGemm(const ChunkJob& job) const { return gradients_.WeightGradient(job, Gradient()); }
-  // The softmaxes of rows at the temperature of a distillation, as partial results [rows, parts] for each
-  // head. The products that compute the logits also compute them (hopper::SoftmaxPass).
+  // For a distillation: the softmaxes of a block of rows, at its temperature. A softmax has `parts` parts,
+  // one for each tile of classes, so student and teacher have [rows, parts] each. The products that compute
+  // the logits also write these parts (hopper::SoftmaxPass).
   struct SoftmaxParts {
     SoftmaxPart* student = nullptr;
     SoftmaxPart* teacher = nullptr;
