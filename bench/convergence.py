@@ -6,10 +6,9 @@ with each kind of gradients and several seeds, and compares the losses, also sep
     python3 bench/convergence.py --servers 127.0.0.1:7070 --steps=3000 --seeds=3 --jobs=8 --out=convergence.json
 
 Runs with the same seed begin with the same weights and see the same batches, so their losses are compared pair by pair. After
-training, PyTorch computes the loss on held-out text in fp32 from the trunk and the head's weight. The different
-tokens that occur in the training text are sorted by frequency and divided into ten groups of as many different tokens each
-(deciles). A bias of gradients in the tail of
-the softmax would show in the decile of the rarest tokens.
+training, PyTorch computes the loss on held-out text in fp32 from the trunk and the head's weight. The different tokens that
+occur in the training text are sorted by frequency and divided into ten groups of as many different tokens each (deciles). A bias
+of gradients in the tail of the softmax would show in the decile of the rarest tokens.
 """
 
 from __future__ import annotations

@@ -221,18 +221,18 @@ cudaError_t LaunchNormForward(const NormParams& params, const DeviceLimits& limi
 // Bytes: reads x and dy, writes dx.
 //
 // Plan: one block a multiprocessor; its groups of threads (RowGroup, one row at a time each) take rows in
-// turn. Each warp has a ring of kStages parts of
-// rows in shared memory, into which it copies its own threads' vectors of the next rows. So no barrier is
-// needed between loads and arithmetic; only the sums over a row need a barrier. A thread sums the parameter
-// gradients of its columns in registers, over all rows of its group. The sums of a block's groups are added
-// in shared memory. A second kernel adds the partial sums of the blocks. The order is always the same.
+// turn. Each warp has a ring of kStages parts of rows in shared memory, into which it copies its own threads'
+// vectors of the next rows. So no barrier is needed between loads and arithmetic; only the sums over a row
+// need a barrier. A thread sums the parameter gradients of its columns in registers, over all rows of its
+// group. The sums of a block's groups are added in shared memory. A second kernel adds the partial sums of
+// the blocks. The order is always the same.
 //
 // A thread has either two vectors of a row and their gain in registers, or four vectors and the gain in
 // shared memory. A launch takes the one with which more threads of a block have work: usually two vectors for
 // short rows, four for long rows. Some rows are read again for each pass (NormBackwardAnyKernel): rows so
 // long that kStages of them do not fit into shared memory, rows whose number of columns is not a multiple of
-// 8, rows that are not aligned, and rows with rare pairs of dtypes of x and dy. On Hopper most
-// rows of 1024 to 32768 columns use hopper/norm_backward.cu.
+// 8, rows that are not aligned, and rows with rare pairs of dtypes of x and dy. On Hopper most rows of 1024
+// to 32768 columns use hopper/norm_backward.cu.
 
 namespace {
 

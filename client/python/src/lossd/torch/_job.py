@@ -276,9 +276,6 @@ class Job:
 
     def result(self) -> LossResult:
         """Waits for the result and returns it."""
-        return self._wait()
-
-    def _wait(self) -> LossResult:
         if self._known is not None:
             return self._known
         assert self.pending is not None
@@ -326,12 +323,12 @@ class Job:
     def fill_lazy_loss(self) -> None:
         """If lazy_output() returned a loss without a value, waits for the value and writes it into that loss."""
         if self._lazy_loss is not None:
-            self._lazy_loss.fill_(self._wait().loss)
+            self._lazy_loss.fill_(self.result().loss)
             self._lazy_loss = None
 
     def output(self) -> LossOutput:
         """Waits for the result and returns the loss, with extras if the module has them."""
-        result = self._wait()
+        result = self.result()
         rows = {name: self._tensor(values) for name, values in result.rows.items()}
         with torch.set_grad_enabled(self.plan.has_graph):
             if self.row_losses:
