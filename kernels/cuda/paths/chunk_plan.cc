@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan of a chunk (PlanChunk), the layout of its rows (LayOutChunk), and the copy of its results to the
 // slices (UnpackResults). See chunk_plan.h.
+//
+// The functions WhyX return "" if the chunk takes the faster way, else the reason why it does not, as a text
+// for people. "Raw" rows are all rows of a chunk; "compact" rows are the rows with a target, in the same
+// order, which are the rows on the device.
 #include "kernels/cuda/paths/chunk_plan.h"
 
 #include <algorithm>
@@ -187,6 +191,7 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   }
   if (largest == 0.0) return 1.0f;
   if (head.compute_dtype == DType::kFloat16) largest /= kHalfHeadroom;
+  // Within these bounds the unit and its inverse are normal numbers of fp32.
   const int exponent = std::clamp(std::ilogb(largest), -120, 120);
   return std::ldexp(1.0f, exponent);
 }
@@ -242,7 +247,9 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-// Adds the divergence and the loss with the target of a row with a teacher to the slice's sums.
+// Adds the divergence and the loss with the target of a row with a teacher to the slice's sums. The row's
+// loss is weight * divergence + target_weight * target loss, each times the row weight. The device returns
+// only `loss` and `divergence`, so the loss with the target is computed back from them.
 void AddDivergence(const Distillation& distillation, Slice& slice, int64_t row, double divergence,
                    double loss) {
   const double weighted = static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)) * divergence;
@@ -280,6 +287,8 @@ void AddToSums(const LossOptions& options, Slice& slice, int64_t row, int64_t co
   if (outputs.argmax[compact] == inputs.target[compact]) ++sums.correct_rows;
 }
 
+// Writes the device's decision to the chunk. The first of the chunk's choices is the one about its gradients
+// (Describe).
 void TellDecision(Chunk& chunk, const RowOutputBlock& outputs) {
   const Gradients asked = chunk.options.gradients;
   chunk.gradients = GradientsOf(asked, *outputs.decision);
