@@ -39,13 +39,14 @@ class PinnedStaging : public StagingMemory {
 };
 
 // Host memory that the caller owns. It is pinned for all GPUs of the process while the object lives.
+// `counted`: whether the ledger counts the memory.
 class AdoptedStaging : public StagingMemory {
  public:
   static absl::StatusOr<std::unique_ptr<StagingMemory>> Create(MemoryLedger* ledger,
                                                                absl::Span<uint8_t> memory, bool counted) {
     const cudaError_t error = cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable);
     if (error != cudaSuccess) {
-      cudaGetLastError();
+      cudaGetLastError();  // the device stays usable; forget the error
       return ToStatus(error, absl::StrCat("cudaHostRegister of ", errors::ExactBytes(memory.size())));
     }
     return std::unique_ptr<StagingMemory>(new AdoptedStaging(ledger, memory, counted));
@@ -210,7 +211,8 @@ class CudaBackend : public Backend {
                      host->what, ", and memory_reserve_bytes keeps ", errors::ExactBytes(reserve), " free"));
   }
 
-  // `beside`: device memory that will be taken before.
+  // Checks that the device has room for the plan, within the limit. `beside`: device memory that other plans
+  // will take before.
   absl::Status CheckFits(absl::string_view what, const MemoryBytes& plan, int64_t beside = 0) const {
     const int64_t needed = DeviceTotal(plan);
     const int64_t limit = device_->options().memory_limit_bytes;

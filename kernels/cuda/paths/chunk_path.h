@@ -180,7 +180,7 @@ struct PathContext {
   // Points to the pointer to the weight; the weight may move between chunks.
   void* const* weight_place = nullptr;
   WeightAccumulators* accumulators = nullptr;
-  const int32_t* keep = nullptr;  // [chunk_rows], 0: the guard has found that the row must not be accumulated
+  const int32_t* keep = nullptr;         // [chunk_rows], 0: the row must not be accumulated (LaunchGuard)
   const Event* download_idle = nullptr;  // after this event Region::kHiddenGradient may be written
   const ClassLink* link = nullptr;       // connects the parts of a split head
 

@@ -116,7 +116,7 @@ absl::Status RecomputedPath::Loss(const ChunkJob& job) {
   return Statistics(job, /*selects=*/true);
 }
 
-// With a fused plan, selects changes nothing: the plan is fused only if no slice wants top classes
+// With a fused plan, `selects` changes nothing: the plan is fused only if no slice wants top classes
 // (PlanChunk).
 absl::Status RecomputedPath::Statistics(const ChunkJob& job, bool selects) const {
   return ForEachRowBlock(job, blocks_.rows,
