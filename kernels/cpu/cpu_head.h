@@ -347,7 +347,10 @@ class CpuHead final : public CpuPooledKernels {
     absl::Status Compute();
 
    private:
+    // For Embedding::kRows: delivers rows of the weight.
     absl::Status LookUp();
+    // For Embedding::kGradients, in this order: reads and checks the gradients, makes the parts of a split
+    // head agree which rows are finite, and adds the gradients to the weight gradient.
     absl::Status GatherGradients();
     absl::Status ShareVerdicts();
     void AddGradients();

@@ -560,6 +560,8 @@ CudaHead::Lesson::Lesson(CudaHead* teacher, const Chunk& chunk)
     : teacher_(teacher), slot_(&teacher->slots_.Next()) {
   const HeadSizes& sizes = teacher->sizes_;
   const HeadConfig& config = teacher->config_;
+  // A chunk of the teacher with the same rows and targets. So row r of the teacher belongs to row r of the
+  // student.
   rows_.wants_logprob = false;
   for (const Slice& slice : chunk.slices) {
     Slice taught;
@@ -712,6 +714,7 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   LOSSD_RETURN_IF_ERROR(Await(slot.uploaded, stream));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
   if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Enqueue());
+  // Both functions take the same arguments. Their results are inputs of the path, or results of the chunk.
   const void* const weight = tensors_.values().compute_weight;
   for (const auto step : {&PlaceTargets, &NamedClasses}) {
     LOSSD_RETURN_IF_ERROR(

@@ -106,6 +106,8 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
   plan.why_exact = WhyChunkIsExact(options, chunk, limits);
   plan.gradients = GradientsOf(options, plan.why_exact);
   plan.filters_elements = (limits.split || options.has_soft_targets()) && plan.filtered();
+  // With kAuto the gradients may come from the matrix of ds, which must then have the uniform part. With a
+  // softcap the uniform part depends on the logits, so it has no closed form.
   const bool apart = plan.gradients == Gradients::kSampled ||
                      (plan.filters_elements && limits.logits == Logits::kRecomputed);
   plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f && !chunk.distilled;
