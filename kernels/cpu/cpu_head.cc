@@ -881,6 +881,7 @@ bool CpuHead::Distiller::Transform(float* teacher_logits) const {
   return finite;
 }
 
+// The loss with the target is computed if it counts, or if its log-probability is a result of the row.
 CpuHead::Distiller::Request CpuHead::Distiller::RequestOf(int64_t i) const {
   Request request{.with_target = student_.RequestFor(chunk_, order_, i)};
   RowRequest& with_target = request.with_target;

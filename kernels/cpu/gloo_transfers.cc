@@ -190,6 +190,7 @@ absl::Status GlooTransfers::Connect(const std::vector<std::string>& addresses) {
   return Call("connect with the other ranks", [&] {
     for (int rank = 0; rank < replica_.count; ++rank) {
       if (rank == replica_.index) continue;
+      // The address of the pair that the other rank has made for this rank (Address).
       const std::string& all = addresses[static_cast<size_t>(rank)];
       const auto own =
           all.begin() + static_cast<std::ptrdiff_t>(all.size() / count * static_cast<size_t>(replica_.index));

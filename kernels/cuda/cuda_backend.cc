@@ -28,6 +28,7 @@ namespace lossd::kernels {
 namespace cuda {
 namespace {
 
+// Pinned host memory that the backend allocates.
 class PinnedStaging : public StagingMemory {
  public:
   PinnedStaging(PinnedBuffer buffer, int64_t bytes) : buffer_(std::move(buffer)), bytes_(bytes) {}
@@ -83,6 +84,7 @@ std::string DescribePlan(const MemoryBytes& plan) {
 
 int64_t DeviceTotal(const MemoryBytes& plan) { return plan.OnDevice(); }
 
+// The backend of one GPU. `teachers_` has the memory of heads that live in host memory.
 class CudaBackend : public Backend {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device)

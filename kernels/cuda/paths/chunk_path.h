@@ -180,9 +180,10 @@ struct PathContext {
   // Points to the pointer to the weight; the weight may move between chunks.
   void* const* weight_place = nullptr;
   WeightAccumulators* accumulators = nullptr;
-  const int32_t* keep = nullptr;         // [chunk_rows], 0: the row must not be accumulated (LaunchGuard)
-  const Event* download_idle = nullptr;  // after this event Region::kHiddenGradient may be written
-  const ClassLink* link = nullptr;       // connects the parts of a split head
+  const int32_t* keep = nullptr;  // [chunk_rows], 0: the row must not be accumulated (LaunchGuard)
+  // After this event the dx of earlier chunks has left Region::kHiddenGradient, so the region may be written.
+  const Event* download_idle = nullptr;
+  const ClassLink* link = nullptr;  // connects the parts of a split head
 
   const void* weight() const { return *weight_place; }  // [padded_vocab, padded_hidden] compute dtype
 };

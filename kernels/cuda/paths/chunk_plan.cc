@@ -198,6 +198,7 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   return std::ldexp(1.0f, exponent);
 }
 
+// dx must be finite if it is a result, or if it enters the gradients of the norm's parameters.
 RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool accumulate) {
   if (IsAbsent(slice, row)) return RowCheck::kNothing;
   const bool through_norm = accumulate && head.config.norm != Norm::kNone;
@@ -578,6 +579,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
     slice.sums = LossSums();
     for (int64_t r = 0; r < slice.rows; ++r) {
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
+      // kNothing: the row is absent.
       if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
       UnpackClasses(slice, r, compact, layout, outputs, classes);

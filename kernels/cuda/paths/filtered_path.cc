@@ -42,9 +42,8 @@ absl::Status FilteredStoredPath::Select(const ChunkJob& job) const {
   return staged_.ForEachBlock(job, Kept::kNothing, step);
 }
 
-// Computes row results and dx, filtered or exact.
-// Waits for download_idle, because Region::kHiddenGradient first holds logits of the last blocks, and then
-// dx.
+// Computes row results and dx, filtered or exact. Waits for download_idle, because Region::kHiddenGradient
+// first holds logits of the last blocks, and then dx.
 absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   LOSSD_RETURN_IF_ERROR(filter_.Begin(job));

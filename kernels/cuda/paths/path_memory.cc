@@ -454,6 +454,7 @@ int64_t SpareBytes(const HeadConfig& config, const HeadSizes& sizes) {
   return std::max(gradient, StagedBytes(sizes, least));
 }
 
+// A block lies in Region::kLogits as long as it gets at least as many rows there as the spare memory holds.
 std::vector<StagedBlock> PlanStaging(const HeadConfig& config, const HeadSizes& sizes, Kept kept,
                                      int64_t padded_rows) {
   if (config.compute_dtype == DType::kFloat32) return {{.begin = 0, .rows = padded_rows}};
