@@ -1,4 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
+// CpuBackend (cpu_backend.h): its memory, heads and options. Behind it, the code that connects the heads of
+// several backends: CpuReplicas for heads with the same classes, and JoinCpuClasses for the parts of a split
+// head.
+//
+// Each replica owns a shard of the parameters, which it alone updates. SumGradients adds up a shard's
+// gradients at its owner, and SpreadValues copies the values of each shard from its owner to the other
+// replicas. A place is the number of a part among the parts of one copy of a split head. The heads of one
+// place are replicas of each other: with n places, heads i, i + n, i + 2 n and so on.
 #include "kernels/cpu/cpu_backend.h"
 
 #include <algorithm>
@@ -22,6 +30,7 @@ namespace {
 
 constexpr int kMostThreads = 1024;
 
+// Memory for slices that the backend allocates.
 class CpuStaging final : public StagingMemory {
  public:
   CpuStaging(AlignedBytes memory, int64_t bytes, MemoryAccounting::Reservation reservation)
@@ -35,6 +44,7 @@ class CpuStaging final : public StagingMemory {
   const int64_t bytes_;
 };
 
+// Memory for slices that the caller owns. Only the count of its bytes belongs to the object.
 class AdoptedStaging final : public StagingMemory {
  public:
   AdoptedStaging(absl::Span<uint8_t> memory, MemoryAccounting::Reservation reservation)
@@ -270,6 +280,7 @@ class CpuReplicas final : public Replicas {
     return {(rows.first - kept.first) * cols, rows.rows * cols};
   }
 
+  // Adds up the owner's shard over all replicas, in blocks. Other replicas' gradients of the shard become 0.
   void SumShard(Param param, CpuParams& owner) {
     if (owner.gradient(param) == nullptr) return;
     const auto [first, elements] = RangeOf(param, owner);
@@ -290,6 +301,7 @@ class CpuReplicas final : public Replicas {
     std::copy_n(sum.begin(), n, owner.gradient(param) + from);
   }
 
+  // Copies the values of the owner's shard to all other replicas.
   void SpreadShard(Param param, CpuParams& owner) {
     const float* const values = owner.value(param);
     if (values == nullptr) return;

@@ -2,6 +2,9 @@
 // CpuHead::EmbeddingRows: the chunks of a CPU head whose weight serves as an embedding
 // (LossOptions::embedding). Either rows of the weight are returned, or gradients of these rows come in and
 // are added. There is no matrix product, no norm and no loss.
+//
+// The rows lie in the buffers of other chunks: rows that go out in grad_hidden, gradients that come in in
+// hidden.
 #include <algorithm>
 #include <cmath>
 

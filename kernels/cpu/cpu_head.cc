@@ -1,4 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
+// The parts of a head on the CPU, and CpuHead itself (cpu_head.h), in this order: the order of the rows,
+// parameters and optimizer, the norm, the guard, and the steps of a chunk.
+//
+// A chunk gathers its rows (RowOrder): buffers_.hidden has the hidden states, and buffers_.logits their
+// logits, a block of rows at a time. RowLoss turns the logits in place into ds, their gradient. When the
+// guard has cleared the slices that fail, two products compute dx = ds W and dW += ds^T x.
+//
+// A head that is split by vocabulary has a part of the classes on each device. The parts compute statistics
+// of each row over their own classes, and merge them by ClassExchange. All parts call the same exchanges in
+// the same order, so no part may skip one. The first part reports the results of rows (reports_).
 #include "kernels/cpu/cpu_head.h"
 
 #include <algorithm>
@@ -17,6 +27,8 @@ namespace {
 
 constexpr size_t kGroups = 4;
 
+// The group of a row, in the order of RowOrder: 0 accumulated only, 1 accumulated with grad_hidden, 2
+// grad_hidden only, 3 neither.
 size_t GroupOf(const Slice& slice, int64_t row, bool accumulate) {
   if (IsAbsent(slice, row)) return 3;
   const bool accumulated = accumulate && (slice.accumulate == nullptr || slice.accumulate[row] != 0);
@@ -205,6 +217,7 @@ absl::Status CpuParams::ZeroMoments() {
 
 namespace {
 
+// The formulas are in docs/math.md, "Optimizer". `rate` and `root` have the corrections of the two moments.
 void UpdateAdamW(const OptimizerOptions& options, int64_t update, double decay, const ParamRange& range) {
   const double correction1 = 1.0 - std::pow(options.beta1, static_cast<double>(update));
   const double correction2 = 1.0 - std::pow(options.beta2, static_cast<double>(update));
@@ -245,7 +258,8 @@ void UpdatePlainSgd(const OptimizerOptions& options, double decay, const ParamRa
   }
 }
 
-// The first update sets the buffer to the gradient, without dampening.
+// buffer = momentum * buffer + (1 - dampening) * g. The value moves by the buffer, or with Nesterov by g +
+// momentum * buffer. The first update sets the buffer to the gradient, without dampening.
 void UpdateMomentumSgd(const OptimizerOptions& options, int64_t update, double decay,
                        const ParamRange& range) {
   const float rate = static_cast<float>(options.learning_rate);
@@ -434,8 +448,8 @@ bool AnyGradEntropy(const Chunk& chunk) {
   return false;
 }
 
-// Whether the predicted relative error of sampled gradients exceeds the limit. It is predicted from the rows
-// with a gradient, without rows that are not finite or that stand in for other rows.
+// Whether the predicted relative error of sampled gradients, sqrt(variance / square), exceeds the limit. The
+// sums are over the rows with a gradient, without rows that are not finite or that stand in for other rows.
 bool ExceedsError(const Chunk& chunk, const RowOrder& order, const HeadBuffers& buffers) {
   double variance = 0.0;
   double square = 0.0;
@@ -547,7 +561,8 @@ void CpuHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
   }
   const RowOrder order = OrderRows(chunk->slices, chunk->accumulate_gradients, buffers_.sources);
   if (order.rows > 0) {
-    for (CpuHead* head : {this, static_cast<CpuHead*>(chunk->teacher)}) {  // CheckTeacher
+    // CheckTeacher has made sure that the teacher is a CpuHead.
+    for (CpuHead* head : {this, static_cast<CpuHead*>(chunk->teacher)}) {
       if (head != nullptr && head->pooled_ != nullptr)
         BringValues(*head->pooled_, head->params_, head->buffers_);
     }
@@ -680,7 +695,7 @@ class CpuHead::Distiller {
         options_(options),
         distillation_(options.distillation),
         student_(*student),
-        teacher_(*static_cast<CpuHead*>(chunk.teacher)),  // CheckTeacher
+        teacher_(*static_cast<CpuHead*>(chunk.teacher)),  // CheckTeacher: it is a CpuHead
         row_loss_(SelectRowLoops(), student->ContextFor(WithTarget(options))) {}
 
   // As CpuHead::ComputeRows, in blocks of rows that also fit into the teacher's workspace.
@@ -742,7 +757,9 @@ class CpuHead::Distiller {
   const RowLoss row_loss_;
 };
 
-// All parts of a head use the same blocks of rows.
+// All parts of a head use the same blocks of rows, because they exchange data in each block. So the size of a
+// block depends on all classes, not on the classes here. There is at least one block, even without rows: the
+// parts wait for each other in it (RankExchange::MergeStatistics).
 absl::Status CpuHead::Distiller::ComputeRows() {
   const int64_t d = student_.config_.hidden_size;
   const int64_t c = classes();
@@ -791,6 +808,8 @@ void CpuHead::Distiller::ComputeBlock(int64_t first, int64_t rows) const {
   });
 }
 
+// Between the steps the parts exchange, in this order: the statistics of the student's rows, single classes,
+// both softmaxes, the sums of the divergence, and the sums of the gradient.
 absl::Status CpuHead::Distiller::ComputeSplitBlock(int64_t first, int64_t rows) const {
   const HeadBuffers& buffers = student_.buffers_;
   ClassExchange& exchange = *student_.exchange_;
@@ -798,7 +817,7 @@ absl::Status CpuHead::Distiller::ComputeSplitBlock(int64_t first, int64_t rows) 
   const auto count = static_cast<size_t>(rows);
   ForEachRow(first, rows, [&](int64_t i) {
     Request request = RequestOf(i);
-    request.with_target.top_k = request.with_target.class_count = 0;  // ClassMerger
+    request.with_target.top_k = request.with_target.class_count = 0;  // ClassMerger delivers them
     const Summary own = Summarise(request, i, TeacherLogitsOf(i, first));
     buffers.statistics[i] = own.statistics;
     buffers.taught[i] = own.taught;
@@ -862,6 +881,7 @@ bool CpuHead::Distiller::Transform(float* teacher_logits) const {
   return finite;
 }
 
+// The loss with the target is computed if it counts, or if its log-probability is a result of the row.
 CpuHead::Distiller::Request CpuHead::Distiller::RequestOf(int64_t i) const {
   Request request{.with_target = student_.RequestFor(chunk_, order_, i)};
   RowRequest& with_target = request.with_target;
@@ -888,6 +908,9 @@ DivergenceSums CpuHead::Distiller::Sum(const TaughtRow& all, int64_t i, const fl
   return SumDivergence(distillation_, {LogitsOf(i), teacher_logits, classes()}, all);
 }
 
+// The gradient of the divergence is written over the teacher's logits, which are not needed after it. It
+// comes first, because it reads the student's logits, and RowLoss::Finish then writes the gradient of the
+// loss with the target over them. In the end both gradients are added up there.
 RowResult CpuHead::Distiller::Finish(const Request& request, const RowStatistics& own,
                                      const RowStatistics& all, const TaughtRow& taught, int64_t i,
                                      float* teacher_logits) const {
@@ -947,7 +970,7 @@ absl::Status CpuHead::ComputeChunk(Chunk& chunk, const RowOrder& order) {
 
 // Computes logits [block, C] = t x W^T over the classes here, with the logit scale t. Then turns each row, in
 // place, into its results and its gradient. If other parts have other classes, the second step waits for the
-// merged statistics.
+// merged statistics. Nothing is exchanged between blocks, so each part may have blocks of its own size.
 absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options, const RowOrder& order) {
   if (options.distillation.used()) return Distiller(chunk, options, order, this).ComputeRows();
   const int64_t d = config_.hidden_size;
@@ -979,7 +1002,7 @@ absl::Status CpuHead::ComputeRows(const Chunk& chunk, const LossOptions& options
         request.top = ranked.data();
         request.class_logits = class_logits.data();
         if (is_split_) {
-          request.top_k = request.class_count = 0;  // ClassMerger
+          request.top_k = request.class_count = 0;  // ClassMerger delivers them
           buffers_.statistics[i] = row_loss.Summarise(request, buffers_.logits + i * c);
           continue;
         }
@@ -1028,6 +1051,8 @@ absl::StatusOr<RowRange> CpuHead::ComputeGradHidden(const Chunk& chunk, const Ro
   return exchange_->CollectRows(part_, grad, rows, wanted, d);
 }
 
+// The accumulated rows come first in the order. The gradients of gain and shift need dy, so they are added
+// before dy becomes dx.
 absl::Status CpuHead::BackThroughNorm(const RowOrder& order, RowRange here) {
   if (order.accumulated > 0)
     LOSSD_RETURN_IF_ERROR(AddNormGradients(Intersect({here.begin, order.accumulated}, here)));
@@ -1084,6 +1109,7 @@ void CpuHead::ScatterResults(const Chunk& chunk, const RowOrder& order) {
   }
 }
 
+// The first part also writes zeros for the rows without a gradient: rows without a target, and absent rows.
 void CpuHead::ScatterGradHidden(const Chunk& chunk, RowRange rows) {
   const int64_t d = config_.hidden_size;
   const DType dtype = chunk.hidden_dtype;

@@ -36,7 +36,7 @@ namespace lossd::kernels {
 //
 // Functions are stateless, and thread-safe on different rows.
 
-inline constexpr int64_t kMostChunkRows = 4096;
+inline constexpr int64_t kMostChunkRows = 4096;  // more rows would not be faster
 
 // The slice and the row in it that a gathered row came from.
 struct RowSource {
@@ -347,7 +347,10 @@ class CpuHead final : public CpuPooledKernels {
     absl::Status Compute();
 
    private:
+    // For Embedding::kRows: delivers rows of the weight.
     absl::Status LookUp();
+    // For Embedding::kGradients, in this order: reads and checks the gradients, makes the parts of a split
+    // head agree which rows are finite, and adds the gradients to the weight gradient.
     absl::Status GatherGradients();
     absl::Status ShareVerdicts();
     void AddGradients();

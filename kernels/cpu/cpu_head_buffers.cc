@@ -54,7 +54,8 @@ HeadBuffers LayOut(const HeadConfig& config, Replica replica, int64_t chunk_rows
   Arena& workspace = arenas[static_cast<size_t>(MemoryKind::kWorkspace)];
   const int64_t hidden_elements = chunk_rows * config.hidden_size;
   buffers.hidden = workspace.Take<float>(hidden_elements);
-  if (config.logits == Logits::kNone) {  // rows go out, or gradients come in
+  if (config.logits == Logits::kNone) {
+    // A chunk either returns rows or takes gradients (cpu_embedding.cc), so one array serves both.
     buffers.grad_hidden = buffers.hidden;
     buffers.sources = workspace.Take<RowSource>(chunk_rows);
     buffers.results = workspace.Take<RowResult>(chunk_rows);
@@ -107,6 +108,8 @@ absl::StatusOr<int64_t> ChunkRowsFor(const HeadConfig& config, int replicas, int
                      " needs ", errors::ExactBytes(least), " of workspace, workspace_bytes is ",
                      errors::ExactBytes(workspace_bytes)));
   }
+  // Adds steps that are halved each time, as long as the rows fit: a bisection, because more rows need more
+  // memory.
   int64_t fits = 1;
   for (int64_t step = kMostChunkRows; step > 0; step /= 2) {
     const int64_t rows = fits + step;

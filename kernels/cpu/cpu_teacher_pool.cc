@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// CpuTeacherPool (cpu_teacher_pool.h): the pool's memory, and the copies of values to it.
 #include "kernels/cpu/cpu_teacher_pool.h"
 
 #include <cstring>

@@ -1,4 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// The sums and the gradient of a divergence (divergence.h). p are the probabilities of the teacher, and q
+// those of the student, at the temperature T. z is the student's logit.
+//
+// A divergence is a sum of one term a class. `slope` is q times the term's derivative with respect to q. The
+// gradient with respect to z_v is (slope_v - q_v * the sum of all slopes) / T. A constant times q in all
+// slopes cancels there, so it is left out (the reverse KL).
 #include "kernels/cpu/divergence.h"
 
 #include <algorithm>
@@ -26,7 +32,7 @@ class LogSoftmax {
   const double log_sum_;
 };
 
-// The term of one class in a divergence, and q times the term's derivative with respect to q.
+// The term of one class in a divergence, and its slope (head of this file).
 struct ClassTerm {
   double value = 0.0;
   double slope = 0.0;

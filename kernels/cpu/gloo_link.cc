@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// GlooLink: the link of a rank of a CPU backend (gloo_link.h). It carries the exchanges of chunks
+// (RankExchange in row_loss.h), and the sums and copies over the replicas of a head (GlooReplicas).
+//
+// A rank is a process with one replica or one part of each head. Each replica owns a shard of the parameters,
+// which it alone updates. A room is the buffer for what one rank sends at a time.
 #include "kernels/cpu/gloo_link.h"
 
 #include <algorithm>
@@ -21,6 +26,7 @@ namespace {
 constexpr size_t kRoomBytes = size_t{1} << 20;
 constexpr int64_t kPiece = int64_t{kRoomBytes / sizeof(float)};
 
+// `transfers` carries the bytes.
 class GlooLink final : public RankLink, public RankTransfers {
  public:
   explicit GlooLink(std::unique_ptr<HostTransfers> transfers) : transfers_(std::move(transfers)) {}
@@ -73,6 +79,8 @@ absl::Status GlooLink::Exchange(ExchangeKind kind, absl::Span<const RankTransfer
   return status.ok() || !on_chunk_failure_ ? status : on_chunk_failure_(status);
 }
 
+// The replicas of a head, one in each rank. SumGradients adds up the gradients of each shard at its owner;
+// SpreadValues copies the values of each shard from its owner to all other ranks.
 class GlooReplicas final : public Replicas {
  public:
   GlooReplicas(GlooLink* link, CpuParams* params) : link_(link), params_(params) {}

@@ -1,4 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// GlooTransfers: HostTransfers over TCP (CreateGlooTransfers in gloo_link.h). Gloo connects each rank with
+// each other rank by a pair of sockets, and reports errors as exceptions; Call turns them into Status.
+//
+// A failure ends everything: it is kept, this rank closes its connections, and so the other ranks fail as
+// well instead of waiting for this one.
 #include <gloo/transport/address.h>
 #include <gloo/transport/context.h>
 #include <gloo/transport/pair.h>
@@ -68,6 +73,8 @@ absl::Status GlooTransfers::Fail(absl::Status failure) {
   return failure_;
 }
 
+// Called by any thread. A thread that waits in Exchange wakes up by its buffers; a thread that still
+// connects, by the closed sockets.
 void GlooTransfers::Abort(const absl::Status& reason) {
   bool connecting = false;
   {
@@ -98,6 +105,7 @@ absl::Status GlooTransfers::Call(const std::string& what, absl::FunctionRef<void
 
 absl::Status GlooTransfers::Exchange(absl::Span<const RankTransfer> send,
                                      absl::Span<const RankTransfer> receive) {
+  // For errors; for_each makes it name the transfer that is under way.
   std::string what = "exchange with the other ranks";
   return Call(what, [&] {
     std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>> buffers;
@@ -182,6 +190,7 @@ absl::Status GlooTransfers::Connect(const std::vector<std::string>& addresses) {
   return Call("connect with the other ranks", [&] {
     for (int rank = 0; rank < replica_.count; ++rank) {
       if (rank == replica_.index) continue;
+      // The address of the pair that the other rank has made for this rank (Address).
       const std::string& all = addresses[static_cast<size_t>(rank)];
       const auto own =
           all.begin() + static_cast<std::ptrdiff_t>(all.size() / count * static_cast<size_t>(replica_.index));

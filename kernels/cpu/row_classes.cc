@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The selection and the merging of single classes of a row (row_classes.h).
 #include "kernels/cpu/row_classes.h"
 
 #include <algorithm>

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The choice of the row loops (row_loops.h) by the instruction sets of the processor. The loops are listed
+// from the narrowest set to the widest.
 #include "kernels/cpu/row_loops.h"
 
 namespace lossd::kernels {

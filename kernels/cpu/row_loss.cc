@@ -1,4 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+// RowLoss (row_loss.h), then RowSampler, then the exchanges between parts of a split head: SoleExchange,
+// ThreadExchange, RankExchange.
+//
+// In the comments: z are the logits, y is the target, p the softmax, u the class weights, q the weights of
+// soft targets, and g is RowRequest::grad_loss. "Here" are the classes of this part. "Named" classes are the
+// classes that a row's soft targets name. Exponentials are relative to a reference: exp(z - reference).
 #include "kernels/cpu/row_loss.h"
 
 #include <array>
@@ -46,7 +52,9 @@ RowStatistics Merge(absl::Span<const RowStatistics* const> parts) {
       all.has_target = true;
       all.target_logit = part->target_logit;
     }
-    // If all logits of a part are -infinity, its exponentials are 0 relative to any reference.
+    // A part's sums are relative to its own reference r, and become relative to the common reference R. With
+    // shift = r - R: exp(z - R) = exp(shift) exp(z - r), and z - R = (z - r) + shift. If all logits of a part
+    // are -infinity, its exponentials are 0 relative to any reference.
     const double shift = part->max == -kInfinity ? 0.0 : double{part->reference} - double{all.reference};
     const double factor = std::exp(shift);
     const double target_exp =
@@ -211,6 +219,7 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
     slope = row.objective.slope;
     row.loss = row_weight * row.objective.loss + row.z_loss;
   } else if (request.targets != nullptr) {
+    // -sum q log p - rest * log(tail): log p = z - reference - log_total, and tail = tail_exp / total.
     const SoftRow& targets = *request.targets;
     double loss = (targets.total - targets.rest) * sums.log_total - all.soft_dot;
     slope = targets.total;
@@ -246,6 +255,8 @@ RowResult RowLoss::Finish(const RowRequest& request, const RowStatistics& own, c
                FiniteInFloat(scale * sums.named_slope) && FiniteInFloat(scale * sums.soft_slope) &&
                FiniteInFloat(scale * double{request.grad_entropy});
   if (!request.want_gradient || !row.finite) return row;
+  // Masked classes pass through the filter and the loops as -infinity. WriteTargets then computes them from
+  // `kept`.
   std::array<float, kMostSoftTargets> kept;
   MaskTargets(request, logits, kept.data());
   const bool filtered = context_.options.gradients == Gradients::kFiltered;
@@ -327,12 +338,15 @@ double RowLoss::Drop(const RowRequest& request, const RowStatistics& own, const 
            sums.total;
   }
   if (sums.own_factor == 0.0) return 0.0;  // all probabilities here are 0
+  // The exponentials here are relative to the part's own reference, so the threshold is made relative to it,
+  // too.
   const auto threshold = static_cast<float>(least / sums.own_factor);
   return (loops_.drop_exp(logits, threshold, before) + loops_.drop_exp(rest, threshold, after)) / sums.total *
          sums.own_factor;
 }
 
-// The gradient with respect to the dot product of the target.
+// The gradient with respect to the dot product of the target. For one target: p - 1 is -other_exp / total
+// (head of row_loss.h). With soft targets: (slope + ...) p - g q.
 double RowLoss::TargetGradient(const RowRequest& request, const RowResult& row, const Sums& sums) const {
   const double entropy_term = double{request.grad_entropy} * (row.target_logprob + row.entropy);
   const double p = sums.target_exp / sums.total;
@@ -395,11 +409,14 @@ void RowLoss::Sample(const RowRequest& request, const RowStatistics& own, const 
       SampleGradient(options, row.gradient_factor, request.sample,
                      own.has_target ? request.target - context_.first_class : -1, context_.classes, logits);
   if (!uniform_after) return;
+  // e = 1 * e - smoothing * u.
   loops_.gradient_from_exp(logits, class_weights(), 1.0f,
                            static_cast<float>(double{options.logit_scale} * sums.smoothing),
                            context_.classes);
 }
 
+// Whether the gradient needs the logits themselves. Otherwise Summarise replaces them by their exponentials,
+// which are enough, and which Finish then need not compute again.
 bool RowLoss::KeepsLogits(const RowRequest& request) const {
   return context_.options.softcap > 0.0f || request.grad_entropy != 0.0f || request.keeps_logits ||
          context_.options.distillation.used() || request.targets != nullptr;
@@ -518,7 +535,7 @@ absl::Status ThreadExchange::MergeTaught(int part, absl::Span<const TaughtRow> o
   return absl::OkStatus();
 }
 
-// A part overwrites only its own rows of its own sums, which no other part reads.
+// A part overwrites only its own range of rows in its own sums; the other parts read other ranges of them.
 absl::StatusOr<RowRange> ThreadExchange::SumRows(int part, float* own, RowRange rows, int64_t cols) {
   const RowRange range = RowsOfPart(rows, part, parts());
   floats_[static_cast<size_t>(part)] = own;
@@ -638,7 +655,8 @@ absl::Status RankExchange::MergeTaught(int part, absl::Span<const TaughtRow> own
 }
 
 // Each rank sends the other ranks their rows, and adds up the rows that it receives for its own range, in
-// pieces of the size of Room.
+// pieces of the size of Room. Ranges may differ by a row. All ranks take part in as many exchanges as the
+// longest range needs; a rank whose own range is complete only sends.
 absl::StatusOr<RowRange> RankExchange::SumRows(int part, float* own, RowRange rows, int64_t cols) {
   const auto most = static_cast<int64_t>(transfers_->Room(part).size() / sizeof(float));
   const RowRange here = RowsOfPart(rows, part, ranks());
@@ -703,6 +721,7 @@ absl::Status RankExchange::MergeTop(int part, absl::Span<const RankedClass> own,
   return absl::OkStatus();
 }
 
+// Rank 0 delivers all rows, so the other ranks send it the rows that SumRows has left at them.
 absl::StatusOr<RowRange> RankExchange::CollectRows(int part, float* own, RowRange rows, RowRange wanted,
                                                    int64_t cols) {
   std::vector<RankTransfer> send, receive;

@@ -46,6 +46,7 @@ struct RowLossContext {
   double own_weight_sum = 0.0;           // over the classes here
 };
 
+// What RowLoss computes of one row, and its inputs.
 struct RowRequest {
   int32_t target = 0;         // in [0, V)
   float row_weight = 1.0f;    // multiplies the loss
@@ -105,6 +106,7 @@ struct GradientSums {
 // The sums of one row over the classes of all parts, added up in the order of the parts. Thread-safe.
 GradientSums Add(absl::Span<const GradientSums* const> parts);
 
+// The results of one row, over all classes unless said otherwise.
 struct RowResult {
   double loss = 0.0;    // with z-loss, times the row weight
   double z_loss = 0.0;  // times the row weight
@@ -138,11 +140,12 @@ class RowLoss {
 
  private:
   struct Sums;
-  struct Others {
+  struct Others {  // numbers of classes here, before and after the target
     int64_t before;
     int64_t after;
   };
 
+  // row_loss.cc describes these functions.
   bool Transform(float* logits) const;
   bool IsHere(int64_t place) const { return place >= 0 && place < context_.classes; }
   void SummariseTargets(const RowRequest& request, float* logits, RowStatistics& own) const;

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Threads, products, conversions and memory of the CPU backend (threads_and_memory.h), in this order.
 #include "kernels/cpu/threads_and_memory.h"
 
 #include <cblas.h>
@@ -125,6 +126,7 @@ void Gemm(ThreadPool& pool, int64_t m, int64_t n, int64_t k, float alpha, GemmOp
     }
     return;
   }
+  // The threads divide the longer side of c.
   if (n >= m) {
     const int64_t grain = std::max<int64_t>(16, kLeastWork / (m * k));
     pool.ParallelFor(n, grain, [&](int64_t begin, int64_t end) {
@@ -155,6 +157,8 @@ namespace {
 
 float FromBFloat16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
+// Adding 0x7fff, and 1 more if the last bit that is kept is odd, rounds to nearest even. NaN would become
+// infinity if its upper bits are 0, so it gets one more bit.
 uint16_t ToBFloat16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -173,6 +177,8 @@ float FromFloat16(uint16_t half) {
   return std::bit_cast<float>(bits | ((uint32_t{half} & 0x8000u) << 16));
 }
 
+// The exponent of a half is 112 smaller than that of a float (15 instead of 127). 113 << 23 is 2^-14, the
+// smallest normal half, and 143 << 23 is 2^16, from which on a half is infinite.
 uint16_t ToFloat16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t magnitude = bits & 0x7fffffffu;

@@ -28,6 +28,7 @@ namespace lossd::kernels {
 namespace cuda {
 namespace {
 
+// Pinned host memory that the backend allocates.
 class PinnedStaging : public StagingMemory {
  public:
   PinnedStaging(PinnedBuffer buffer, int64_t bytes) : buffer_(std::move(buffer)), bytes_(bytes) {}
@@ -39,13 +40,14 @@ class PinnedStaging : public StagingMemory {
 };
 
 // Host memory that the caller owns. It is pinned for all GPUs of the process while the object lives.
+// `counted`: whether the ledger counts the memory.
 class AdoptedStaging : public StagingMemory {
  public:
   static absl::StatusOr<std::unique_ptr<StagingMemory>> Create(MemoryLedger* ledger,
                                                                absl::Span<uint8_t> memory, bool counted) {
     const cudaError_t error = cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable);
     if (error != cudaSuccess) {
-      cudaGetLastError();
+      cudaGetLastError();  // the device stays usable; forget the error
       return ToStatus(error, absl::StrCat("cudaHostRegister of ", errors::ExactBytes(memory.size())));
     }
     return std::unique_ptr<StagingMemory>(new AdoptedStaging(ledger, memory, counted));
@@ -82,6 +84,7 @@ std::string DescribePlan(const MemoryBytes& plan) {
 
 int64_t DeviceTotal(const MemoryBytes& plan) { return plan.OnDevice(); }
 
+// The backend of one GPU. `teachers_` has the memory of heads that live in host memory.
 class CudaBackend : public Backend {
  public:
   explicit CudaBackend(std::unique_ptr<Device> device)
@@ -210,7 +213,8 @@ class CudaBackend : public Backend {
                      host->what, ", and memory_reserve_bytes keeps ", errors::ExactBytes(reserve), " free"));
   }
 
-  // `beside`: device memory that will be taken before.
+  // Checks that the device has room for the plan, within the limit. `beside`: device memory that other plans
+  // will take before.
   absl::Status CheckFits(absl::string_view what, const MemoryBytes& plan, int64_t beside = 0) const {
     const int64_t needed = DeviceTotal(plan);
     const int64_t limit = device_->options().memory_limit_bytes;

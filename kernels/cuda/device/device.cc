@@ -226,6 +226,9 @@ absl::Status Device::CreateStreams() {
   return create(background_, least);
 }
 
+// The background stream begins behind the work of compute_ (fork_), and compute_ continues behind it
+// (`done`). So the order of the work is that of one stream, and a wait for compute_ is also a wait for
+// background_.
 absl::Status Device::InBackground(const Event& done, absl::FunctionRef<absl::Status()> enqueue) {
   if (background_ == nullptr) {
     LOSSD_RETURN_IF_ERROR(enqueue());
@@ -318,6 +321,7 @@ void Device::CompletionLoop() {
     }
     next.results();
     next.wait_done();
+    // Before `done` is reported, so that the caller may submit the next chunk at once.
     {
       absl::MutexLock lock(&mutex_);
       --in_flight_;

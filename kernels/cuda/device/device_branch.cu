@@ -85,6 +85,8 @@ absl::Status AppendClusters(cudaGraph_t body, std::vector<std::array<unsigned, 3
 
 }  // namespace
 
+// Captures both functions into a new graph each time. Then the executable graph of the last call is updated
+// from the new graph if possible, because that takes less time than a new executable graph.
 absl::Status DeviceBranch::Enqueue(const int32_t* flag, cudaStream_t stream,
                                    absl::FunctionRef<absl::Status()> if_set,
                                    absl::FunctionRef<absl::Status()> if_not) {

@@ -73,7 +73,7 @@ absl::StatusOr<PinnedBuffer> PinnedBuffer::Allocate(MemoryLedger* ledger, int64_
   void* data = nullptr;
   if (const cudaError_t error = cudaHostAlloc(&data, static_cast<size_t>(bytes), cudaHostAllocPortable);
       error != cudaSuccess) {
-    cudaGetLastError();
+    cudaGetLastError();  // as in DeviceBuffer::Allocate
     return ToStatus(error, absl::StrCat("cudaHostAlloc of ", errors::ExactBytes(bytes)));
   }
   buffer.ledger_ = ledger;

@@ -93,6 +93,7 @@ bool EventWaiter::Settle() {
   return clocks::AwaitFor(state_->mutex, absl::Condition(state_.get(), &State::IsIdle), kPatience);
 }
 
+// The lock is not held while the thread waits for the event.
 void EventWaiter::Run(const std::shared_ptr<State>& state) {
   pthread_setname_np(pthread_self(), absl::StrCat("lossd-event-", state->device).substr(0, 15).c_str());
   bool entered = false;
@@ -172,6 +173,7 @@ bool StreamTimer::Take(Pair* pair) {
   return under_way_.size() < kMostUnderWay && Create(pair);
 }
 
+// The lock is not held while `enqueue` runs, because it may take long (EnqueueWatch).
 absl::Status StreamTimer::Time(ExchangeKind kind, cudaStream_t stream,
                                absl::FunctionRef<absl::Status()> enqueue) {
   Pair events;

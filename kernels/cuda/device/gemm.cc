@@ -16,13 +16,13 @@
 namespace lossd::kernels::cuda {
 namespace {
 
-constexpr int kGemmCandidates = 12;
+constexpr int kGemmCandidates = 12;  // algorithms that cuBLASLt proposes for a shape, and Tune times
 // A product that sums over the rows is a weight gradient, for which nobody waits. It leaves this many
 // multiprocessors to the work of other streams: copies within a GPU are kernels, and so is what autograd does
 // with the hidden gradient. cuBLASLt takes it as a hint. docs/lab/2026-11-27-a-head-inside-the-process.md has
 // what it brings.
 constexpr int kMultiprocessorsBesideWeightGradient = 2;
-constexpr int kTimedRuns = 2;
+constexpr int kTimedRuns = 2;  // of each algorithm, after one run that is not timed
 
 cudaDataType_t ToCuda(DType dtype) {
   switch (dtype) {
@@ -216,7 +216,9 @@ const void* ColumnsAfter(const void* matrix, int64_t columns, int64_t ld, DType 
   return static_cast<const uint8_t*>(matrix) + columns * ld * static_cast<int64_t>(SizeOf(dtype));
 }
 
-// Moves the operands to the part of the product that is left after a step.
+// Moves the operands to the part of the product that is left after a step. If the product sums over the rows
+// (transpose_b), each step adds to the same C: beta is 1 from the second step on. Otherwise each step has its
+// own columns of C.
 void Advance(GemmOperands& operands, const GemmShape& step) {
   operands.b = ColumnsAfter(operands.b, step.rows(), step.ldb, step.input);
   if (step.transpose_b) {
@@ -253,6 +255,7 @@ absl::Status Gemms::RunStep(const GemmShape& shape, const GemmOperands& operands
         "cublasLtMatmul");
   };
   if (loads_code_) {
+    // These runs load the code for each kind of factor. They overwrite C; no result is used while this is on.
     for (const float alpha : {0.5f, 1.0f}) {
       for (const float beta : {0.0f, 1.0f}) LOSSD_RETURN_IF_ERROR(multiply(alpha, beta));
     }

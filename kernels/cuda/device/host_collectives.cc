@@ -1,5 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // HostCollectives (collectives.h): sums and copies among ranks through the memory of their hosts.
+//
+// A room is pinned memory for one piece of one rank; there is a room for each rank. An exchange of one piece:
+// 1. The stream copies this rank's bytes into this rank's room, writes the number of the exchange to
+//    arrived(), and waits until done() has reached the number.
+// 2. The object's thread sees arrived(), sends this room, receives into the rooms of other ranks, adds up the
+//    rooms if a sum is wanted, and writes the number to done().
+// 3. The stream continues, and copies the result from a room back to the GPU.
 #include <cuda.h>
 
 #include <algorithm>
@@ -179,6 +186,7 @@ absl::Status HostCollectives::ForPieces(int64_t bytes,
 
 // ---- Exchanges ----
 
+// Only the root receives: it gets the bytes of all others, and adds them up.
 absl::Status HostCollectives::Sum(const std::vector<Part>& parts, int64_t floats, int root) {
   auto* const data = static_cast<uint8_t*>(parts.front().data);
   const cudaStream_t stream = parts.front().stream;
@@ -224,6 +232,8 @@ absl::Status HostCollectives::SumOfAll(const Part& part, int64_t floats) {
   });
 }
 
+// A piece begins at the same byte in every rank's data, so the piece of rank i goes to all + i * bytes +
+// begin.
 absl::Status HostCollectives::Gather(const Part& part, const void* own, int64_t bytes) {
   auto* const all = static_cast<uint8_t*>(part.data);
   const cudaStream_t stream = part.stream;

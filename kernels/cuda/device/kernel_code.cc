@@ -34,6 +34,8 @@ absl::Status CodeStatus(CUresult result, absl::string_view call) {
   return absl::UnavailableError(absl::StrCat(call, " failed: ", static_cast<int>(result)));
 }
 
+// Loads all kernels of the source file that `kernel` is in. The driver knows them as the functions of one
+// module.
 absl::Status LoadFile(const CodeDriver& driver, const void* kernel) {
   cudaFunction_t function = nullptr;
   const cudaError_t error = cudaGetFuncBySymbol(&function, kernel);

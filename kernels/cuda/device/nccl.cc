@@ -159,6 +159,8 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Connect(std::vector<int> devices, ab
   return nccl;
 }
 
+// Needs no communicator, only the library, so the object has no GPUs. The same holds for CheckLoads and
+// Version.
 absl::StatusOr<std::string> Nccl::NewId() {
   const Nccl nccl({}, Replica(), kTimeout);
   LOSSD_RETURN_IF_ERROR(nccl.library_->Load());
@@ -217,6 +219,8 @@ struct Scratch {
 
 }  // namespace
 
+// ncclCommInitRank waits for all processes and has no time limit. So a thread of its own calls it, and if
+// that thread does not return in time it is left behind with the object.
 absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, const std::string& id,
                                                  absl::Duration timeout) {
   if (id.size() != sizeof(ncclUniqueId::internal)) {
@@ -340,6 +344,7 @@ absl::Status Nccl::MakeLinks(const std::vector<Part>& parts, int64_t floats) {
       return absl::OkStatus();
     });
   };
+  // Each round runs every kind of exchange with n floats a member.
   for (int64_t n = 1;; n = std::min(n * kLinkStep, floats)) {
     LOSSD_RETURN_IF_ERROR(for_each([&](const Part& part) { return library_->SumOfAll(part, n); }));
     LOSSD_RETURN_IF_ERROR(

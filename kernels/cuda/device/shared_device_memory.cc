@@ -90,6 +90,8 @@ absl::StatusOr<CUdevice> EnterContext(const Driver& driver, Device* device) {
   return ordinal;
 }
 
+// Memory of a GPU that this process has created and mapped, with the file descriptor by which other processes
+// import it.
 class MappedMemory final : public SharedDeviceMemory {
  public:
   MappedMemory(Device* device, const Driver& driver, size_t bytes)

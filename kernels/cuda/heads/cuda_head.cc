@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // CudaHead (cuda_head.h). CudaHead::Enqueue shows the phases of a chunk in order. The norm, the planner of
 // chunks and helpers of the phases come first.
+//
+// A chunk: Submit lays its rows out in a slot (Prepare), and enqueues its phases (Enqueue): uploads, norm,
+// loss, guard, hidden gradient, guard, gradient of the norm, downloads, weight gradient. Report gives the
+// device's completion thread what it has to do when the results have arrived. The guard finds rows that are
+// not finite; its result is `keep`, which says of each row whether it may be accumulated.
 #include "kernels/cuda/heads/cuda_head.h"
 
 #include <algorithm>
@@ -67,6 +72,9 @@ absl::Status HeadNorm::Forward(const ChunkJob& job, const ChunkSlot& slot) const
                   "norm forward kernel");
 }
 
+// The parts of a split head have different rows here. So each part first adds up the gradients of gain and
+// shift over its own rows in `sums`. Then `sums` is summed over the parts, and every part adds the same sums
+// to its gradients.
 absl::Status HeadNorm::Backward(const ChunkJob& job, const ChunkSlot& slot) const {
   const cudaStream_t stream = device_->compute();
   const DeviceMatrix raw = RawRows(job, slot);
@@ -101,6 +109,7 @@ absl::Status HeadNorm::Backward(const ChunkJob& job, const ChunkSlot& slot) cons
         link_->exchange->Sum(ExchangeKind::kHiddenGradients, sums, 2 * sizes_.padded_hidden));
     LOSSD_RETURN_IF_ERROR(tensors_->AddNormGradients(sums, sums + sizes_.padded_hidden));
   }
+  // The raw rows without a target, and absent rows, still hold hidden states. Their gradient is 0.
   const int64_t with_gradient = job.rows() - job.layout.absent_rows;
   if (!job.layout.want_hidden_gradient || with_gradient == job.layout.raw_rows) return absl::OkStatus();
   return ToStatus(LaunchZeroUnmappedRows(raw, slot.device_in.gradient_of_raw, job.layout.raw_rows, stream),
@@ -121,9 +130,11 @@ ChunkPlan ChunkPlanner::Plan(const LossOptions& options, const ChunkFacts& facts
 
 ChunkPlan ChunkPlanner::Next(const Chunk& chunk, const ChunkFacts& facts, ChunkSlot& slot) {
   const LossOptions& options = chunk.options;
+  // The last chunk of this slot has left the device, so its decision is in host memory.
   if (slot.trial.has_value()) backoff_.Note(*slot.trial, *slot.host_out.decision);
   slot.trial.reset();
   ChunkPlan plan = Plan(options, facts, chunk.hidden_dtype);
+  // An independent chunk must not depend on earlier chunks, so the back-off does not count for it.
   if (plan.exact() || chunk.independent) return plan;
   if (backoff_.Next(options)) {
     slot.trial = options;
@@ -549,6 +560,8 @@ CudaHead::Lesson::Lesson(CudaHead* teacher, const Chunk& chunk)
     : teacher_(teacher), slot_(&teacher->slots_.Next()) {
   const HeadSizes& sizes = teacher->sizes_;
   const HeadConfig& config = teacher->config_;
+  // A chunk of the teacher with the same rows and targets. So row r of the teacher belongs to row r of the
+  // student.
   rows_.wants_logprob = false;
   for (const Slice& slice : chunk.slices) {
     Slice taught;
@@ -648,6 +661,9 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   job.wants_hidden_gradient =
       job.layout.want_hidden_gradient || (job.layout.accumulate && (norm_->exists() || together));
   job.direct = chunk->hidden_dtype == config_.compute_dtype && !norm_->exists() && !sizes_.is_split();
+  // The paths compute W^T ds from a ds that is divided by (t * unit). If dx is direct, it is copied as it is,
+  // so the product multiplies it by both. Otherwise the product multiplies it by t only, which keeps it in
+  // range, and the conversion multiplies it by the unit (hidden_gradient_factor).
   job.hidden_gradient_dtype =
       job.direct ? config_.compute_dtype : HiddenGradientDType(sizes_, config_.compute_dtype);
   job.hidden_gradient_scale = job.direct ? t * job.layout.unit : t;
@@ -668,6 +684,9 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   return absl::OkStatus();
 }
 
+// The downloads are enqueued before the weight gradient, for which no result waits. EndUse also comes before
+// it: it concerns only heads in host memory, which have no weight gradient, and teachers, which it does not
+// read.
 absl::Status CudaHead::Enqueue(const Pending& pending) {
   const ChunkJob& job = pending.job;
   if (job.options().is_embedding()) return device_->Fail(embedding_->Enqueue(job, *pending.slot));
@@ -695,6 +714,7 @@ absl::Status CudaHead::Loss(const Pending& pending, ChunkPath& path) {
   LOSSD_RETURN_IF_ERROR(Await(slot.uploaded, stream));
   if (norm_->exists()) LOSSD_RETURN_IF_ERROR(norm_->Forward(job, slot));
   if (pending.lesson != nullptr) LOSSD_RETURN_IF_ERROR(pending.lesson->Enqueue());
+  // Both functions take the same arguments. Their results are inputs of the path, or results of the chunk.
   const void* const weight = tensors_.values().compute_weight;
   for (const auto step : {&PlaceTargets, &NamedClasses}) {
     LOSSD_RETURN_IF_ERROR(
@@ -717,6 +737,8 @@ absl::Status CudaHead::HiddenGradient(const Pending& pending, ChunkPath& path) {
   return Record(pending.slot->hidden_gradient, device_->compute());
 }
 
+// `results` and `wait_done` run on the completion thread. Of a split head only part 0 writes the results to
+// the slices, because all parts have the same row results.
 void CudaHead::Report(const std::shared_ptr<Pending>& pending, absl::Status status,
                       ChunkCallbacks callbacks) {
   const bool on_device = status.ok() && pending->job.rows() > 0;

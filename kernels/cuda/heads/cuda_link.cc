@@ -2,6 +2,16 @@
 // Exchanges between GPUs: sums of gradients and copies of values over replicas (HeadReplicas), the link of a
 // rank (CudaLink, for CreateCudaLink), and the GPUs of one process (NcclReplicaGroup, for
 // CudaReplicaGroup::Create).
+//
+// Replicas are copies of a head on several GPUs. At a step each replica updates only its shard, a range of
+// the classes, and is the owner of this shard: SumGradients adds up the gradients of each shard at its owner,
+// the owners apply the optimizer, and SpreadValues copies the new values of each shard from its owner to all
+// others.
+//
+// If a head is split by vocabulary, each copy of it takes several GPUs, and a place is the number of a GPU
+// within its copy. GPU i has place i % places of copy i / places. The GPUs of one copy exchange rows while a
+// chunk is computed (ClassExchange). The GPUs of one place have the same classes, so they are replicas of
+// each other.
 #include "kernels/cuda/heads/cuda_link.h"
 
 #include <cuda_runtime_api.h>
@@ -35,6 +45,8 @@ namespace {
 
 // ---- Sums of gradients and copies of values over the replicas of a head ----
 
+// The replicas of one head, or of one place of a split head. `heads`: the replicas in this process. A member
+// of `collectives` is a replica, in this process or another.
 class HeadReplicas final : public Replicas {
  public:
   HeadReplicas(std::shared_ptr<Collectives> collectives, std::vector<CudaHead*> heads)
@@ -55,6 +67,7 @@ class HeadReplicas final : public Replicas {
       return with_weight ? ForEachRange(owner, gradients, step) : ForEachVector(owner, gradients, step);
     };
     LOSSD_RETURN_IF_ERROR(Exchange(sum_weight, sum));
+    // The sums are at the owners now. What a replica has added to the shards of others counts no more.
     for (size_t i = 0; i < heads_.size(); ++i) {
       for (int owner = 0; owner < collectives_->members(); ++owner) {
         if (owner == collectives_->first_member() + static_cast<int>(i)) continue;
@@ -151,7 +164,8 @@ class HeadReplicas final : public Replicas {
     return step(parts, range.count);
   }
 
-  // Calls `step` with the whole weight of a block, on all replicas.
+  // Calls `step` with the whole weight of a block, on all replicas. `step` knows the size of the weight; the
+  // range of one element only says where the weight begins, and that it is not empty.
   absl::Status OnWeight(BlockOf block,
                         absl::FunctionRef<absl::Status(const std::vector<Collectives::Part>&)> step) const {
     return OnRange(
@@ -183,7 +197,7 @@ class HeadReplicas final : public Replicas {
     };
     absl::Status status = collectives_->Enqueue(all);
     if (status.ok()) status = collectives_->Wait(Parts());
-    for (CudaHead* head : heads_) (void)head->device().Fail(status);
+    for (CudaHead* head : heads_) (void)head->device().Fail(status);  // remembers UNAVAILABLE
     return status;
   }
 
@@ -316,7 +330,7 @@ absl::Status CudaLink::Connect(const std::vector<std::string>& addresses) {
       by_nccl_ ? ConnectByNccl(addresses) : ConnectThroughHosts(addresses);
   if (!made.ok()) return made.status();
   absl::MutexLock lock(&mutex_);
-  if (!aborted_.ok()) return aborted_;
+  if (!aborted_.ok()) return aborted_;  // Abort came while the ranks connected, and has not seen `made`
   collectives_ = *std::move(made);
   return absl::OkStatus();
 }
@@ -403,6 +417,8 @@ absl::StatusOr<std::unique_ptr<RankLink>> CreateCudaLink(const CudaLinkOptions& 
 namespace cuda {
 namespace {
 
+// The exchange between the parts of a split head, if all parts are on GPUs of this process. `part` is the
+// place of this part. Every part delivers the results of its share of the rows (RowsHere).
 class NcclExchange final : public ClassExchange {
  public:
   NcclExchange(Nccl* nccl, int part, cudaStream_t stream, StreamTimer* timer)
@@ -451,6 +467,7 @@ struct Grid {
   std::vector<std::shared_ptr<Nccl>> places;    // for each place, among the GPUs that have its classes
 };
 
+// Connects the GPUs, and makes the links that their exchanges need in advance (Nccl::MakeLinks).
 absl::StatusOr<std::shared_ptr<Nccl>> ConnectLinked(std::vector<int> devices, absl::Duration timeout) {
   absl::StatusOr<std::unique_ptr<Nccl>> nccl = Nccl::Connect(std::move(devices), timeout);
   if (!nccl.ok()) return nccl.status();
@@ -458,6 +475,7 @@ absl::StatusOr<std::shared_ptr<Nccl>> ConnectLinked(std::vector<int> devices, ab
   return std::shared_ptr<Nccl>(*std::move(nccl));
 }
 
+// The GPUs of one process. `nccl` connects all of them, in the order of `devices`.
 class NcclReplicaGroup final : public CudaReplicaGroup {
  public:
   NcclReplicaGroup(std::shared_ptr<Nccl> nccl, std::vector<int> devices, absl::Duration timeout)
@@ -523,6 +541,7 @@ class NcclReplicaGroup final : public CudaReplicaGroup {
     return &grids_.emplace(places, std::move(grid)).first->second;
   }
 
+  // Appends a connection of these GPUs.
   absl::Status Add(std::vector<int> devices, std::vector<std::shared_ptr<Nccl>>& connections) const {
     if (devices == devices_) {
       connections.push_back(nccl_);

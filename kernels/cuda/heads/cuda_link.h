@@ -35,6 +35,7 @@ class RankClassExchange final : public ClassExchange {
     return timer_->Time(ExchangeKind::kRowStatistics, stream_,
                         [&] { return collectives_->Gather(Part(all), own, bytes); });
   }
+  // All rows on rank 0, and none on other ranks.
   RowRange RowsHere(int64_t rows) const override {
     return {collectives_->first_member() == 0 ? 0 : rows, rows};
   }
@@ -59,6 +60,7 @@ class RankClassExchange final : public ClassExchange {
 
  private:
   Collectives::Part Part(void* data) const { return {0, data, stream_}; }
+  // Tells the owner of the link that the chunk's exchange has failed, and returns the status to report.
   absl::Status Tell(absl::Status failure) const {
     return *on_failure_ ? (*on_failure_)(failure) : std::move(failure);
   }

@@ -38,6 +38,7 @@ absl::StatusOr<MemoryBytes> CudaTeacherPool::GrowthWith(const HostedBytes& bytes
   return growth;
 }
 
+// Allocates all new buffers before it frees an old one, so that an error changes nothing.
 absl::Status CudaTeacherPool::Grow(const HostedBytes& bytes) {
   const absl::StatusOr<int64_t> values = pool_.SizeWith(bytes.values);
   if (!values.ok()) return values.status();
@@ -110,6 +111,8 @@ absl::StatusOr<std::unique_ptr<CudaTeacherPool::Copied>> CudaTeacherPool::CopyVa
   return copied;
 }
 
+// Transfers of the member before may still read or write the workspace, so the zeros wait for both streams of
+// transfers. Uploads of this member wait for the zeros.
 absl::Status CudaTeacherPool::TakeWorkspace(Id id) {
   if (workspace_of_ == id) return absl::OkStatus();
   const cudaStream_t compute = device_->compute();
@@ -153,7 +156,7 @@ absl::Status PooledKernels::JoinPool(const HostedBytes& bytes, CudaTeacherPool::
 void CudaTeacherPool::Count(const Copied& copied) {
   float milliseconds = 0.0f;
   if (cudaEventElapsedTime(&milliseconds, copied.begin.get(), copied.end.get()) != cudaSuccess) {
-    cudaGetLastError();
+    cudaGetLastError();  // clears the error, which the thread's next check would report
     return;
   }
   pool_.AddCopying(copied.id, absl::Milliseconds(static_cast<double>(milliseconds)));

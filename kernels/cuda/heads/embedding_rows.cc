@@ -55,9 +55,9 @@ absl::Status EmbeddingRows::Enqueue(const ChunkJob& job, const ChunkSlot& slot) 
 
 // ---- where the rows lie ----
 
-// A slot has room for the rows of a full chunk in the compute dtype; in a head with a norm, in any dtype. If
-// the rows are wider, the slot takes half of a full chunk, and the region of hidden gradients takes the other
-// half.
+// A slot has room for the rows of a full chunk in the compute dtype; in a head with a norm, in any dtype.
+// Then all rows lie in the slot (RawRows::first). If the rows are wider, which means fp32 rows of a head that
+// computes in 16 bits, the slot takes half of a full chunk, and Region::kHiddenGradient takes the other half.
 RawRows EmbeddingRows::PlaceOf(const ChunkJob& job, const ChunkSlot& slot) const {
   RawRows place;
   place.dtype = job.chunk->hidden_dtype;
@@ -74,6 +74,8 @@ bool EmbeddingRows::SharesRegion(const ChunkJob& job) const {
   return config_.norm == Norm::kNone && row_element > sizes_.element;
 }
 
+// The event of this slot marks the work that other chunks have enqueued on the compute stream so far. The
+// downloads of their hidden gradients are on another stream.
 absl::Status EmbeddingRows::AwaitRegion(const ChunkSlot& slot, cudaStream_t stream) const {
   LOSSD_RETURN_IF_ERROR(Record(slot.hidden_gradient, device_->compute()));
   LOSSD_RETURN_IF_ERROR(Await(slot.hidden_gradient, stream));
@@ -184,6 +186,7 @@ absl::Status EmbeddingRows::LookUpParts(const ChunkJob& job, const ChunkSlot& sl
   return Record(slot.done, download);
 }
 
+// Converts the part of the slice's rows whose sums are here, and copies it to the slice.
 absl::Status EmbeddingRows::DownloadPart(const ChunkJob& job, const ChunkSlot& slot,
                                          const SliceLayout& place) const {
   const cudaStream_t stream = device_->download();
@@ -209,6 +212,8 @@ absl::Status EmbeddingRows::DownloadPart(const ChunkJob& job, const ChunkSlot& s
 
 // ---- gradients of rows that are added ----
 
+// Uploads and checks the gradients, and reports the slices that have a bad row. Then adds the gradients of
+// the rows that are kept. A slice with a bad row adds nothing.
 absl::Status EmbeddingRows::TakeGradients(const ChunkJob& job, const ChunkSlot& slot) const {
   LOSSD_RETURN_IF_ERROR(UploadGradients(job, slot));
   LOSSD_RETURN_IF_ERROR(GuardGradients(job, slot));

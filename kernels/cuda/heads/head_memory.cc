@@ -118,7 +118,8 @@ int64_t CheapestRows(int64_t fit) {
 }
 
 // Finds the largest number of rows of a chunk that stays within `limit`, by bisection in units of 8, because
-// more rows need more workspace.
+// more rows need more workspace. One unit is taken even if it does not fit; then CheckWorkspace reports the
+// error.
 HeadSizes WithRowsThatFit(const HeadConfig& config, const HeadSizes& sizes, int64_t limit,
                           int64_t max_chunk_rows, int multiprocessors) {
   int64_t fits = 1;
@@ -133,7 +134,8 @@ HeadSizes WithRowsThatFit(const HeadConfig& config, const HeadSizes& sizes, int6
 
 // The sizes of a head that recomputes logits. The arena is the memory for blocks of logits (RecomputedArena
 // in paths/path_memory.h). It gets the part of the limit that nothing else takes. If too little is left for
-// the arena, chunks get fewer rows, which need less of the other memory.
+// the arena, chunks get fewer rows, which need less of the other memory. With 8 rows or fewer the search
+// ends: the arena then has the least size even beyond the limit, and CheckWorkspace reports the error.
 HeadSizes WithArena(const HeadConfig& config, HeadSizes sizes, int64_t limit, int64_t max_chunk_rows,
                     int multiprocessors) {
   if (limit >= kDevicePage) limit -= limit % kDevicePage;  // whole pages are allocated
@@ -169,7 +171,8 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
   sizes.most_classes = MostClassesOf(config, replica.count);
   sizes.fused = fused && config.compute_dtype != DType::kFloat32 && config.logits != Logits::kNone;
   sizes.hidden = config.hidden_size;
-  // All parts are planned with the classes of the largest part, so they get the same rows and arena.
+  // While rows and arena are chosen, `vocab` is that of the largest part. So all parts get the same rows and
+  // arena. At the end `vocab` becomes the number of the classes here.
   sizes.vocab = sizes.most_classes;
   sizes.padded_hidden = RoundUp(sizes.hidden, kPad);
   sizes.padded_vocab = RoundUp(sizes.vocab, kPad);
@@ -297,6 +300,7 @@ absl::StatusOr<HeadPlan> PlanHead(const HeadConfig& config, const PlanDevice& de
 }
 
 ShardRanges ShardRanges::Of(const HeadSizes& sizes, const Shard& shard) {
+  // The last shard also has the padding rows.
   const int64_t end = shard.end_class() == sizes.vocab ? sizes.padded_vocab : shard.end_class();
   // A replica without classes updates no rows. But if a part of a split head has no classes, its padding rows
   // are updated.

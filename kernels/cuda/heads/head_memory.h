@@ -57,10 +57,10 @@ struct Workspace {
   PathMemory paths;
   uint8_t* upload_buffer = nullptr;    // [transfer_bytes]
   uint8_t* download_buffer = nullptr;  // [transfer_bytes]
-  int32_t* keep = nullptr;             // [chunk_rows]
-  float* mean = nullptr;               // [chunk_rows], norm heads only
-  float* inverse_deviation = nullptr;  // [chunk_rows], norm heads only
-  double* square_sums = nullptr;       // [kSquareSumPartials + 1]
+  int32_t* keep = nullptr;             // [chunk_rows], PathContext::keep
+  float* mean = nullptr;               // [chunk_rows], of the raw row; only for heads with a norm
+  float* inverse_deviation = nullptr;  // [chunk_rows], of the raw row; only for heads with a norm
+  double* square_sums = nullptr;       // [kSquareSumPartials + 1], for GradNorm: partial sums, then the sum
   int64_t bytes = 0;
   int64_t slot_bytes = 0;
 

@@ -134,6 +134,8 @@ absl::Status HeadTensors::AddGradient(Param param, int64_t row_begin, int64_t ro
   return device_->Fail(ForEachBlock(Find(id, row_begin), rows, dtype, add));
 }
 
+// After a write, brings what follows from the tensor up to date: the 16-bit copy of the weight, the sum and
+// the largest of the class weights, and whether the weight gradient is zero.
 absl::Status HeadTensors::RefreshAfterWrite(TensorId id, int64_t row_begin, int64_t rows) {
   if (id == TensorId{Param::kWeight, Role::kGradient}) accumulators_.weight_is_zero = false;
   if (id.param == Param::kClassWeights) return ReadClassWeights();
@@ -202,7 +204,7 @@ absl::Status HeadTensors::ApplyStep(const OptimizerOptions& options, int64_t upd
       StepRange(p, false, ranges_.norm, v.norm_gain, g.norm_gain, m1.norm_gain, m2.norm_gain));
   LOSSD_RETURN_IF_ERROR(
       StepRange(p, false, ranges_.norm, v.norm_shift, g.norm_shift, m1.norm_shift, m2.norm_shift));
-  accumulators_.weight_is_zero = true;
+  accumulators_.weight_is_zero = true;  // the kernels have zeroed the gradients
   return device_->Synchronize();
 }
 

@@ -85,7 +85,8 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
     if (from != nullptr && sizes_.part == 0) keep = retained;
     if (from == nullptr) from = retained;
   }
-  // `from` may be memory of another GPU, so the retained copy is made from this GPU's copy.
+  // Copies rows to this GPU, and from there to the retained rows. `from` may be memory of another GPU, so the
+  // retained copy is made from this GPU's copy.
   const auto bring = [&](void* to, int64_t first, int64_t count) {
     LOSSD_RETURN_IF_ERROR(Copy(to, from + first * row_bytes, count * row_bytes, stream));
     if (keep == nullptr) return absl::OkStatus();
@@ -94,6 +95,7 @@ absl::Status RowTransfers::UploadSlice(const ChunkJob& job, const ChunkSlot& slo
   if (config_.norm != Norm::kNone) {
     return bring(static_cast<uint8_t*>(slot.memory.raw) + place.raw_begin * row_bytes, 0, rows);
   }
+  // Rows that need a conversion take the way over the upload buffer, as many at a time as it holds.
   auto* hidden = static_cast<uint8_t*>(slot.memory.hidden);
   if (IsDirect(job, place, place.compact_rows))
     return bring(hidden + place.compact_begin * row_bytes, 0, rows);
@@ -136,6 +138,7 @@ absl::Status RowTransfers::DownloadSlice(const ChunkJob& job, const ChunkSlot& s
   if (begin >= end) return absl::OkStatus();
   auto* to = static_cast<uint8_t*>(place.slice->grad_hidden) + (begin - place.raw_begin) * row_bytes;
   const int64_t rows = end - begin;
+  // HeadNorm::Backward has written the gradients over the raw rows.
   if (config_.norm != Norm::kNone) {
     return Copy(to, static_cast<const uint8_t*>(slot.memory.raw) + begin * row_bytes, rows * row_bytes,
                 stream);

@@ -27,6 +27,10 @@ struct ChunkSlot {
   RowInputBlock host_in, device_in;
   RowOutputBlock host_out, device_out;
   RowClassBlock classes;
+  // `uploaded`: inputs and hidden states are on the device. `row_results`: the row results are complete, and
+  // the guard has seen them. `hidden_gradient`: dx is complete, and the guard has seen it. `results`: row
+  // results and dx have been copied to the slices' memory. `done`: the chunk has ended, its weight gradient
+  // included.
   Event uploaded, row_results, hidden_gradient, results, done;
   DeviceBranch loss_branch, weight_branch;  // of a filtered chunk
   // Set if the slot's chunk tries to be filtered or sampled (FilterBackoff): the options of the chunk.
@@ -70,7 +74,8 @@ class RowTransfers {
  private:
   absl::Status UploadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
   absl::Status DownloadSlice(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place);
-  // Whether the slice is copied without conversion.
+  // Whether the slice is copied without conversion: dtype and width of its rows are those of the device, and
+  // all `rows` rows are wanted, so that no row has to be left out.
   bool IsDirect(const ChunkJob& job, const SliceLayout& place, int64_t rows) const;
   int64_t RowBytes(const ChunkJob& job) const;  // of one row in host memory
 

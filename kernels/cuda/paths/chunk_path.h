@@ -33,7 +33,9 @@
 
 namespace lossd::kernels::cuda {
 
-// The shapes of a head's GEMMs over `rows` padded rows and `classes` padded classes. Pure functions.
+// The shapes of a head's GEMMs over `rows` padded rows and `classes` padded classes. Matrices are stored row
+// by row, and GemmShape counts in columns, so each shape is that of the transposed product: for the logits, A
+// is the weight, B has the hidden states, and C has a column for each row of the chunk. Pure functions.
 struct GemmShapes {
   int64_t padded_hidden = 0;
   DType compute = DType::kBFloat16;
@@ -152,7 +154,7 @@ struct ChunkJob {
   DeviceBranch* loss_branch = nullptr;
   DeviceBranch* weight_branch = nullptr;
 
-  // The factor that dx in Region::kHiddenGradient still lacks.
+  // The factor that dx in Region::kHiddenGradient still lacks: the gradient unit, or 1 if dx is direct.
   float hidden_gradient_factor() const { return weight_gradient_scale / hidden_gradient_scale; }
   const LossOptions& options() const { return chunk->options; }
   int64_t rows() const { return layout.compact_rows; }
@@ -164,6 +166,8 @@ struct ChunkJob {
 struct WeightAccumulators {
   float* weight = nullptr;  // [padded_vocab, padded_hidden]; null: not trainable
   float* bias = nullptr;    // [padded_vocab] or null
+  // All of `weight` is 0. The first product then overwrites it instead of adding to it, which saves reading
+  // it.
   bool weight_is_zero = true;
 };
 
@@ -176,9 +180,10 @@ struct PathContext {
   // Points to the pointer to the weight; the weight may move between chunks.
   void* const* weight_place = nullptr;
   WeightAccumulators* accumulators = nullptr;
-  const int32_t* keep = nullptr;         // [chunk_rows]: 0: the row must not be accumulated
-  const Event* download_idle = nullptr;  // after this event Region::kHiddenGradient may be written
-  const ClassLink* link = nullptr;       // connects the parts of a split head
+  const int32_t* keep = nullptr;  // [chunk_rows], 0: the row must not be accumulated (LaunchGuard)
+  // After this event the dx of earlier chunks has left Region::kHiddenGradient, so the region may be written.
+  const Event* download_idle = nullptr;
+  const ClassLink* link = nullptr;  // connects the parts of a split head
 
   const void* weight() const { return *weight_place; }  // [padded_vocab, padded_hidden] compute dtype
 };

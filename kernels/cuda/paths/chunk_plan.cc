@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan of a chunk (PlanChunk), the layout of its rows (LayOutChunk), and the copy of its results to the
 // slices (UnpackResults). See chunk_plan.h.
+//
+// The functions WhyX return "" if the chunk takes the faster way, else the reason why it does not, as a text
+// for people. "Raw" rows are all rows of a chunk; "compact" rows are the rows with a target, in the same
+// order, which are the rows on the device.
 #include "kernels/cuda/paths/chunk_plan.h"
 
 #include <algorithm>
@@ -102,6 +106,8 @@ ChunkPlan PlanChunk(const LossOptions& options, const ChunkFacts& chunk, const P
   plan.why_exact = WhyChunkIsExact(options, chunk, limits);
   plan.gradients = GradientsOf(options, plan.why_exact);
   plan.filters_elements = (limits.split || options.has_soft_targets()) && plan.filtered();
+  // With kAuto the gradients may come from the matrix of ds, which must then have the uniform part. With a
+  // softcap the uniform part depends on the logits, so it has no closed form.
   const bool apart = plan.gradients == Gradients::kSampled ||
                      (plan.filters_elements && limits.logits == Logits::kRecomputed);
   plan.uniform_apart = apart && options.label_smoothing > 0.0f && options.softcap == 0.0f && !chunk.distilled;
@@ -187,10 +193,12 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   }
   if (largest == 0.0) return 1.0f;
   if (head.compute_dtype == DType::kFloat16) largest /= kHalfHeadroom;
+  // Within these bounds the unit and its inverse are normal numbers of fp32.
   const int exponent = std::clamp(std::ilogb(largest), -120, 120);
   return std::ldexp(1.0f, exponent);
 }
 
+// dx must be finite if it is a result, or if it enters the gradients of the norm's parameters.
 RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool accumulate) {
   if (IsAbsent(slice, row)) return RowCheck::kNothing;
   const bool through_norm = accumulate && head.config.norm != Norm::kNone;
@@ -242,7 +250,9 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-// Adds the divergence and the loss with the target of a row with a teacher to the slice's sums.
+// Adds the divergence and the loss with the target of a row with a teacher to the slice's sums. The row's
+// loss is weight * divergence + target_weight * target loss, each times the row weight. The device returns
+// only `loss` and `divergence`, so the loss with the target is computed back from them.
 void AddDivergence(const Distillation& distillation, Slice& slice, int64_t row, double divergence,
                    double loss) {
   const double weighted = static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)) * divergence;
@@ -280,6 +290,8 @@ void AddToSums(const LossOptions& options, Slice& slice, int64_t row, int64_t co
   if (outputs.argmax[compact] == inputs.target[compact]) ++sums.correct_rows;
 }
 
+// Writes the device's decision to the chunk. The first of the chunk's choices is the one about its gradients
+// (Describe).
 void TellDecision(Chunk& chunk, const RowOutputBlock& outputs) {
   const Gradients asked = chunk.options.gradients;
   chunk.gradients = GradientsOf(asked, *outputs.decision);
@@ -567,6 +579,7 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
     slice.sums = LossSums();
     for (int64_t r = 0; r < slice.rows; ++r) {
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
+      // kNothing: the row is absent.
       if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
       UnpackClasses(slice, r, compact, layout, outputs, classes);

@@ -226,7 +226,7 @@ struct ChunkLayout {
 struct LayoutHead {
   HeadConfig config;
   DType compute_dtype = DType::kBFloat16;
-  int64_t chunk_rows = 0;
+  int64_t chunk_rows = 0;             // the most rows of a chunk
   float largest_class_weight = 1.0f;  // by magnitude; 1 if the chunk uses no class weights
   int64_t first_class = 0;            // targets are counted from this class
 };

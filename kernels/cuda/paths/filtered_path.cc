@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The paths of filtered gradients (filtered_path.h): first FilteredStoredPath, then FilteredRecomputedPath.
+//
+// A chunk has two lists (FilterBuffers). The pool has the candidates of all rows: classes whose probability
+// may reach epsilon. It is filled while the logits of the rows are in memory. The kept list has the elements
+// of ds that the filter keeps, of rows that are accumulated; FilterRows writes it, and AddKept computes dW
+// from it. The device decides when the pool is complete: if the candidates do not fit the pool, the chunk is
+// exact.
 #include "kernels/cuda/paths/filtered_path.h"
 
 #include <cmath>
@@ -36,7 +42,8 @@ absl::Status FilteredStoredPath::Select(const ChunkJob& job) const {
   return staged_.ForEachBlock(job, Kept::kNothing, step);
 }
 
-// Computes row results and dx, filtered or exact.
+// Computes row results and dx, filtered or exact. Waits for download_idle, because Region::kHiddenGradient
+// first holds logits of the last blocks, and then dx.
 absl::Status FilteredStoredPath::Loss(const ChunkJob& job) {
   const cudaStream_t stream = context_.device->compute();
   LOSSD_RETURN_IF_ERROR(filter_.Begin(job));
@@ -155,6 +162,8 @@ absl::Status FilteredRecomputedPath::WeightGradient(const ChunkJob& job) {
   return job.wants_hidden_gradient ? absl::OkStatus() : Gradients(job);
 }
 
+// An exact chunk: Loss has computed the rules of its rows, and exact_ computes both gradients. A filtered
+// chunk: Loss has computed dx, and only dW is left.
 absl::Status FilteredRecomputedPath::Gradients(const ChunkJob& job) const {
   const auto add_kept = [&]() -> absl::Status {
     if (!job.layout.accumulate) return absl::OkStatus();

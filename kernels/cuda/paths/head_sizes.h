@@ -71,13 +71,13 @@ enum class Region : uint8_t {
   kHiddenGradient,  // dx: [chunk_rows, padded_hidden] HiddenGradientDType(); part of MemoryKind::kSlots
   kTargetDots,      // [chunk_rows] float: each row's dot product with its target; filled by the head
   kColumnSums,      // partial sums of column sums
-  kRules,           // [chunk_rows] GradientRule
-  kRunningRows,     // [chunk_rows] RunningRow
-  kFusedRows,       // hopper::FusedRows
+  kRules,           // [chunk_rows] GradientRule: what the gradient of a row needs besides its logits
+  kRunningRows,     // [chunk_rows] RunningRow: statistics of a row over the classes computed so far
+  kFusedRows,       // hopper::FusedRows: what the fused loss keeps of each row
   kFilter,          // the `own` group of FilterBuffers or SampleBuffers
   kPopularity,      // HotClasses; kept from one chunk to the next
-  kSplitRows,       // SplitRows, if the head is split by vocabulary
-  kTopClasses,      // TopScratch, if the head is split by vocabulary
+  kSplitRows,       // SplitRows: records that parts exchange, if the head is split by vocabulary
+  kTopClasses,      // TopScratch: lists that parts exchange, if the head is split by vocabulary
 };
 inline constexpr size_t kRegions = 11;
 

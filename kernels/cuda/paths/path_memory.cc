@@ -77,7 +77,8 @@ int64_t FilterBuffers::LogitsBytes(const FilterShape& shape) {
 
 namespace {
 
-// Bytes that one entry takes in all arrays of SampleBuffers together, without `listed`.
+// Bytes that one entry takes in all arrays of SampleBuffers together, without `listed`: 8 in `entries`, 32 in
+// the arrays of `kept`, and the rest in its scratch for sorting.
 constexpr int64_t kEntryBytes = 44;
 // Bytes for the other arrays, and for rounding.
 constexpr int64_t kMatrixSlack = int64_t{4} << 20;
@@ -115,6 +116,7 @@ int64_t SampleCapacity(const FilterShape& shape, int64_t rows, float threshold) 
 }
 
 SampleBuffers SampleBuffers::Carve(const FilterShape& shape, Carver& own, Carver& hidden, Carver& logits) {
+  // The lowest threshold, 0, needs the most room.
   const int64_t capacity = SampleCapacity(shape, shape.chunk_rows, 0.0f);
   SampleBuffers b;
   b.rows = own.Take<SampledRow>(shape.chunk_rows);
@@ -150,7 +152,9 @@ SampledBlockArena SampledBlockArena::Carve(const FilterShape& shape, DType eleme
 }
 
 int64_t ChooseSampledRows(const FilterShape& shape, DType elements, int64_t rows, int64_t arena_bytes) {
-  int64_t most = 1;  // in units of 8
+  // Bisection, in units of 8 rows: `most` units fit (one unit always does), and `fails` units do not, or are
+  // more than there are.
+  int64_t most = 1;
   for (int64_t fails = rows / kLeastBlockRows + 1; fails - most > 1;) {
     const int64_t middle = most + (fails - most) / 2;
     const int64_t bytes = SampledBlockArena::Carve(shape, elements, middle * kLeastBlockRows, nullptr).bytes;
@@ -181,6 +185,7 @@ bool HasHotClasses(const FilterShape& shape) {
 }
 
 float LeastTaken(int64_t rows) {
+  // If this share of the rows takes a class, gathering its entries takes as long as its dense products.
   constexpr float kShare = 90.0f / 8192.0f;
   constexpr float kSteady = 2.0f;  // the popularity of a class that every chunk takes once
   return kSteady * kShare * static_cast<float>(rows);
@@ -270,6 +275,7 @@ int64_t BlockBytes(const RecomputedShape& shape, const RecomputedBlocks& blocks)
 }
 
 // Compares `best` with the blocks of `block_rows` rows that fit, beginning with the fewest blocks of classes.
+// The comparison ends after kCandidates numbers of blocks, which bounds the time of the search.
 void Consider(const RecomputedShape& shape, int64_t block_rows, int64_t rows, int64_t bytes,
               RecomputedBlocks& best, double& best_seconds) {
   constexpr int kCandidates = 48;
@@ -375,7 +381,7 @@ FilterBlock ChooseFilterBlock(const FilterShape& chunk, Selection selection, int
   const auto fits = [&](const FilterBlock& block) {
     return FilterArena::Carve(chunk, selection, block, nullptr).bytes <= arena_bytes;
   };
-  int64_t most = 1;  // in units of 8
+  int64_t most = 1;  // in units of 8, as in ChooseSampledRows
   int64_t fails = rows / kLeastBlockRows + 1;
   while (fails - most > 1) {
     const int64_t middle = most + (fails - most) / 2;
@@ -448,6 +454,7 @@ int64_t SpareBytes(const HeadConfig& config, const HeadSizes& sizes) {
   return std::max(gradient, StagedBytes(sizes, least));
 }
 
+// A block lies in Region::kLogits as long as it gets at least as many rows there as the spare memory holds.
 std::vector<StagedBlock> PlanStaging(const HeadConfig& config, const HeadSizes& sizes, Kept kept,
                                      int64_t padded_rows) {
   if (config.compute_dtype == DType::kFloat32) return {{.begin = 0, .rows = padded_rows}};

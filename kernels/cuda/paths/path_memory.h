@@ -86,8 +86,8 @@ absl::string_view WhyNotFilteredOnDevice(const FilterShape& shape, const DeviceL
 
 // Counters that one kernel writes and the next kernels read. They are zeroed before each chunk.
 struct FilterCounters {
-  int32_t used = 0;  // entries of the pool
-  int32_t kept = 0;  // entries of the list
+  int32_t used = 0;  // candidates in the pool; more than its capacity if they do not fit
+  int32_t kept = 0;  // elements in the list of kept elements
   RunCounters runs;
 };
 
@@ -138,7 +138,7 @@ struct SampleBuffers {
   KeptBuffers kept;
   // For the hot classes (the most frequent classes), which get dense products of their own. Null unless
   // HasHotClasses().
-  float* hot_widths = nullptr;           // [chunk_rows]
+  float* hot_widths = nullptr;           // [chunk_rows], HotPart::widths
   void* hot_elements = nullptr;          // [chunk_rows, kHotClasses], copied from hot_listed
   void* hot_weight = nullptr;            // [kHotClasses, padded_hidden] compute dtype
   float* hot_hidden = nullptr;           // [chunk_rows, padded_hidden]
@@ -306,9 +306,10 @@ enum class Kept {
 
 // A block of rows of a chunk, and where their fp32 logits lie while they are turned into results. They lie in
 // memory that is free at that time. In Region::kLogits each element has 16 bits, for the gradient that is
-// kept. The part of this region that belongs to rows still to be computed thus holds the fp32 logits of the
-// next third of these rows: the logits lie behind the gradients of these rows. The logits of the last rows
-// lie in the "spare" memory, Region::kHiddenGradient, because dx is not written yet.
+// kept. If R rows are still to be computed, their part of the region has 2 R bytes for each class. The next n
+// rows need 2 n bytes for their gradients and, behind them, 4 n bytes for their fp32 logits. So a third of
+// the R rows fits. The logits of the last rows lie in the "spare" memory, Region::kHiddenGradient, because dx
+// is not written yet.
 struct StagedBlock {
   int64_t begin = 0;      // row
   int64_t rows = 0;       // padded

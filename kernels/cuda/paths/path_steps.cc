@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps that several paths have in common (path_steps.h).
+//
+// An exchange of records between the parts of a split head has three steps. A kernel writes what this part
+// knows of each row to `own`. ClassExchange::Gather copies `own` of every part to `all`, in the order of the
+// parts. A kernel merges `all` in this order, so all parts get the same bits.
 #include "kernels/cuda/paths/path_steps.h"
 
 #include <algorithm>
@@ -40,6 +44,7 @@ absl::Status RowMerger::Merge(const LossTerms& terms, const RowInputs& in, Runni
   return ToStatus(LaunchMergeRows(terms, in, rows_.all, context_.sizes.parts, rows, stream), "merge kernel");
 }
 
+// A TaughtRecord is not larger than a RowRecord, so `all` has room for them.
 absl::Status RowMerger::Merge(const DivergenceParams& p,
                               cudaError_t (*launch)(const MergeTaughtParams& params,
                                                     cudaStream_t stream)) const {
@@ -65,6 +70,8 @@ float* GradientMerger::square(const ChunkJob& job) const {
   return context_.sizes.is_split() ? rows_.own_sums + job.rows() : job.square;
 }
 
+// The list is written once at level 0, to count its entries, and again at the highest level of all parts,
+// unless that level is 0 (LaunchSelectSamples in sampled.h).
 absl::Status GradientMerger::Sample(const SampleRowsParams& params) const {
   const cudaStream_t stream = context_.device->compute();
   if (!context_.sizes.is_split()) return ToStatus(LaunchSampleRows(params, stream), "sampling kernels");
@@ -83,6 +90,8 @@ absl::Status GradientMerger::GatherSums(int64_t n) const {
                                          n * static_cast<int64_t>(sizeof(float)));
 }
 
+// own_sums has the variances of all rows and behind them the squares. Both are added up over the parts in one
+// exchange, and the sums take the place of own_sums.
 absl::Status GradientMerger::MergeErrors(const ChunkJob& job) const {
   if (!context_.sizes.is_split()) return absl::OkStatus();
   const int64_t rows = job.rows();
@@ -122,6 +131,9 @@ absl::Status GradientMerger::DecideListed(const ChunkJob& job, const SampleCount
   return ToStatus(LaunchDecideListed(p, context_.device->compute()), "decision kernel");
 }
 
+// `running` holds the lists of the rows over the blocks of classes so far, in Region::kHiddenGradient. Each
+// block but the first merges the list so far (`before`) with its own classes. The last block writes the
+// result to job.classes, in pinned host memory.
 absl::Status TopSelector::Select(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                  int64_t first_class, bool last) const {
   const int k = job.layout.top_k;
@@ -157,6 +169,9 @@ absl::Status TopSelector::SelectOfExponentials(const ChunkJob& job, const void* 
   return ToStatus(LaunchSelectTopOfExponentials(p, context_.device->compute()), "selection kernel");
 }
 
+// The last block of classes of a split head: selects the lists of this part, gathers the lists of all parts,
+// and merges them into job.classes. `piece`: as many rows at a time as the scratch memory has room for. A
+// list has the logits of its rows, and behind them the numbers of their classes.
 absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const SelectTopParams& select) const {
   const cudaStream_t stream = context_.device->compute();
   const int k = select.k;
@@ -185,6 +200,8 @@ absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const Sel
 
 absl::Status SoftSteps::Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const {
   if (!job.terms.soft) return absl::OkStatus();
+  // If no path claims Region::kTargetDots, the head has not computed the targets' dot products. Then this
+  // kernel takes them from the logits.
   const bool needs_dots = context_.memory[Region::kTargetDots] == nullptr;
   return ToStatus(LaunchTakeTargets(block, job.terms, rows.in, context_.config.compute_dtype,
                                     needs_dots ? job.classes.target_dots + rows.begin : nullptr,
@@ -203,7 +220,8 @@ absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
 }
 
 // Each class is on one device; the other devices have 0 for its logit, so the sum over the devices is the
-// logit.
+// logit. `logits` is pinned host memory, and an exchange needs device memory, so the logits take the way over
+// `scratch`.
 absl::Status SoftSteps::Exchange(float* logits, int64_t entries) const {
   float* const scratch = TopScratch::Carve(context_.sizes, context_.memory[Region::kTopClasses]).own;
   const cudaStream_t stream = context_.device->compute();
@@ -245,6 +263,7 @@ absl::Status WriteBlockGradient(const PathContext& context, const SoftSteps& sof
   return soft.Write(job, rows, block, rules);
 }
 
+// Only kAuto has a limit for the predicted error; otherwise p.max_error stays infinite.
 absl::Status DecideSampled(const PathContext& context, const ChunkJob& job, SampleCounters* counters) {
   const LossOptions& options = job.options();
   DecideSampledParams p = {.rows = job.rows(),
@@ -282,6 +301,7 @@ bool FilterBackoff::Next(const LossOptions& options) {
 }
 
 void FilterBackoff::Note(const LossOptions& options, Decision decision) {
+  // Later chunks may have had other options, and then the count is about those.
   if (options != options_) return;
   const bool exact = decision != Decision::kAsPlanned;
   exact_in_a_row_ = exact ? std::min(exact_in_a_row_ + 1, kFilterPatience) : 0;
@@ -337,6 +357,10 @@ absl::Status SumWeights(const PathContext& context, const ChunkJob& job, const K
                   "column sum kernel");
 }
 
+// With label smoothing alpha, ds of each class v has the part -c alpha u_v / V, where c is coef_loss of the
+// row and u_v the class weight. So for each class v (x: hidden state, S: logit scale, sums over the rows that
+// are kept):
+//   dW_v -= unit S alpha / V u_v sum(c x),  db_v -= unit S alpha / V u_v sum(c).
 absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers) {
   const cudaStream_t stream = context.device->compute();
   const int64_t ld = context.sizes.padded_hidden;
@@ -396,6 +420,7 @@ absl::Status CandidateFilter::PrepareRows(const ChunkJob& job) const {
   return SumWeights(context_, job, buffers_.kept);
 }
 
+// All pointers of p are to the rows from `begin` on.
 absl::Status CandidateFilter::FilterRows(const ChunkJob& job, const RowInputs& in, const RowResults& out,
                                          int64_t begin) const {
   const int64_t ld = context_.sizes.padded_hidden;
@@ -442,6 +467,7 @@ absl::Status BranchByDecision(const PathContext& context, const ChunkJob& job, D
   return BranchByFlag(context, reinterpret_cast<const int32_t*>(job.decision), branch, exact, planned);
 }
 
+// host_branches (cuda_options.h) is for tools that cannot follow a branch on the device.
 absl::Status BranchByFlag(const PathContext& context, const int32_t* flag, DeviceBranch& branch,
                           absl::FunctionRef<absl::Status()> if_set,
                           absl::FunctionRef<absl::Status()> if_not) {

@@ -5,11 +5,14 @@
 // need all classes. If the head is split by vocabulary, these steps exchange data with the other devices.
 // Otherwise they have nothing to exchange. They are:
 // - RowMerger: sums of rows,
-// - GradientMerger: the level and the errors of gradients that are not exact,
+// - GradientMerger: the level (how often the sampling threshold is doubled) and the errors of gradients that
+//   are not exact,
 // - TopSelector: the most probable classes,
 // - SoftSteps: classes that soft targets name.
 //
-// The second group is for gradients from a list of elements of ds:
+// The second group is for gradients from a list of elements of ds, the matrix dL/ds of a chunk. The kept list
+// (KeptBuffers) has the elements of the rows that are accumulated, each with a key that names class and row.
+// Steps:
 // - FilterBackoff: which chunks try filtering or sampling,
 // - CandidateFilter: filtered gradients from candidates,
 // - AddEntries: the weight gradient from the list, with AddUniform for the uniform part of label smoothing,
@@ -53,7 +56,8 @@ class RowMerger {
   // Replaces the rows' sums over the classes here by the sums over the classes of all parts.
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, const hopper::FusedRows& rows) const;
   absl::Status Merge(const LossTerms& terms, const RowInputs& in, RunningRow* rows) const;
-  // Replaces the records of rows with a teacher by those of all parts together; `launch` adds the records up.
+  // For rows with a teacher: replaces the records of this part by the sums of the records of all parts.
+  // `launch` adds the records up.
   absl::Status Merge(const DivergenceParams& p,
                      cudaError_t (*launch)(const MergeTaughtParams& params, cudaStream_t stream)) const;
   // If the head is split, points rows.sum_reference to memory of its own. Merged sums are relative to
@@ -217,7 +221,8 @@ class FilterBackoff {
   int without_trial_ = 0;  // chunks since the last chunk that tried
 };
 
-// Zeroes the rows of job.hidden that must not be accumulated, so that they add nothing to dW.
+// Zeroes the rows of job.hidden that must not be accumulated (PathContext::keep), so that they add nothing to
+// dW.
 absl::Status ZeroDroppedHidden(const PathContext& context, const ChunkJob& job);
 
 // Makes the first `count` entries empty: sets all bits of their keys.
@@ -227,7 +232,8 @@ absl::Status ClearEntries(const PathContext& context, const KeptBuffers& buffers
 absl::Status AddEntries(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers,
                         int64_t count, RunCounters* runs);
 
-// Sets buffers.weight_sum to the sum of u_v w_v over the classes here (w_v: row v of the weight).
+// Sets buffers.weight_sum to the sum of u_v w_v over the classes here (u_v: the weight of class v in the
+// loss, w_v: row v of the head's weight). dx needs it for the uniform part of label smoothing.
 absl::Status SumWeights(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers);
 // Adds to the weight gradients the part of label smoothing that every class gets.
 absl::Status AddUniform(const PathContext& context, const ChunkJob& job, const KeptBuffers& buffers);

@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // RecomputedPath, and DistilledRecomputedPath for chunks with a teacher (recomputed_path.h).
+//
+// The arena (RecomputedArena) holds one block: the logits of some rows and classes, and then their gradient.
+// The statistics of a row over the blocks of classes so far are its RunningRow. When all classes are known,
+// they become the row's results and its rule (GradientRule: what its gradient needs besides its logits).
+// Rules stay in Region::kRules until the gradients are computed.
 #include "kernels/cuda/paths/recomputed_path.h"
 
 #include <algorithm>
@@ -111,6 +116,8 @@ absl::Status RecomputedPath::Loss(const ChunkJob& job) {
   return Statistics(job, /*selects=*/true);
 }
 
+// With a fused plan, `selects` changes nothing: the plan is fused only if no slice wants top classes
+// (PlanChunk).
 absl::Status RecomputedPath::Statistics(const ChunkJob& job, bool selects) const {
   return ForEachRowBlock(job, blocks_.rows,
                          [&](const RowBlock& rows) { return RowBlockStatistics(job, rows, selects); });
@@ -171,6 +178,8 @@ absl::Status RecomputedPath::RowResultsAndExponentials(const ChunkJob& job, cons
       hopper::LaunchFusedSums(p, exponentials, context_.device->limits().fused_clusters, stream),
       "fused loss kernels");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, p.rows));
+  // One call writes either rules or exponentials. The rules are for the exact gradients, if the device
+  // decides for them; the exponentials are needed now.
   LOSSD_RETURN_IF_CUDA_ERROR(hopper::LaunchFusedFinish(p, nullptr, Rules(rows), stream),
                              "fused loss kernels");
   return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
@@ -199,6 +208,7 @@ absl::Status RecomputedPath::ClassBlockLogits(const ChunkJob& job, const RowBloc
 
 // ---- the gradients ----
 
+// Waits until the dx of the chunk before has left Region::kHiddenGradient.
 absl::Status RecomputedPath::HiddenGradient(const ChunkJob& job) {
   LOSSD_RETURN_IF_ERROR(Await(*context_.download_idle, context_.device->compute()));
   LOSSD_RETURN_IF_ERROR(Gradients(job));
@@ -214,6 +224,8 @@ absl::Status RecomputedPath::WeightGradient(const ChunkJob& job) {
   return absl::OkStatus();
 }
 
+// First the rules of rows that must not be accumulated are cleared (LaunchSettleRules). So they add to no
+// sum.
 absl::Status RecomputedPath::Gradients(const ChunkJob& job) const {
   const int64_t ld = context_.sizes.padded_hidden;
   const SettleParams settle = {context_.memory.At<GradientRule>(Region::kRules),
@@ -284,6 +296,7 @@ absl::Status RecomputedPath::AddHiddenGradient(const ChunkJob& job, const RowBlo
                                       nullptr, context_.device->compute());
 }
 
+// The first block of rows overwrites dW if dW is zero (beta 0); each later block adds to it.
 absl::Status RecomputedPath::AddWeightGradient(const ChunkJob& job, const RowBlock& rows,
                                                const ClassBlock& block) const {
   const cudaStream_t stream = context_.device->compute();
@@ -452,7 +465,8 @@ absl::Status DistilledRecomputedPath::Gradients(const ChunkJob& job, const RowBl
                    nullptr, stream);
 }
 
-// Uses the head's own memory for the partial sums, one block of classes after the other.
+// Uses the head's own arena for the partial sums, one block of classes after the other. The arena is free,
+// because the logits of this path lie in the teacher's memory.
 absl::Status DistilledRecomputedPath::AddBias(const ChunkJob& job, const RowBlock& rows,
                                               const LogitMatrix& gradient) const {
   const RecomputedBlocks blocks =

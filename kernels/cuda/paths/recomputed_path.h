@@ -37,10 +37,11 @@ class RecomputedPath final : public ChunkPath {
   absl::Status WeightGradient(const ChunkJob& job) override;
   absl::StatusOr<std::vector<Choice>> Describe(const ChunkPlan& plan) override;
 
-  // The steps of the phases, for other paths that add steps between them. Statistics computes row results and
-  // rules of all rows; a rule (GradientRule, loss_rows.h) has what the gradient of a row needs besides its
-  // logits. `selects`: also the most probable classes;
-  // Region::kHiddenGradient must then be free.
+  // The steps of the phases, for other paths that add steps between them.
+  //
+  // Statistics computes row results and rules of all rows. A rule (GradientRule, loss_rows.h) has what the
+  // gradient of a row needs besides its logits. `selects`: it also selects the most probable classes, and
+  // Region::kHiddenGradient must be free for their lists.
   absl::Status Statistics(const ChunkJob& job, bool selects) const;
   // Computes the gradients that `job` wants, from the rules and PathContext::keep (the rows that the guard
   // lets through).

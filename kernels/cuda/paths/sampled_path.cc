@@ -3,9 +3,20 @@
 // kernels are in sampled.h; path_steps.h has the steps that parts of a split head take together
 // (GradientMerger).
 //
-// A list is first written where dx will be (`listed`), because the matrix of ds is still read. When the list
-// is complete it is copied to the memory of the matrix (`entries`); then dx is written. `kept` has the
-// entries of accumulated rows, from which AddEntries computes dW.
+// ds is the matrix dL/ds of a chunk (dense), and the list is what replaces it: a few elements of each row. An
+// element of the list is an entry. The list is in three buffers, one after the other:
+// 1. `listed` lies where dx will be (Region::kHiddenGradient). Loss selects the entries from ds and writes
+//    them here. Region::kLogits holds ds, which is still read, and dx is not yet written.
+// 2. `entries` lies where ds was (Region::kLogits). GatherRows copies the complete list here. Then it
+//    computes dx from `entries`, and writes dx over `listed`.
+// 3. `kept` lies behind `entries`. While GatherRows computes dx, it also copies the entries of the rows that
+//    are accumulated here, in a form that can be sorted by class. AddEntries computes dW from `kept`.
+//
+// The level says how often the threshold has been doubled because the list was too small (kSampleLevels in
+// loss_rows.h); level 0 is the threshold that the request asks for. Hot classes are the classes that chunks
+// take most often: their elements of ds are not listed, but copied to a narrow dense matrix (hot_listed,
+// later hot_elements), and products of their own add them to dx and dW. A rule (GradientRule) has what the
+// exact gradient of a row needs besides its logits.
 #include "kernels/cuda/paths/sampled_path.h"
 
 #include <algorithm>
@@ -40,6 +51,9 @@ int64_t SampledStoredPath::CapacityOf(const ChunkJob& job) const {
   return SampleCapacity(FilterShapeOf(context_.config, context_.sizes), job.rows(), ThresholdOf(job));
 }
 
+// The selection kernels always write a variance and a square for each row. For filtered gradients the results
+// have neither, and the merger's memory for them holds the dropped masses. So the kernels then write to the
+// chunk's own memory, which is not read.
 SampleList SampledStoredPath::ListOf(const ChunkJob& job) const {
   const bool sampled = job.plan.sampled();
   return {.entries = buffers_.listed,
@@ -105,8 +119,9 @@ SampleRowsParams SampledStoredPath::SampleOf(const ChunkJob& job) const {
           .hot = HotPartOf(job)};
 }
 
-// With label smoothing no element is 0, so the list would be too long and the gradients are computed from the
-// matrix.
+// The matrix has the filtered ds, so the decision is always "as planned", which is 0. The list is only a
+// faster way to the same gradients. With label smoothing no element is 0. Then the list would be too long,
+// and the gradients are computed from the matrix.
 absl::Status SampledStoredPath::ListFiltered(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   static_assert(static_cast<int32_t>(Decision::kAsPlanned) == 0);
@@ -121,7 +136,8 @@ absl::Status SampledStoredPath::Branch(const ChunkJob& job, DeviceBranch& branch
                                        absl::FunctionRef<absl::Status()> listed) const {
   if (!job.plan.filters_elements) return BranchByDecision(context_, job, branch, dense, listed);
   if (job.terms.smoothing > 0.0f) return dense();
-  // The level is not 0 if the elements that the filter has left do not fit into the list.
+  // The level is not 0 if the elements that the filter has left do not fit into the list. Then some of them
+  // are not listed, so the gradients are computed from the matrix.
   return BranchByFlag(context_, &buffers_.counters->level, branch, dense, listed);
 }
 
@@ -142,8 +158,9 @@ absl::Status SampledStoredPath::BeginHot(const ChunkJob& job) {
               stream);
 }
 
-// Region::kHiddenGradient may be overwritten: Sample has waited until the dx of the chunk before has left it,
-// and GatherRows copies the list away before it writes dx.
+// Region::kHiddenGradient may be overwritten. The dx of the chunk before has left it, because Sample has
+// waited for download_idle. Now it holds the list: the dense work does not read the list, and GatherRows
+// copies the list away before it writes dx.
 absl::Status SampledStoredPath::HiddenGradient(const ChunkJob& job) {
   return Branch(
       job, *job.loss_branch,
@@ -176,6 +193,9 @@ absl::Status SampledStoredPath::CopyLists(const ChunkJob& job) const {
               job.padded_rows() * kHotClasses * context_.sizes.element);
 }
 
+// With hot classes, dx begins with the product of their dense matrix (`dense`), and LaunchSampledHidden adds
+// the entries of the list. The factors of a fused chunk are applied to the dense part here, because only the
+// values of entries already include them.
 absl::Status SampledStoredPath::GatherRows(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   LOSSD_RETURN_IF_ERROR(CopyLists(job));
@@ -232,6 +252,7 @@ absl::Status SampledStoredPath::ChooseHot(const ChunkJob& job) const {
   return ToStatus(LaunchChooseHot(hot_, LeastTaken(job.rows()), stream), "choosing kernels");
 }
 
+// If no dx is wanted, the head has not called HiddenGradient, so the list has not been gathered yet.
 absl::Status SampledStoredPath::AddKept(const ChunkJob& job) const {
   if (!job.wants_hidden_gradient) LOSSD_RETURN_IF_ERROR(GatherRows(job));
   LOSSD_RETURN_IF_ERROR(AddEntries(context_, job, buffers_.kept, CapacityOf(job), buffers_.runs));
@@ -310,6 +331,7 @@ FilterShape SampledRecomputedPath::ShapeOf(const ChunkJob& job) const {
   return shape;
 }
 
+// Every row has an equal share of the room for entries. The rows of a block use their shares together.
 int64_t SampledRecomputedPath::FirstEntry(const ChunkJob& job, int64_t row) const {
   return ShapeOf(job).entries() / job.rows() * row;
 }
@@ -329,6 +351,8 @@ int64_t SampledRecomputedPath::BlockRows(const ChunkPlan& plan, int64_t rows) co
                            context_.sizes.arena_bytes);
 }
 
+// Only bf16: exponentials do not fit the range of fp16 (hopper::WhyNotFused). An fp16 chunk whose plan is
+// fused computes fp32 logits here; its plan is for the exact gradients, which may follow.
 bool SampledRecomputedPath::LeavesExponentials(const ChunkPlan& plan) const {
   return plan.fused() && context_.config.compute_dtype == DType::kBFloat16;
 }
@@ -363,14 +387,20 @@ absl::Status SampledRecomputedPath::Loss(const ChunkJob& job) {
   }
   LOSSD_RETURN_IF_ERROR(merger_.MergeErrors(job));
   LOSSD_RETURN_IF_ERROR(DecideSampled(context_, job, buffers_.counters));
-  // If the device decides that the chunk is exact, exact_.Gradients needs the rules of all rows. Here
-  // BlockElements has written them already.
+  // If the device decides that the chunk is exact, exact_.Gradients needs the rules of all rows. If the head
+  // is split or rows have soft targets, BlockElements has written them already. Otherwise exact_.Statistics
+  // computes the logits once more and writes them.
   if (context_.sizes.is_split() || job.terms.soft) return absl::OkStatus();
   return BranchByDecision(
       context_, job, *job.loss_branch, [&] { return exact_.Statistics(job, /*selects=*/false); },
       [] { return absl::OkStatus(); });
 }
 
+// There are four ways to ds of a block, in this order in the function:
+// - exponentials, if other devices have classes of the rows,
+// - exponentials, if all classes are here,
+// - ds over the fp32 logits, if other devices have classes of the rows or rows have soft targets,
+// - ds over the fp32 logits otherwise.
 absl::StatusOr<LogitMatrix> SampledRecomputedPath::BlockElements(const ChunkJob& job,
                                                                  const RowBlock& rows) const {
   Device& device = *context_.device;
@@ -422,6 +452,8 @@ absl::Status SampledRecomputedPath::SampleBlock(const ChunkJob& job, const RowBl
   return ToStatus(LaunchSampleRows(sample, stream), "selection kernels");
 }
 
+// As SampledStoredPath::GatherRows, without hot classes. The last block has been sampled, so the arena is
+// free.
 absl::Status SampledRecomputedPath::GatherRows(const ChunkJob& job) const {
   const cudaStream_t stream = context_.device->compute();
   const int64_t entries = ShapeOf(job).entries();

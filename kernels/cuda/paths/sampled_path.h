@@ -4,6 +4,10 @@
 // the head is split by vocabulary or rows have soft targets (ChunkPlan::filters_elements,
 // docs/kernels/filtered.md).
 //
+// ds is the matrix dL/ds of a chunk. From each row of ds a path takes a few elements, the entries of the
+// list, and computes dx and dW from the list. The predicted error is the relative error of these gradients,
+// known from sums over the list. sampled_path.cc says in which memory the list lies, and when.
+//
 // Called by the backend's driving thread.
 #ifndef LOSSD_KERNELS_CUDA_PATHS_SAMPLED_PATH_H_
 #define LOSSD_KERNELS_CUDA_PATHS_SAMPLED_PATH_H_
@@ -38,9 +42,9 @@ class SampledStoredPath final : public ChunkPath {
  private:
   int64_t CapacityOf(const ChunkJob& job) const;
   SampleList ListOf(const ChunkJob& job) const;
-  // Takes the list from the matrix, and makes the decision.
+  // Selects the list from the matrix, and makes the decision: job.decision on the device.
   absl::Status Sample(const ChunkJob& job);
-  SampleRowsParams SampleOf(const ChunkJob& job) const;
+  SampleRowsParams SampleOf(const ChunkJob& job) const;  // what the selection kernels need
   // For a matrix of filtered ds: lists all elements that are not 0. If they do not fit into the list, the
   // gradients are computed from the matrix.
   absl::Status ListFiltered(const ChunkJob& job) const;
@@ -50,6 +54,7 @@ class SampledStoredPath final : public ChunkPath {
   // Computes dx from the list, if dx is wanted, and the entries from which dW is computed.
   absl::Status GatherRows(const ChunkJob& job) const;
   absl::Status CopyLists(const ChunkJob& job) const;
+  // Adds dW of the list, of the uniform part of label smoothing, and of the hot classes.
   absl::Status AddKept(const ChunkJob& job) const;
 
   // The next functions are for hot classes. These are the most frequent classes, which get dense products of
@@ -71,8 +76,8 @@ class SampledStoredPath final : public ChunkPath {
   const GradientMerger merger_;
   SampleBuffers buffers_;
   HotClasses hot_;
-  int64_t hot_bytes_ = 0;
-  bool knows_hot_ = false;
+  int64_t hot_bytes_ = 0;   // of hot_
+  bool knows_hot_ = false;  // hot_ has been zeroed, before the first chunk that uses it
 };
 
 // The path recomputes logits, one block of rows after the other. In the memory of a block's logits, of all

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of gradients (LibraryGemms, OwnGemms), fp32 logits by blocks (StagedLogits), and the paths
 // StoredPath and FusedStoredPath (stored_path.h).
+//
+// At the end of Loss, Region::kLogits holds ds, the matrix dL/ds of the chunk, in the compute dtype: from
+// StoredPath as it is, from FusedStoredPath as exponentials and a factor for each row.
+// Region::kHiddenGradient holds memory for the loss until then (fp32 logits of the last blocks, partial sums,
+// or softmaxes), and dx afterwards. So a phase that writes to it first waits for download_idle: the dx of the
+// chunk before may still be copied to the host.
 #include "kernels/cuda/paths/stored_path.h"
 
 #include <algorithm>
@@ -278,10 +284,10 @@ absl::Status StoredPath::RowLoss(const ChunkJob& job, bool selects) const {
   return staged_.ForEachBlock(job, KeptOf(job), step);
 }
 
-// None without a teacher, or if the head computes in fp32. Otherwise rows for half of the teacher's memory,
-// so that the student's logits fit behind the teacher's. If the products also compute the softmaxes, at most
-// as many rows as have room for the parts of both softmaxes, which lie where FusedStoredPath has its partial
-// sums, at the beginning of Region::kHiddenGradient.
+// Returns no rows without a teacher, or if the head computes in fp32. Otherwise it returns the rows that half
+// of the teacher's memory holds, so that the student's logits fit behind the teacher's. If the products also
+// compute the softmaxes, the parts of both softmaxes need room as well. They lie at the beginning of
+// Region::kHiddenGradient, where FusedStoredPath has its partial sums, and this room also limits the rows.
 StoredPath::TeacherRoom StoredPath::RoomOf(const ChunkJob& job) const {
   const HeadSizes& sizes = context_.sizes;
   if (job.teacher == nullptr || context_.config.compute_dtype == DType::kFloat32) return {};
@@ -372,6 +378,10 @@ absl::Status StoredPath::DistilledRowLoss(const ChunkJob& job, const RowBlock& r
   return absl::OkStatus();
 }
 
+// There are three ways to the loss, in this order in the function:
+// - `known`: the products have computed the softmaxes, and one kernel computes loss and gradient.
+// - `whole`: one kernel computes everything from the logits.
+// - Otherwise: the sums over all classes, the loss with targets, and then both together (distill_rows.h).
 absl::Status StoredPath::Distil(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                 const LogitMatrix& gradient, float* divergence,
                                 const SoftmaxParts* known) const {
@@ -468,6 +478,7 @@ absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows,
   return WriteBlockGradient(context_, soft_, job, rows, block, rules, dropped);
 }
 
+// Only the spare memory needs the wait. Beside a teacher, ForEachBlockBesideTeacher waits where it must.
 absl::Status StoredPath::Loss(const ChunkJob& job) {
   const bool beside_teacher = RoomOf(job).rows > 0;
   if (!beside_teacher && staged_.UsesSpare(job, KeptOf(job))) {
@@ -549,12 +560,13 @@ absl::Status FusedStoredPath::Loss(const ChunkJob& job) {
                              "fused loss kernels");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, job.in, rows_));
   if (selects) LOSSD_RETURN_IF_ERROR(top_.SelectOfExponentials(job, exponentials));
-  if (!job.wants_gradient()) exponentials = nullptr;
+  if (!job.wants_gradient()) exponentials = nullptr;  // only the selection has needed them
   return ToStatus(hopper::LaunchFusedFinish(p, exponentials, nullptr, stream), "fused loss kernels");
 }
 
-// Does not wait for Region::kHiddenGradient: Loss has waited already, before it put the partial sums there,
-// and these are no longer needed.
+// Writes dx to Region::kHiddenGradient without another wait. Loss has waited until the dx of the chunk before
+// had left the region, and then kept partial sums there. LaunchFusedFinish, at the end of Loss, was the last
+// to read these sums.
 absl::Status FusedStoredPath::HiddenGradient(const ChunkJob& job) { return HiddenGemm(job); }
 
 absl::Status FusedStoredPath::WeightGradient(const ChunkJob& job) {

@@ -175,7 +175,7 @@ class StoredPath final : public ChunkPath {
     SoftmaxPart* student = nullptr;
     SoftmaxPart* teacher = nullptr;
     int64_t parts = 0;
-    uint32_t* claimed_positions = nullptr;  // [hopper::kMostClusters], scratch
+    uint32_t* claimed_positions = nullptr;  // [hopper::kMostClusters], scratch of the product kernels
   };
   // For rows with a teacher whose student logits are in `logits`: computes the teacher's logits (in
   // TeacherRows::logits), the row results, `divergence` [rows], and ds into `gradient` unless its data is
