@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The checks and transitions of a head's steps, and the explanations for callers that name another step
 // (open_step.h).
+//
+// A step is closed in three parts: CheckComplete; BeginClose, from which on no rows may join (closing_ is
+// set) while the device updates the weights; and Close or CancelClose. Every change to a new step or to new
+// gradients ends in Enter.
 #include "server/engine/open_step.h"
 
 #include <algorithm>
