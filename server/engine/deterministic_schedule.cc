@@ -459,8 +459,9 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.old_logprobs = DeclaredAt(declared_.numbers.old_logprobs, index);
   slice.ref_logprobs = DeclaredAt(declared_.numbers.ref_logprobs, index);
   if (stream.spec().options.has_soft_targets()) {
-    // Of the soft targets only the row's target, with the weight of all of them, because it affects the unit
-    // in which the gradients of the sent rows are stored.
+    // Of the soft targets only the row's target, with the weight of all of them. It affects the gradient unit
+    // of the chunk: the common factor by which the gradients of all its rows, also of the sent ones, are
+    // divided when they are stored.
     slice.target_count = 1;
     slice.target_classes = slice.targets;
     slice.target_weights = DeclaredAt(declared_.digest.sums, index);
@@ -601,6 +602,7 @@ void DeterministicSchedule::Push(Operation* operation) {
 
 ScheduledWork DeterministicSchedule::TakeNext(const DeviceLoad& load, bool head_is_idle) {
   const Operation* const operation = arrival_.FrontOperation();
+  // An operation waits for the groups that were ready before it came.
   if (operation != nullptr && !sequencer_.HasReady(operation->arrival))
     return arrival_.TakeNext(load, head_is_idle);
   if (!load.accepts_chunk()) return {};

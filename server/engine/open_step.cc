@@ -36,6 +36,7 @@ void LastStep::SetLoaded(uint64_t number, const std::optional<head::AppliedStep>
 absl::Status LastStep::CheckRepeat(const StepRequest& request) const {
   const head::AppliedStep& last = *applied_;
   LOSSD_RETURN_IF_ERROR(CheckIncarnation(request.incarnation, last.incarnation));
+  // Generation 0: not known.
   if (last.generation != 0 && request.generation.value_or(last.generation) != last.generation)
     return WithCurrentStep(OtherGeneration("generation", *request.generation, last.generation), number_ + 1);
   if (!(last.optimizer == request.optimizer)) {
