@@ -90,6 +90,7 @@ absl::StatusOr<Round> RunRound(const std::string& directory, const head::Checkpo
   const auto saved = head::SaveCheckpoint(
       directory, "x", subject,
       [&](kernels::TensorId, int64_t row, int64_t, absl::Span<uint8_t> out) {
+        // Different rows get different bytes of the noise.
         const size_t from = static_cast<size_t>(row) * 64 % (noise.size() - out.size() + 1);
         std::memcpy(out.data(), &noise[from], out.size());
         return absl::OkStatus();
@@ -132,6 +133,7 @@ absl::Status RunRounds(const std::string& directory) {
   subject.config.hidden_size = *flags.hidden;
   subject.config.vocab_size = *flags.vocab;
   const std::vector<uint8_t> noise = Noise(size_t{64} << 20);
+  // A value and two moments in fp32 for each element of the weight: 12 bytes.
   const double bytes =
       12.0 * static_cast<double>(subject.config.hidden_size) * static_cast<double>(subject.config.vocab_size);
   std::vector<Round> rounds;

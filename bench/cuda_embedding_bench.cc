@@ -86,8 +86,10 @@ std::vector<int32_t> MakeIds(const Shape& shape, bool text, std::mt19937_64& rng
   return ids;
 }
 
-// The device memory for one shape: a weight and gradients of rows in bf16, whose elements are neither all
-// zero nor all equal.
+// The device memory for one shape. `weight` and `rows` (gradients of rows) are in bf16, and their elements
+// are neither all zero nor all equal. `out` is for gathered rows, `gradient` is the fp32 gradient by class,
+// and `inputs` holds the layout of a chunk. `bad`, `keep` and `first_bad` are for the guard, which finds rows
+// that are not finite.
 class Buffers {
  public:
   explicit Buffers(const Shape& shape) : shape_(shape) {

@@ -9,8 +9,8 @@
 //
 // "loss+grad" is the time from the end of one microbatch to the end of the next. Microbatches are submitted
 // one after the other; host copies in both directions are included, and the backend overlaps them. The floor
-// is the time of the three bare cuBLASLt products with 16-bit output. The errors of
-// losses and gradients are those against double precision (MeasureErrors in loss_times.h). More flags:
+// is the time of the three bare cuBLASLt products with 16-bit output. The errors of losses and gradients are
+// those against double precision (MeasureErrors in loss_times.h). More flags:
 // - --deferred also times the two calls of a deferred microbatch. The first returns losses and entropies and
 //   retains the hidden states. The second, the backward, brings the upstream gradients of each row's loss,
 //   log-sum-exp and entropy, and computes the logits once more.
@@ -238,12 +238,12 @@ Json RunBackend(const DataShape& shape, const LossData& data, const Way& way) {
                         *flags.split)};
   const int64_t free_before = FreeBytes();
   auto head = Take(backend->CreateHead(config), "CreateHead");
-  const int64_t taken = free_before - FreeBytes();
+  const int64_t taken = free_before - FreeBytes();  // to compare with what the head says that it takes
   const int64_t planned = head->memory().Total() - head->memory()[kernels::MemoryKind::kStaging];
   WriteWeight(*head, shape, data);
   Microbatch full(*backend, *head, shape, data, ComputeType(), options, Call::kLossAndGradients);
   // The hot classes are the most frequent classes, which sampled chunks multiply densely. They are chosen
-  // from the counts of earlier chunks, so the first chunks have none.
+  // from the counts of earlier chunks, so the first chunks have none. So some microbatches run first.
   if (kernels::MaySample(way.gradients)) {
     full.Run(4, 1);
     Check(head->ZeroGradients(), "ZeroGradients");

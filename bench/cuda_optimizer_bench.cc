@@ -136,6 +136,7 @@ int Main() {
   const OptimizerOptions adamw{.weight_decay = 0.1};
   const OptimizerOptions sgd{.kind = Kind::kSgd, .weight_decay = 0.1};
   const OptimizerOptions momentum{.kind = Kind::kSgd, .weight_decay = 0.1, .momentum = 0.9};
+  // The second argument: bytes read and written for a parameter (see the top of the file).
   run("adamw bf16", 34, [&] { parameters.Step(adamw, DType::kBFloat16, stream); });
   run("adamw fp16", 34, [&] { parameters.Step(adamw, DType::kFloat16, stream); });
   run("adamw fp32", 32, [&] { parameters.Step(adamw, DType::kFloat32, stream); });
@@ -145,7 +146,7 @@ int Main() {
   lazy.lazy_rows = true;
   const auto lazy_step = [&] { parameters.Step(lazy, DType::kBFloat16, stream); };
   run("lazy, all rows", 34, lazy_step);
-  run("lazy, 1 of 32", 4 + 30.0 / 32, lazy_step, 32);
+  run("lazy, 1 of 32", 4 + 30.0 / 32, lazy_step, 32);  // all gradients; everything else of one row in 32
   run("lazy, none", 4, lazy_step, 0);
   run("gradient norm", 4, [&] { parameters.Norm(stream); });
   run("add bf16", 10, [&] { parameters.Add(stream); });

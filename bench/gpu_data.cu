@@ -1,5 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Makes the data of the GPU benchmarks and computes their reference results on the GPU (gpu_data.h).
+//
+// Data. WeightRowsKernel makes a weight in float. MixKernel (peaked data) or RealRowsKernel (real data) then
+// makes hidden states with given logits from that weight, and RoundKernel rounds the weight to bf16. Flat
+// data are noise alone (NormalKernel).
+//
+// References, in double precision: LogitsKernel computes logits z. The host turns them into gradients dL/dz
+// (LogitGradient). WeightedSum multiplies these by the weight (dx of some rows) or by the hidden states (dW
+// of some classes).
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -52,11 +60,14 @@ std::vector<T> Download(const T* data, int64_t count) {
 // ---- Data ----
 
 constexpr int kThreads = 256;
+// The numbers of peaked data: the k, z1 and s of gpu_data.h, and an offset that flattens the popularity of
+// the most popular classes.
 constexpr int kCandidates = 100;
 constexpr double kFirstLogit = 17.0;
 constexpr double kSlope = 1.92;
 constexpr double kPopularityOffset = 50.0;
 
+// Random bits that depend on x alone.
 __device__ uint32_t Hash(uint64_t x) {
   x ^= x >> 33;
   x *= 0xff51afd7ed558ccdull;
@@ -66,6 +77,7 @@ __device__ uint32_t Hash(uint64_t x) {
   return static_cast<uint32_t>(x >> 16);
 }
 
+// A normal random number (Box-Muller) that depends on seed and index alone.
 __device__ float Normal(uint64_t seed, uint64_t index) {
   const float u = (static_cast<float>(Hash(seed * 0x9e3779b97f4a7c15ull + 2 * index)) + 0.5f) * 0x1p-32f;
   const float v = static_cast<float>(Hash(seed * 0x9e3779b97f4a7c15ull + 2 * index + 1)) * 0x1p-32f;
@@ -79,6 +91,7 @@ __global__ void NormalKernel(__nv_bfloat16* out, int64_t count, float deviation,
   }
 }
 
+// The sum of `value` over the threads of the block; every thread gets it.
 __device__ float BlockTotal(float value) {
   __shared__ float shared[kThreads];
   shared[threadIdx.x] = value;
@@ -177,6 +190,8 @@ std::vector<int32_t> DrawCandidates(const DataShape& shape, std::mt19937_64& rng
   std::shuffle(popularity.begin(), popularity.end(), rng);
   std::uniform_real_distribution<double> uniform(0.0, 1.0);
   const double vocab = static_cast<double>(shape.vocab);
+  // Candidate j of a row has a popularity rank in the j-th of kCandidates equal intervals of log(rank +
+  // offset). So ranks are spread logarithmically.
   const double ratio = (vocab + kPopularityOffset) / kPopularityOffset;
   std::vector<int32_t> candidates;
   for (int64_t row = 0; row < shape.rows; ++row) {
@@ -225,6 +240,7 @@ LossData MakeFlat(const DataShape& shape, uint64_t seed) {
   LossData data;
   data.weight = Allocate<__nv_bfloat16>(shape.vocab * shape.hidden);
   data.hidden = Allocate<__nv_bfloat16>(shape.rows * shape.hidden);
+  // hidden^-1/4 for both factors gives logits a variance of 1.
   const float deviation = static_cast<float>(std::pow(static_cast<double>(shape.hidden), -0.25));
   NormalKernel<<<4096, kThreads>>>(static_cast<__nv_bfloat16*>(data.weight), shape.vocab * shape.hidden,
                                    deviation, seed);
@@ -269,6 +285,7 @@ LossData MakeReal(const DataShape& shape, const data::RealArrays& arrays, uint64
   return data;
 }
 
+// The rows that CheckProfile compares.
 constexpr int64_t kProfileRows = 256;
 
 data::RealArrays DrawReal(const DataShape& shape, uint64_t seed) {
@@ -283,6 +300,7 @@ data::RealArrays DrawReal(const DataShape& shape, uint64_t seed) {
 // ---- References ----
 
 constexpr int kRowTile = 8;  // rows that a thread of the reference computes at the same time
+// The parts into which WeightedSum divides its sum, to have enough blocks.
 constexpr int kVocabSplits = 128;
 constexpr int64_t kRowsAtOnce = 1024;  // rows whose logits are in memory at the same time
 
@@ -367,6 +385,7 @@ __global__ void WeightedSumKernel(const double* g, int64_t g_stride_i, int64_t g
   }
 }
 
+// out [count_i, hidden] = sum over j of g[i, j] * m[j, :], with WeightedSumKernel. The caller frees it.
 double* WeightedSum(const double* g, int64_t stride_i, int64_t stride_j, int64_t count_i, int64_t count_j,
                     const void* m, int64_t hidden) {
   double* out = Allocate<double>(count_i * hidden);
@@ -378,6 +397,7 @@ double* WeightedSum(const double* g, int64_t stride_i, int64_t stride_j, int64_t
   return out;
 }
 
+// The logits [row_count, class_count] in double. A null list means all. The caller frees them.
 double* Logits(const DataShape& shape, const LossData& data, const int32_t* rows, int64_t row_count,
                const int32_t* classes, int64_t class_count) {
   double* z = Allocate<double>(row_count * class_count);
@@ -418,7 +438,9 @@ RowSums AllSums(const DataShape& shape, const LossData& data) {
   return all;
 }
 
-// dL/dz of one class of one row (docs/math.md).
+// dL/dz of one class of one row (docs/math.md), with p = exp(log_p): scale * g_loss * (p - [is_target]) +
+// g_lse * p - g_entropy * p * (log p + entropy). `hard` is p - [is_target]; expm1 keeps its precision for p
+// near 1.
 double LogitGradient(const ReferenceQuery& query, size_t row, bool is_target, double log_p, double entropy) {
   const double p = std::exp(log_p), hard = is_target ? std::expm1(log_p) : p;
   if (query.gradients == nullptr) return query.scale * hard;
@@ -427,6 +449,7 @@ double LogitGradient(const ReferenceQuery& query, size_t row, bool is_target, do
          static_cast<double>(g.entropy[row]) * p * (log_p + entropy);
 }
 
+// Sets lse, loss and hidden gradient of the query's rows.
 void RowsReference(const DataShape& shape, const LossData& data, const ReferenceQuery& query,
                    ReferenceAnswer& answer) {
   const int64_t count = static_cast<int64_t>(query.rows.size());
@@ -459,6 +482,8 @@ void RowsReference(const DataShape& shape, const LossData& data, const Reference
   cudaFree(dx);
 }
 
+// Sets the weight gradient of the query's classes. It sums over all rows, so lse and entropy of all rows are
+// computed first.
 void ClassesReference(const DataShape& shape, const LossData& data, const ReferenceQuery& query,
                       ReferenceAnswer& answer) {
   const RowSums sums = AllSums(shape, data);

@@ -36,6 +36,8 @@ constexpr uint32_t kFlushMilliseconds = 1000;
 constexpr int64_t kDefaultBytes = int64_t{256} << 20;
 constexpr size_t kLongestName = 160;
 
+// The file and what it has so far. `mutex` guards all of it: CUPTI's threads and the end of the program
+// write.
 struct Trace {
   std::mutex mutex;
   FILE* file = nullptr;
@@ -129,6 +131,8 @@ void WriteRecord(Trace& trace, const CUpti_Activity* record) {
   }
 }
 
+// The callbacks of CUPTI: it asks for a buffer for records, and gives it back when the buffer is full or a
+// period has passed.
 void CUPTIAPI BufferRequested(uint8_t** buffer, size_t* size, size_t* records) {
   *buffer = static_cast<uint8_t*>(aligned_alloc(8, kBufferBytes));
   *size = *buffer == nullptr ? 0 : kBufferBytes;
@@ -149,6 +153,7 @@ void CUPTIAPI BufferCompleted(CUcontext context, uint32_t stream, uint8_t* buffe
   free(buffer);
 }
 
+// Runs at the end of the program: takes the records that CUPTI still has.
 void End() {
   cuptiActivityFlushAll(1);
   Trace& trace = TheTrace();

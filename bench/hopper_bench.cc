@@ -2,7 +2,11 @@
 // Times each Hopper kernel against cuBLASLt's product of the same shape. Both run alternately in one process.
 //
 //   cuda_bench hopper [--shapes=gemma2-2b,...] [--data=real,peaked,flat] [--rows=0] [--rounds=3]
-//   [--groups=4,8,...]
+//                     [--groups=4,8,...]
+//
+// For each shape and kind of data it compares three products: the logits (LogitPass, which does not store
+// them, but statistics of the rows, or also their exponentials), dx and dW (GradientGemm, which read the
+// exponentials that the first comparison has stored).
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -60,6 +64,7 @@ class Buffer {
   T* data_;
 };
 
+// One way to compute a product; the first candidate of a comparison is cuBLASLt's.
 struct Candidate {
   std::string name;
   std::function<void()> run;
@@ -93,6 +98,7 @@ void Compare(const Bench& b, const std::vector<Candidate>& candidates) {
           for (int n = 0; n < count; ++n) candidates[i].run();
         }) / count;
       };
+      // run(0, 1) is one run, whose time is the first estimate.
       const double settled = run(kSettleMs, run(0.0, 1.0));
       times[i].push_back(run(kTimedMs, settled));
     }
@@ -130,6 +136,9 @@ void CompareLogits(const Bench& b) {
   Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   std::vector<float> references(static_cast<size_t>(shape.rows));
   Check(cudaMemcpy(references.data(), threshold.get(), row_bytes, cudaMemcpyDefault), "cudaMemcpy");
+  // A reference for each row, in units of log 2 (1.4427 = log2 e): the target's logit plus 48. So the
+  // exponentials 2^(z - reference) stay below the largest sum (logit_pass.h), although other logits of the
+  // row may be larger than the target's.
   for (float& z : references) z = z * 1.4427f + 48.0f;
   Check(cudaMemcpy(reference.get(), references.data(), row_bytes, cudaMemcpyDefault), "cudaMemcpy");
   const Buffer<uint32_t> claimed(hopper::kMostClusters);
@@ -165,8 +174,9 @@ void CompareLogits(const Bench& b) {
               {"logits: exponentials", run(storing)}});
 }
 
-// Adds the candidates for one product with our kernel: as planned, without segments, and with each of
-// --groups.
+// Adds the candidates for one product with our kernel (GradientGemmPlan in plan.h): as planned; with all
+// tiles computed as a whole, if the plan divides some tiles into segments; and with each of --groups as the
+// number of row tiles that are worked on together.
 void AddProducts(const Bench& b, const std::string& name, hopper::GradientGemmParams p,
                  std::vector<Candidate>& candidates) {
   p.order = &b.order;

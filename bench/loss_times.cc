@@ -111,9 +111,12 @@ std::string DeferredText(const Json& deferred) {
 
 namespace {
 
+// How many rows and classes are compared with the reference.
 constexpr int kSampledRows = 32;
 constexpr int kSampledClasses = 1024;
 
+// Sums over pairs of a computed value and its reference. Relative() is ||got - want|| / ||want||;
+// Projection() is got . want / ||want||^2, which is 1 for values without bias.
 struct ErrorNorm {
   double difference = 0.0, reference = 0.0, product = 0.0;
   void Add(double got, double want) {
@@ -140,6 +143,7 @@ ReferenceQuery MakeQuery(const DataShape& shape, const LossData& data) {
   std::uniform_int_distribution<int32_t> any_class(0, static_cast<int32_t>(shape.vocab - 1));
   for (int i = 0; i < kSampledRows; ++i) query.rows.push_back(any_row(rng));
   for (int i = 0; i < kSampledClasses; ++i) {
+    // Half of the classes are targets of rows, and half are any classes.
     query.classes.push_back(i % 2 == 0 ? data.targets[static_cast<size_t>(any_row(rng))] : any_class(rng));
   }
   return query;
@@ -249,7 +253,7 @@ Times Scaled(const Times& times, double factor) {
 }  // namespace
 
 Floor MeasureFloor(const DataShape& shape, const LossData& data, const BareOptions& options, Timer& timer) {
-  constexpr int64_t kMostLogits = int64_t{6} << 30;
+  constexpr int64_t kMostLogits = int64_t{6} << 30;  // elements
   const int64_t rows = std::min(shape.rows, kMostLogits / shape.vocab);
   const double factor = static_cast<double>(shape.rows) / static_cast<double>(rows);
   Floor floor;
@@ -266,6 +270,8 @@ nlohmann::json MeasureParts(const DataShape& shape, const LossData& data, int64_
                             const BareOptions& options, Timer& timer) {
   BareProducts bare = MakeBare(shape, data, rows, options, timer);
   nlohmann::json parts;
+  // Order matters: RowLoss(true) leaves real gradients in place of the logits, and the products after it read
+  // them.
   parts["logits"] = ToJson(bare.Logits());
   parts["row_loss_forward"] = ToJson(bare.RowLoss(false));
   parts["row_loss"] = ToJson(bare.RowLoss(true));
@@ -320,6 +326,8 @@ NormTimes TimeNorm(int64_t cols, bool centred, Timer& timer) {
       .shared_bytes_per_sm = static_cast<int>(properties.sharedMemPerMultiprocessor),
       .has_clusters = properties.major >= 9,
       .is_hopper = properties.major == 9 && properties.minor == 0};
+  // In this order: gain, shift, their gradients [cols] each, then mean and inverse deviation [kNormRows]
+  // each. Gain and shift are bits of the noise; their values do not matter.
   auto* params = DeviceAlloc<float>(4 * cols + 2 * kNormRows);
   Check(cudaMemcpy(params, noise.data(), static_cast<size_t>(cols) * 8, cudaMemcpyDefault), "cudaMemcpy");
   auto* partials = DeviceAlloc<float>(cuda::NormPartialFloats(cols, limits.multiprocessors));
@@ -355,6 +363,8 @@ NormTimes TimeNorm(int64_t cols, bool centred, Timer& timer) {
   }
   cudaFree(params);
   cudaFree(partials);
+  // One pass over the elements, in 10^6 bytes; divided by ms this gives GB/s. Forward makes two passes over
+  // memory and backward three.
   const double pass = static_cast<double>(elements) * 2.0 / 1e6;
   return {forward, backward, 2.0 * pass / forward.median, 3.0 * pass / backward.median};
 }

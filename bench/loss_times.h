@@ -96,13 +96,16 @@ class Microbatch {
     uint8_t* hidden = hidden_->bytes().data();
     Check(cudaMemcpy(hidden, data.hidden, static_cast<size_t>(elements * 2), cudaMemcpyDefault),
           "cudaMemcpy");
-    // Widens bf16 to fp32 in place, from the end.
+    // Widens bf16 to fp32 in place. From the end, so that no value is overwritten before it is read: fp32 is
+    // the bits of bf16 (high), behind 16 zero bits (low).
     for (int64_t i = elements - 1; element_ == 4 && i >= 0; --i) {
       const uint16_t low = 0;
       const uint16_t high = reinterpret_cast<const uint16_t*>(hidden)[i];
       std::memcpy(hidden + 4 * i, &low, 2);
       std::memcpy(hidden + 4 * i + 2, &high, 2);
     }
+    // As few chunks as the head allows. They have about the same size: whole panels, which the Hopper kernels
+    // compute at a time.
     const int64_t chunks = kernels::cuda::CeilDiv(shape.rows, head.chunk_rows());
     const int64_t panels = kernels::cuda::hopper::Panels(kernels::cuda::CeilDiv(shape.rows, chunks));
     chunk_rows_ = std::min(panels * kernels::cuda::hopper::kPanelRows, head.chunk_rows());
@@ -156,8 +159,8 @@ class Microbatch {
     while (SecondsSince(begin) < kWarmUpSeconds) Run(kWarmUps, in_flight);
   }
 
-  // Runs `count` microbatches without a pause. Returns the times between the ends of two consecutive
-  // microbatches.
+  // Runs `count` microbatches without a pause. Returns the count - 1 times between the ends of two
+  // consecutive microbatches. So callers that want n times pass n + 1.
   std::vector<double> Run(int count, int in_flight) {
     std::vector<Clock::time_point> ends;
     for (int i = 0; i < count; ++i) {
@@ -167,6 +170,7 @@ class Microbatch {
           AwaitUnfinished(in_flight - 1);
           ++unfinished_;
         }
+        // Only the last chunk of a microbatch notes its end.
         Submit(begin, begin + chunk_rows_ >= shape_.rows ? &ends : nullptr);
       }
     }
@@ -235,7 +239,7 @@ class Microbatch {
     callbacks.on_done = [this, work, ends, begin](absl::Status status) {
       Check(status, "on_done");
       absl::MutexLock lock(&mutex_);
-      if (begin == 0) sums_ = {};
+      if (begin == 0) sums_ = {};  // the first chunk of a microbatch
       for (const kernels::Slice& slice : work->slices) sums_ += slice.sums;
       sample_threshold_ = work->chunk.sample_threshold;
       choices_ = work->chunk.choices;
@@ -331,6 +335,8 @@ class BareProducts {
     targets_ = DeviceAlloc<int32_t>(rows);
     Check(cudaMemcpy(targets_, data.targets.data(), static_cast<size_t>(rows) * 4, cudaMemcpyDefault),
           "cudaMemcpy");
+    // Ten arrays [rows] for the row loss (RowParams): row weights and coef_loss, which are 1, coef_lse and
+    // coef_entropy, which are 0, and six results.
     floats_ = DeviceAlloc<float>(10 * rows);
     const std::vector<float> ones(static_cast<size_t>(2 * rows), 1.0f);
     Check(cudaMemset(floats_, 0, static_cast<size_t>(40 * rows)), "cudaMemset");
@@ -338,6 +344,7 @@ class BareProducts {
     int device = 0;
     cudaDeviceProp properties = {};
     Check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    // 2 KiB of the shared memory are left for static variables of kernels.
     limits_ = {properties.multiProcessorCount, static_cast<int>(properties.sharedMemPerBlockOptin) - 2048,
                static_cast<int>(properties.sharedMemPerMultiprocessor), properties.major >= 9};
   }

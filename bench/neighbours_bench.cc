@@ -3,7 +3,7 @@
 // idle, greedy, or takes no answers. The measured time is the time of a microbatch, from its opening message
 // to the summary.
 //
-//   neighbours_bench [--server=bin/lossd] [--seconds=8] [--server_flag=--peer_share=1 ...]
+//   neighbours_bench [--server=bin/lossd] [--seconds=8] [--server_flags=--peer_share=1,...]
 //
 // Prints a line of JSON for each kind of neighbor: microbatches, failed microbatches, p50 and p99 in
 // milliseconds, and the growth of the server's resident memory. Each kind has a server of its own, with the
@@ -93,6 +93,7 @@ class Neighbour {
   std::thread thread_;
 };
 
+// What a neighbor does, until `stop` is true.
 using Attack = std::function<void(const std::string& target, const std::atomic<bool>& stop)>;
 
 void PumpUntil(RawHttp2& connection, const std::atomic<bool>& stop) {
@@ -131,6 +132,7 @@ void StoppedReader(const std::string& target, const std::atomic<bool>& stop) {
   PumpUntil(connection, stop);
 }
 
+// 560 calls that send no rows; every fourth of them does not even send its opening message.
 void IdleCalls(const std::string& target, const std::atomic<bool>& stop) {
   RawHttp2 connection(target);
   for (uint64_t id = 0; id < 560; ++id) {
@@ -142,6 +144,7 @@ void IdleCalls(const std::string& target, const std::atomic<bool>& stop) {
   PumpUntil(connection, stop);
 }
 
+// 48 requests of 5 MiB, of which the last byte never comes.
 void UnfinishedRequests(const std::string& target, const std::atomic<bool>& stop) {
   RawHttp2 connection(target);
   constexpr int64_t kBytes = int64_t{5} << 20;
@@ -151,6 +154,7 @@ void UnfinishedRequests(const std::string& target, const std::atomic<bool>& stop
   PumpUntil(connection, stop);
 }
 
+// Opens connections from many addresses without end, and closes all of them when it has 1,500.
 void ManyConnections(const std::string& target, const std::atomic<bool>& stop) {
   std::vector<std::unique_ptr<RawHttp2>> connections;
   while (!stop) {
@@ -207,6 +211,7 @@ void Creations(const std::string& target, const std::atomic<bool>& stop) {
   for (std::thread& call : calls) call.join();
 }
 
+// Asks for steps with a list of 1.5 million expected microbatches each, which the server has to check.
 void Lists(const std::string& target, const std::atomic<bool>& stop) {
   const auto client = TestClient::Connect(target);
   v1::ApplyStepRequest request;
@@ -280,14 +285,15 @@ nlohmann::json Measure(const Case& one) {
     absl::SleepFor(absl::Milliseconds(500));
     const absl::Time end = clocks::SteadyNow() + absl::Seconds(absl::GetFlag(FLAGS_seconds));
     while (clocks::SteadyNow() < end) {
+      // The ids repeat, so that the open step does not grow without end. Repeats are computed, not added.
       const double seconds = Microbatch(*client, id++ % 2000 + 20, payload);
       times.push_back(std::abs(seconds));
       failed += seconds < 0 ? 1 : 0;
       if (id % 50 == 0) most = std::max(most, Resident(server.pid()));
     }
     most = std::max(most, Resident(server.pid()));
-    if (!server.Running()) failed = -1;
-    server.Kill();  // so that no neighbor keeps waiting for an answer
+    if (!server.Running()) failed = -1;  // the server has crashed
+    server.Kill();                       // so that no neighbor keeps waiting for an answer
   }
   std::sort(times.begin(), times.end());
   return {{"neighbour", one.name},

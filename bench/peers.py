@@ -128,7 +128,7 @@ SHAPES = {
     "mistral-nemo": (8192, 5120, 131072),
     "n4096": (4096, 4096, 128256),
 }
-CANDIDATES, FIRST_LOGIT, SLOPE, OFFSET = 100, 17.0, 1.92, 50.0
+CANDIDATES, FIRST_LOGIT, SLOPE, OFFSET = 100, 17.0, 1.92, 50.0  # of peaked data, as in gpu_data.cu
 SAMPLED_ROWS, SAMPLED_CLASSES = 32, 1024
 NORM_ROWS, NORM_COLUMNS = 4096, (1024, 2048, 4096, 5120, 8192, 12288, 15872)
 
@@ -153,7 +153,10 @@ def peaked(n, d, v):
 
 def real(n, d, v):
     """Real data, made like MakeData(kReal) in gpu_data.cu, from the output of the program real_data (kernels/data/real_rows.h).
-    Returns hidden states [n, d], weight [v, d], targets [n]."""
+    Returns hidden states [n, d], weight [v, d], targets [n].
+
+    Each hidden state begins as noise. It is moved 16 times toward the logits that its candidates should have, each time by 0.9 of
+    what is missing (kMoves and kMovePart there). Element 0 of all hidden states is `shared` (kShared) and does not move."""
     shared = 8.0
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([REAL_DATA, f"--rows={n}", f"--hidden={d}", f"--vocab={v}",
@@ -365,7 +368,7 @@ def sweep(path, iterations, budget_seconds):
 
 
 def norms(gain, shift):
-    """The norms of PyTorch and QuACK, as far as they can be imported: {name: {method: (forward, backward)}}. forward(x) returns
+    """The norms of PyTorch and of QuACK, if it can be imported: {name: {method: (forward, backward)}}. forward(x) returns
     (y, *saved), and backward(dy, x, *saved) returns all gradients. The functions call kernels directly, without autograd."""
     aten, shape = torch.ops.aten, gain.shape
     found = {

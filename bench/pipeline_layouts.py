@@ -106,7 +106,7 @@ def even_split(layers: int, stages: int) -> tuple[int, ...]:
     """The layers of stages that differ by at most one layer. If they differ, the first stage, which also has the embedding, has
     the smaller number."""
     base, more = divmod(layers, stages)
-    return tuple(base + (1 <= stage <= more) for stage in range(stages))
+    return tuple(base + (1 <= stage <= more) for stage in range(stages))  # stages 1 to `more` have one layer more
 
 
 def with_last(layers: int, stages: int, last: int) -> tuple[int, ...]:

@@ -132,8 +132,8 @@ class LocalHead:
         self.working = weight.to(torch.bfloat16 if weight.is_cuda else weight.dtype, copy=True).requires_grad_()
         self.working.register_post_accumulate_grad_hook(self._collect)
         self.optimizer = make_optimizer([self.weight], lr)
-        self.collected = 0
-        self.reduction: torch.distributed.Work | None = None
+        self.collected = 0  # the backward passes of this step so far
+        self.reduction: torch.distributed.Work | None = None  # the all-reduce under way
 
     def __call__(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self.function(output.flatten(0, -2), self.working, targets.flatten())
@@ -414,7 +414,8 @@ def exchanged_ids(microbatches: int) -> list[int]:
 
 
 class Ahead(nn.Module):
-    """A served embedding that prefetches: after each forward it asks for the rows of the next microbatch."""
+    """A served embedding that prefetches: after each forward it asks for the rows of the next microbatch. Tie.expect() sets the
+    microbatches of a step."""
 
     def __init__(self, served: ServedEmbedding) -> None:
         super().__init__()

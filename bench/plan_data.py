@@ -31,9 +31,6 @@ CARD = {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "multiprocessors
 # here are older than a change that made the kernels slower or faster (bench/results/README.md tells which change).
 LOSS_FILES = ("loss_flat.json", "loss_peaked.json", "loss_by_data.json", "loss_sampled.json")
 # For results that name an "algorithm", as older files do: (logits, gradients).
-#
-# loss_entries() leaves out two cases. "auto" computes gradients in one of the other ways. Filtered gradients of stored logits are
-# taken only from loss_sampled.json: they cost 7 to 10 % more since logits are fp32.
 EARLIER = {"cut": ("recomputed", "exact"), "cut-filtered": ("recomputed", "filtered"), "auto": ("stored", "auto"),
            "exact": ("stored", "exact"), "filtered": ("stored", "filtered")}
 DEFAULT_THRESHOLD = 2.0 ** -10
@@ -81,6 +78,8 @@ def loss_entries(sources):
         source = sources.add(name, content)
         for result in content["loss"]:
             logits, gradients = way_of(result)
+            # "auto" computes gradients in one of the other ways. Filtered gradients of stored logits are taken only from
+            # loss_sampled.json: they cost 7 to 10 % more since logits are fp32.
             if gradients == "auto" or (logits, gradients) == ("stored", "filtered") and name != "loss_sampled.json":
                 continue
             if gradients == "sampled" and result["sample_threshold"] != DEFAULT_THRESHOLD:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Measures the cost of the service: rows per second of the same loss computation by the kernels alone, by the
-// engine, and by a client over TCP loopback. All run in one process on one backend.
+// engine, and by a client over TCP loopback. The three run one after the other in one process, each on a
+// backend of its own with the same options.
 //
 //   server_bench service --rows=1024 --hidden_size=512 --vocab_size=32000 --seconds=5
 //

@@ -72,9 +72,10 @@ def head_seconds(entry, loss, last_stage):
 
 
 def predict(entry, head, layer, local_head=1.0, colocated=1.0):
-    """The seconds of a step, as in client/plan/plan.h. `head`: head_seconds() of the entry. `layer`, `local_head`, `colocated`: the
+    """The seconds of a step, as in client/plan/plan.h: the first microbatch passes through all stages and the head, and each of the
+    others takes the time of the slowest of them. `head`: head_seconds() of the entry. `layer`, `local_head`, `colocated`: the
     factors."""
-    busy = [count * entry["layer_seconds"] * layer for count in entry["layers"]]
+    busy = [count * entry["layer_seconds"] * layer for count in entry["layers"]]  # seconds of a microbatch in each stage
     more = entry["microbatches"] - 1
     if entry["kind"] == "local":
         busy[-1] += local_head * head

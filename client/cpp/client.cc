@@ -502,7 +502,8 @@ std::string Brief(const std::string& value) {
   return value.size() <= kMost ? value : absl::StrCat(value.substr(0, kMost), "...");
 }
 
-// Whether the specification gives a value for the field.
+// Whether the specification gives a value for the field. A bool always has one, and so has the split, for
+// which "any" is a value.
 bool Says(const v1::HeadSpec& spec, const FieldDescriptor* field) {
   if (field->is_repeated()) return spec.GetReflection()->FieldSize(spec, field) > 0;
   return field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL || field->name() == "split" ||

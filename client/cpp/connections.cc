@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The connections of a client (connections.h): when to open another one, the gRPC channels and their
 // credentials, calls that end early, and the first call with its diagnosis of errors.
+//
+// ConnectionChooser measures in rounds: in each it counts the bytes that were moved and the time in which
+// streams were under way. If a round shows that the connections are busy, one more is opened (Advice::kAdd),
+// and the next round is its trial. After a trial that brings too little the connection is dropped (kDrop),
+// and some rounds pass without a trial (Rest).
 #include "client/cpp/connections.h"
 
 #include <grpc/grpc.h>

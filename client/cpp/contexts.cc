@@ -72,7 +72,9 @@ absl::StatusOr<ChosenServer> Named(const std::string& path, const std::string& n
 }
 
 // Chooses the server, without the credentials of arguments and environment. If a context gives the server,
-// the result has the context's credentials.
+// the result has the context's credentials. The first of these counts: the argument `server`, the argument
+// `context`, LOSSD_SERVER, LOSSD_CONTEXT, the file's current context (unless it is ignored), and the default
+// address.
 absl::StatusOr<ChosenServer> ChooseAddress(const ServerArguments& arguments, CurrentContext current) {
   if (arguments.server.has_value()) {
     if (!arguments.context.has_value()) return ChosenServer{.server = *arguments.server};
@@ -275,7 +277,12 @@ class Reading {
   const char** furthest_;
 };
 
-// Parses the file one token after another, so that it knows the line of an error.
+// Parses the file one token after another, so that it knows the line of an error. The file has this form:
+//
+//   {"current": NAME, "contexts": {NAME: {"server": ADDRESS, "ca": PATH, ...}, ...}}
+//
+// The parser calls the overridden functions. open_ says where it is: 1 in the outermost object, 2 in
+// "contexts", 3 in a context. path_in_file_ has the keys that lead to the present value.
 class Reader : public nlohmann::json_sax<Json> {
  public:
   Reader(absl::string_view text, const std::string& path)

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The state that the calls of a client share (core.h): HeadCache, AnswerCheck, Executor and the rules for
 // repeats. Core itself is in loss_call.cc.
+//
+// HeadCache keeps for each head: facts_, what its description said; accumulations_, the step that calls of
+// this client have accumulated into, with the incarnation and generation of its gradients; starts_, how often
+// this client has started a step of the head again. A call remembers the number of starts when it begins
+// (TrainerStep). If the number has changed when its answer comes, the answer is for gradients that are gone.
 #include "client/cpp/core.h"
 
 #include <algorithm>

@@ -135,6 +135,8 @@ struct CudaDriver::Functions {
   }
 };
 
+// A stream for the client's own copies, and an event that marks the end of the last copy on it. Lanes are
+// kept for later copies (lanes_).
 struct CudaDriver::Lane {
   void* stream = nullptr;
   void* end = nullptr;

@@ -2,6 +2,13 @@
 // One loss computation (loss_call.h): the work of a forward and of a backward, the places of slices, the
 // messages, LossStream and LossCall, and the end of Core, which waits for its calls.
 //
+// A LossCall runs on the executor, step by step: Begin, StartDescribe and FinishDescribe (if the client does
+// not know the head), Launch, StartPart for each range of rows, FinishPart at the end of each stream, Finish.
+// A part is a range of rows. Its stream is sent again after a transient error: each try is an attempt of the
+// part. A call that does not belong to a step leaves nothing in the server when it fails. If the server
+// aborts such a call, for example because the weights have changed, all parts begin again: that is a new
+// round (StartOver). It begins when no stream of the old round is under way any more.
+//
 // This file is longer than 1,200 lines, because a loss call and its streams change together.
 #include "client/cpp/loss_call.h"
 
@@ -432,6 +439,8 @@ SlicePlaces::SlicePlaces(std::shared_ptr<SharedRegion> region, bool may_wait, st
 
 SlicePlaces::Copiers SlicePlaces::CopiersFor(const SharedRegion* region, std::optional<int> gpu) {
   const std::optional<int> owner = region == nullptr ? std::nullopt : region->gpu();
+  // The result is {to_region, from_region}. A region of the host, or none: the GPU of the rows copies both
+  // ways, or the CPU.
   if (!owner.has_value()) return {gpu, gpu};
   // Between two GPUs, each writes its data to the other's memory, because on some machines reading from there
   // is far slower.
@@ -455,6 +464,8 @@ void SlicePlaces::Name(const StreamWork& work, v1::ComputeLossRequest* first) {
   if (work.grad_hidden.empty() || work.rows.size() == 0) return;
   absl::MutexLock lock(&mu_);
   uint64_t rows = std::min(work.rows.size(), ShareOf(*region_) / work.row_bytes);
+  // Room for all rows if possible, else for half of them, and so on. The gradients of other rows come in
+  // messages.
   for (; rows > 0 && !room_.has_value(); rows /= 2) {
     const std::optional<uint64_t> offset = region_->Take(rows * work.row_bytes);
     if (offset.has_value()) room_ = {*offset, rows * work.row_bytes, work.rows.begin, work.row_bytes};
@@ -473,6 +484,7 @@ absl::StatusOr<SlicePlaces::Place> SlicePlaces::Put(uint64_t row, uint64_t bytes
   Place place;
   {
     absl::MutexLock lock(&mu_);
+    // A call that has slices in the region takes at most its share, so that other calls find room, too.
     const bool more_than_share = !taken_.empty() && taken_bytes_ + bytes > ShareOf(*region_);
     const std::optional<uint64_t> offset = more_than_share ? std::nullopt : region_->Take(bytes);
     if (!offset.has_value()) return Place{WithoutRoom(bytes)};
@@ -916,7 +928,7 @@ absl::Status LossStream::SendSlice() {
 }
 
 void LossStream::WaitForOthers() {
-  if (wait_end_ != absl::InfiniteFuture()) return;
+  if (wait_end_ != absl::InfiniteFuture()) return;  // the end of this wait is planned already
   wait_end_ = clocks::SteadyNow() + job_.patience;
   job_.executor->PostAt(wait_end_, [weak = weak_from_this(), end = wait_end_] {
     if (const auto stream = weak.lock()) stream->Resume(end);
@@ -926,7 +938,7 @@ void LossStream::WaitForOthers() {
 void LossStream::Resume(absl::Time end) {
   absl::MutexLock lock(&write_mu_);
   if (!held_ || !waiting_) return;
-  if (end == wait_end_) places_.StopWaitingForOthers();
+  if (end == wait_end_) places_.StopWaitingForOthers();  // waited long enough: the slice goes in a message
   SendNext();
 }
 
@@ -1105,6 +1117,7 @@ void LossCall::FinishDescribe(const absl::Status& status) {
 
 void LossCall::Launch(const HeadInfo& facts, bool fresh) {
   facts_ = facts;
+  // What the client remembers of the head may be out of date, so it asks before it refuses the call.
   if (absl::Status status = work_->KnowHead(facts); !status.ok())
     return fresh ? Fail(status) : StartDescribe();
   const int wanted = options_.streams > 0 ? options_.streams : StreamsWanted();
@@ -1226,6 +1239,7 @@ void LossCall::FinishPart(size_t index, const StreamEnd& end) {
   core_->connections().End();
   total_.sent_bytes += end.sent_bytes;
   total_.received_bytes += end.received_bytes;
+  // The next round sends all rows again, so the result of this stream does not count.
   if (start_over_.has_value() && !finishing_) return MaybeStartOver();
   if (end.status.ok()) {
     part.done = true;

@@ -23,8 +23,8 @@ namespace lossd::client::internal {
 
 namespace {
 
-constexpr uint64_t kMessageBytes = 1 << 20;
-constexpr uint64_t kCallsPerRegion = 4;
+constexpr uint64_t kMessageBytes = 1 << 20;  // the rows of a slice in a message, if the caller sets no size
+constexpr uint64_t kCallsPerRegion = 4;      // a call may have this part of a region at a time
 
 // For rows that are copied into a region of host memory. A slice has about kHostSliceBytes, so that the
 // server computes one slice while the client copies the next one. Each of several streams copies at least
@@ -55,6 +55,7 @@ absl::Status ValidateShape(absl::string_view what, const std::string& head, uint
   if (rows > kMaxRows) {
     return ArgumentError(what, rows, absl::StrCat("has ", rows, " rows; the most is ", kMaxRows));
   }
+  // So that the bytes of all rows, with at most 4 bytes an element, fit into an int64.
   if (hidden_size > std::numeric_limits<int64_t>::max() / 4 / std::max<uint64_t>(rows, 1)) {
     return ArgumentError(field("hidden_size"), hidden_size,
                          absl::StrCat("is ", hidden_size, ": too large for ", rows, " rows"));
@@ -365,7 +366,7 @@ RowPieces RowPieces::HiddenOf(const std::vector<Depth>& depths) {
 
 RowPieces RowPieces::GradientsOf(const std::vector<Depth>& depths) {
   std::vector<Depth> gradients = depths;
-  for (Depth& depth : gradients) depth.hidden = depth.grad_hidden;
+  for (Depth& depth : gradients) depth.hidden = depth.grad_hidden;  // HiddenOf reads this member
   return HiddenOf(gradients);
 }
 
@@ -532,6 +533,8 @@ std::vector<Rows> SplitRanges(absl::Span<const int32_t> targets, int32_t ignore_
 
 std::vector<Rows> DivideIntoSlices(absl::Span<const int32_t> targets, int32_t ignore_index, Rows range,
                                    const SliceRule& rule) {
+  // Each slice begins and ends with a valid row. It may have ignored rows in between, but no long run of
+  // them. With a grid it ends at the next multiple of row_grid at the latest.
   const uint64_t longest_gap = std::max<uint64_t>(1, rule.max_rows / 8);  // ignored rows within a slice
   std::vector<Rows> slices;
   uint64_t row = NextValid(targets, ignore_index, range.begin, range.end);
@@ -597,6 +600,7 @@ absl::StatusOr<SliceRule> MakeSliceRule(uint64_t row_bytes, std::optional<uint64
 uint64_t ShareOfRegion(uint64_t region_bytes) { return region_bytes / kCallsPerRegion; }
 
 uint64_t WantedRegion(uint64_t call_bytes, const RegionSizes& sizes) {
+  // Room for kCallsPerRegion calls of this size, rounded up to a power of two.
   const uint64_t wanted = std::bit_ceil(kCallsPerRegion * std::min(call_bytes, sizes.most));
   return std::clamp(wanted, sizes.least, sizes.most);
 }
@@ -613,6 +617,7 @@ uint64_t WantedRows(uint64_t region_bytes, bool of_gpu, uint64_t row_bytes) {
 }
 
 SliceRule InRegion(const SliceRule& rule, uint64_t rows, uint64_t wanted) {
+  // The largest slice; then all slices get about the same size.
   const uint64_t most = std::max(rule.max_rows, std::min(rule.max_rows_in_region, wanted));
   const uint64_t parts = (rows + most - 1) / most;
   return {.max_rows = parts <= 1 ? most : (rows + parts - 1) / parts, .row_grid = rule.row_grid};

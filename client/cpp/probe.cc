@@ -60,7 +60,7 @@ Finding ProbeTls(const HostAndPort& at, const addrinfo* addresses, const TlsFile
                  bool said_something) {
   const ProbeSocket socket = ProbeSocket::ToHost(addresses);
   const TlsTalk talk = socket.error() == 0 ? TalkTls(socket.descriptor(), at.host, files) : TlsTalk();
-  const bool expected = !files.ca.empty();
+  const bool expected = !files.ca.empty();  // this client speaks TLS, too
   switch (talk.end) {
     case TlsEnd::kSilent:
       return {};
@@ -198,6 +198,8 @@ std::optional<std::string> FirstWords(const Transport& transport) {
 }
 
 bool AreHttp2Settings(absl::string_view words) {
+  // The header of a frame: 3 bytes for its length, its type (4: settings), flags, and 4 bytes for the stream,
+  // which is 0. Settings are shorter than 2^16 bytes, so the first byte is 0.
   return words.size() >= kFrameHeader && words[0] == 0 && words[3] == 4 &&
          words.substr(5, 4) == absl::string_view("\0\0\0\0", 4);
 }

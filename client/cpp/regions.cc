@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shared memory on the client's side (regions.h): one region, the source of regions, and the regions of GPUs.
+//
+// A RegionSource has at most one region for new calls. It opens the region for the first call that wants one,
+// and replaces it by a larger one when calls are larger or find no room in it (crowded). It drops a region
+// that is not usable: the server has closed the session, or a call has failed while the server may still
+// write to the region (Retire). Calls that use an old region keep it. After each failure to open a region it
+// waits before it tries again, longer each time (Pause).
 #include "client/cpp/regions.h"
 
 #include <fcntl.h>
@@ -273,6 +279,8 @@ std::shared_ptr<SharedRegion> RegionSource::Get(uint64_t call_bytes) {
   std::string socket;
   std::shared_ptr<SharedRegion> old;  // unmapped without the lock
   {
+    // While the first region is being opened, calls wait for it. Later, calls use what there is while another
+    // thread opens a region.
     const auto tried = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return tried_ || !opening_; };
     absl::MutexLock lock(&mu_);
     mu_.Await(absl::Condition(&tried));
@@ -486,6 +494,8 @@ DeviceRegions::Route DeviceRegions::RouteOf(int gpu) const {
 }
 
 RegionSource* DeviceRegions::NearestTo(int gpu) const {
+  // The server's GPUs at the least distance. GPUs that cannot be reached directly (no distance) count only if
+  // there are no others.
   std::vector<RegionSource*> nearest;
   std::optional<int> distance;
   for (const Gpu& of_server : gpus_) {
@@ -499,8 +509,8 @@ RegionSource* DeviceRegions::NearestTo(int gpu) const {
     if (nearest.empty() || here == distance) nearest.push_back(of_server.regions.get());
     if (nearer) distance = here;
   }
-  if (nearest.empty()) return gpus_.front().regions.get();  // its error says why there is no region
-  return nearest[static_cast<size_t>(gpu) % nearest.size()];
+  if (nearest.empty()) return gpus_.front().regions.get();    // its error says why there is no region
+  return nearest[static_cast<size_t>(gpu) % nearest.size()];  // different GPUs take different ones
 }
 
 void DeviceRegions::DropUnusable() {

@@ -34,7 +34,7 @@ template <typename Request, typename Open>
 void WritePayload(const Open& open, absl::Span<const char> payload, uint64_t row_bytes, PayloadHolds* holds,
                   BlockingStream* stream) {
   uint64_t sent = 0;
-  do {
+  do {  // an empty payload also takes one message
     if (!stream->Write(EncodeRows<Request>(open, payload, row_bytes, sent, holds->Take()))) return;
     sent += TensorMessageBytes(row_bytes);
   } while (sent < payload.size());
@@ -81,6 +81,7 @@ absl::StatusOr<Response> SendRows(const Core& core, const char* method, const Op
     WritePayload<Request>(open, payload, row_bytes, holds.get(), &stream);
     response = ReadResponse<Response>(&stream);
   }
+  // The call has ended, but gRPC may still refer to the caller's payload.
   holds->WaitUntilFree();
   return response;
 }
@@ -100,7 +101,8 @@ absl::Status ReadRows(const Core& core, const v1::ReadTensorRequest& request,
 }
 
 // Reads the rows through the region, piece by piece, each with a call of its own. When a piece finds no room
-// in the region, all the rows that are left come in messages.
+// in the region, all the rows that are left come in messages. INVALID_ARGUMENT with an empty text: the
+// arguments do not fit together, and a read without a region says why.
 absl::StatusOr<TensorShape> ReadThroughRegion(const Core& core, const v1::ReadTensorRequest& request,
                                               absl::Span<char> out, SharedRegion* region, absl::Time deadline,
                                               std::optional<uint64_t> tensor_rows) {
@@ -125,6 +127,7 @@ absl::StatusOr<TensorShape> ReadThroughRegion(const Core& core, const v1::ReadTe
       place = absl::MakeConstSpan(region->At(*offset), rows * row_bytes);
     }
     const absl::Status status = ReadRows(core, piece, place, deadline, &reader);
+    // After most errors the server may still write to the piece's place. Not if it has refused the arguments.
     if (!status.ok()) region->AfterFailure(status, offset.has_value() && !absl::IsInvalidArgument(status));
     if (offset.has_value() && region->usable()) region->Give(*offset);
     if (!status.ok()) return status;
@@ -314,6 +317,7 @@ absl::Status TensorReader::OtherShape(const v1::TensorSlice& slice) const {
 }
 
 absl::Status TensorReader::CheckVersion(const v1::HeadState& state) const {
+  // A server that sends no number of the version (0) is compared by its step.
   const auto version = [this](const v1::HeadState& at) {
     const uint64_t number = request_.role() == v1::ROLE_GRADIENT ? at.generation() : at.weights_version();
     return std::make_tuple(at.incarnation(), number, number != 0 ? 0 : at.step());

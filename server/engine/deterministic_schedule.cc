@@ -1,6 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The schedule of deterministic mode (deterministic_schedule.h), and GroupChunk, the chunk that it makes of a
 // group of rows.
+//
+// A group passes through these stages:
+// 1. A slice asks for memory (Request). When the group has its turn, or is a repeat, and an area is free,
+//    AssemblyFor opens the group's GroupAssembly, and TakeGrants lends the slice its place in the area.
+// 2. The slice is copied there and joins the group (Attach).
+// 3. When the group is ready, TakeReady takes it, and GroupChunk goes to the device. The turn moves on, so
+//    the next group assembles meanwhile.
+// 4. The results come (OnResults). If they are good, the next group may go to the device. The area is free
+//    when the slices' buffers have come back.
+// 5. The group has left the device (OnLeft). If some of its rows are not settled, the turn goes back to it.
 #include "server/engine/deterministic_schedule.h"
 
 #include <algorithm>
@@ -148,6 +158,9 @@ std::vector<RowRange> Sequencer::Withdrawable(uint64_t microbatch_id, RowRange r
       return microbatch_id > turn.microbatch_id ? rows.begin : rows.end;
     return std::clamp(turn.group * group_rows_, rows.begin, rows.end);
   };
+  // In this order: groups before turn_, whose rows stay; groups from turn_ to furthest_, which have had a
+  // turn before it went back, and whose rows may be withdrawn only if the group has something left to
+  // accumulate; groups that had no turn yet.
   std::vector<RowRange> withdrawable;
   const int64_t not_passed = first_from(furthest_);
   for (int64_t begin = first_from(turn_); begin < not_passed;) {
@@ -193,6 +206,7 @@ GroupAssembly* Sequencer::AssemblyFor(GroupKey key) {
   const bool repeat = key < turn_;
   const auto free_areas =
       std::count_if(std::begin(areas_), std::end(areas_), [](const Area& a) { return a.free(); });
+  // One area stays free for the group in turn, if that group has none yet.
   const bool leave_one = repeat && !open_.contains(turn_);
   if (free_areas < (leave_one ? 2 : 1)) return nullptr;
   Area* const area =
@@ -249,7 +263,7 @@ std::optional<GroupKey> Sequencer::AfterTurn() const {
   const uint64_t id = turn_.microbatch_id;
   const auto rows = ledger_->MicrobatchRows(id);
   const bool added = contributions_->Contains(id) && contributions_->Complete(id);
-  if (!rows.has_value() && !added) return std::nullopt;
+  if (!rows.has_value() && !added) return std::nullopt;  // nothing with this id is complete
   if (added || turn_.group * group_rows_ >= *rows) return GroupKey{id + 1, 0};
   if (ledger_->CountUnsettled(id, RowsOf(turn_)) == 0) return GroupKey{id, turn_.group + 1};
   return std::nullopt;
@@ -272,6 +286,8 @@ bool Sequencer::IsReady(const GroupAssembly& group) const {
   if (group.slices().empty()) return false;
   if (IsRepeat(group)) return group.IsQuiet();
   if (group.key() > turn_) return false;
+  // All groups that are accumulated on the device have good results. Otherwise one of them may get its turn
+  // back, and this group would be accumulated before it.
   const bool may_follow =
       std::all_of(on_device_.begin(), on_device_.end(), [](const auto& entry) { return entry.second; });
   return may_follow && group.IsComplete();
@@ -308,6 +324,7 @@ void Sequencer::ReleaseArea(const GroupAssembly& group) { areas_[group.area()].t
 
 void Sequencer::OnLeft(const GroupAssembly& group) {
   if (on_device_.erase(group.key()) == 0) return;
+  // Some rows had no good result: the group gets its turn again.
   if (ledger_->CountUnsettled(group.key().microbatch_id, group.rows()) > 0)
     turn_ = std::min(turn_, group.key());
   Advance();
@@ -375,9 +392,9 @@ struct GroupChunk final : ChunkWork {
 
   DeterministicSchedule* const schedule_;
   const std::unique_ptr<GroupAssembly> group_;
-  RowValues declared_;               // [rows]
-  std::vector<uint8_t> accumulate_;  // [rows]
-  std::vector<absl::Span<uint8_t>> gaps_;
+  RowValues declared_;                     // [rows], what the ledger knows of the rows
+  std::vector<uint8_t> accumulate_;        // [rows], 1: this chunk accumulates the row
+  std::vector<absl::Span<uint8_t>> gaps_;  // memory of the rows that no slice sent, which Prepare zeroes
 };
 
 GroupChunk::GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAssembly> assembly,
@@ -387,8 +404,10 @@ GroupChunk::GroupChunk(DeterministicSchedule* schedule, std::unique_ptr<GroupAss
   rows = static_cast<size_t>(group_->rows().size());
   declared_ = ledger.Contents(id, group_->rows());
   accumulate_.resize(rows);
+  // accumulate_[i] becomes 1 for the rows that are not settled. In a repeat it is 0 for all rows.
   ledger.Reserve(id, group_->rows(), absl::MakeSpan(accumulate_));
   accumulates = true;
+  // Decides which of several devices computes the chunk; the same each time.
   turn = id + static_cast<uint64_t>(group_->key().group);
   const std::vector<GroupAssembly::Segment> pieces = group_->Segments();
   slices = group_->TakeSlices();
@@ -440,8 +459,9 @@ kernels::Slice GroupChunk::GapInput(RowRange gap, size_t index, uint8_t* memory)
   slice.old_logprobs = DeclaredAt(declared_.numbers.old_logprobs, index);
   slice.ref_logprobs = DeclaredAt(declared_.numbers.ref_logprobs, index);
   if (stream.spec().options.has_soft_targets()) {
-    // Of the soft targets only the row's target, with the weight of all of them, because it affects the unit
-    // in which the gradients of the sent rows are stored.
+    // Of the soft targets only the row's target, with the weight of all of them. It affects the gradient unit
+    // of the chunk: the common factor by which the gradients of all its rows, also of the sent ones, are
+    // divided when they are stored.
     slice.target_count = 1;
     slice.target_classes = slice.targets;
     slice.target_weights = DeclaredAt(declared_.digest.sums, index);
@@ -582,6 +602,7 @@ void DeterministicSchedule::Push(Operation* operation) {
 
 ScheduledWork DeterministicSchedule::TakeNext(const DeviceLoad& load, bool head_is_idle) {
   const Operation* const operation = arrival_.FrontOperation();
+  // An operation waits for the groups that were ready before it came.
   if (operation != nullptr && !sequencer_.HasReady(operation->arrival))
     return arrival_.TakeNext(load, head_is_idle);
   if (!load.accepts_chunk()) return {};

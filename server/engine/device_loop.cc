@@ -194,6 +194,7 @@ DeviceLoop::Work DeviceLoop::NextWork() {
 
 DeviceLoop::Work DeviceLoop::NextOfSources(bool passing) {
   std::vector<Entry*> passed;
+  // Begins with the source after the one that was served last, in the order of names.
   auto it = sources_.upper_bound(last_served_);
   for (size_t i = 0; i < sources_.size(); ++i, ++it) {
     if (it == sources_.end()) it = sources_.begin();

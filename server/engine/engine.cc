@@ -180,6 +180,7 @@ absl::Status Engine::DeleteHead(absl::string_view name) {
   SessionPtr busy;  // the head, if a chunk of it is under way
   {
     absl::MutexLock lock(&context_->mutex);
+    // A head whose creation is under way has no session yet.
     if (const auto session = heads_.Find(name); session.ok()) {
       if (const int64_t streams = (*session)->streams().size(); streams > 0) {
         return absl::FailedPreconditionError(

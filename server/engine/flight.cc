@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The life of a chunk on the device: submission, results, settlement (flight.h).
+//
+// Launch submits the chunk. When the results come (OnResults), they go to the streams. When the chunk leaves
+// the device (OnDone), its weight gradient has been added. Settle, which commits the rows in the ledger and
+// finishes the slices, runs once: with the results if ChunkWork::settles_with_results, else at the end. Tell
+// runs before it.
 #include "server/engine/flight.h"
 
 #include <algorithm>

@@ -86,10 +86,10 @@ class Flight : public std::enable_shared_from_this<Flight> {
   bool IsGood(size_t segment) const { return results_ok_ && slices_[segment].first_nonfinite_row < 0; }
   // Copies the results of its rows to every slice. Without the lock.
   void TakeResults();
-  // Sends the results of a slice to its stream's observer.
-  // Fails the streams of rows without good results, delivers the others' results, and settles the rows if
-  // nothing else is to come.
+  // Fails the streams of rows without good results, and delivers the results of the other slices. Settles the
+  // rows as well if the chunk settles with its results (ChunkWork::settles_with_results).
   void SettleResults(const absl::Status& status);
+  // Sends the results of a slice to its stream's observer.
   void Deliver(SliceWork& slice);
   // Tells the observers and the owner how the chunk was computed. Without the lock.
   void Tell();
@@ -106,8 +106,8 @@ class Flight : public std::enable_shared_from_this<Flight> {
   RowResults results_;
   kernels::Chunk chunk_;
   double compute_seconds_ = 0.0;
-  bool results_ok_ = false;
-  bool settled_ = false;
+  bool results_ok_ = false;  // the chunk has results; single rows may still not be finite
+  bool settled_ = false;     // Settle has run, or is about to run, with the results
 };
 
 }  // namespace lossd::engine

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // HeadSession, Stream and HeadDirectory: how a head is set up, and the way of slices and chunks through it
 // (head_session.h).
+//
+// A slice comes by Stream::Receive. HeadSession::Receive checks it and asks the schedule for memory.
+// CopyAndQueue copies it there and queues it, at once or, if it had to wait, when StreamObserver::OnMemory
+// runs. Then TakeWork, on the device thread, takes the next chunk from the schedule and makes a Flight of it.
+// The flight calls FinishSlice for each slice, and OnChunkLeft at its end.
 #include "server/engine/head_session.h"
 
 #include <algorithm>
@@ -71,7 +76,7 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
       context, session->head_->kernels(), session->step_,
       [weak = std::weak_ptr(session)](std::unique_ptr<SliceWork> slice) {
         const auto alive = weak.lock();
-        if (alive == nullptr) return;
+        if (alive == nullptr) return;  // the session is gone: the slice is destroyed
         StreamObserver& observer = slice->stream->observer();
         observer.OnMemory(
             [alive, slice = std::move(slice)]() mutable { alive->CopyAndQueue(std::move(slice)); });
@@ -97,6 +102,7 @@ absl::StatusOr<std::shared_ptr<HeadSession>> HeadSession::Create(
                                                                .schedule = session->schedule_.get(),
                                                                .order = session->order_,
                                                                .streams = session->streams_.get()});
+  // A raw pointer is enough, because the session owns the set of streams.
   session->streams_->set_on_end([student = session.get()](StreamState& stream) {
     student->admission_->OnEnd(stream);
     if (stream.teacher()) stream.teacher().session->teaching.End(student);
@@ -254,7 +260,7 @@ DeviceLoop::Work HeadSession::TakeWork(const DeviceLoad& load) {
   if (Operation** operation = std::get_if<Operation*>(&next)) {
     return [session = shared_from_this(), operation = *operation] {
       operation->result = operation->run(*session->head_);
-      operation->done.Notify();
+      operation->done.Notify();  // the waiting thread owns the operation, and may destroy it from here on
     };
   }
   auto* const chunk = std::get_if<std::unique_ptr<ChunkWork>>(&next);

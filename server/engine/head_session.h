@@ -233,11 +233,11 @@ class HeadDirectory {
   absl::StatusOr<SessionPtr> Find(absl::string_view name) const;
   // As Find, for published heads only; UNAVAILABLE before a head is published.
   absl::StatusOr<SessionPtr> FindPublished(absl::string_view name) const;
-  // Both lists are ordered by name.
-  // of all heads that have a session, also those that are being deleted
+  // The sessions of all heads that have one, also of heads that are being deleted. Ordered by name.
   std::vector<SessionPtr> Sessions() const;
-  std::vector<SessionPtr> Published() const;  // of all published heads that are not being deleted
-  int64_t published() const;                  // includes published heads that are being deleted
+  // The sessions of all published heads that are not being deleted. Ordered by name.
+  std::vector<SessionPtr> Published() const;
+  int64_t published() const;  // includes published heads that are being deleted
 
  private:
   struct Slot {

@@ -1,5 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ledgers of an open step (ledger.h), and the checks of a contribution's values.
+//
+// The rows of a microbatch lie in segments: runs of rows that were declared together, by first row. Each row
+// has a state:
+// - kPending: declared, not accumulated. Reserve makes it kReserved, when its chunk is formed.
+// - kReserved: in a chunk under way. Commit makes it kSettled when its gradient has been added; Release makes
+//   it kPending again.
+// - kSettled: counts in the step, and stays until Clear.
+// - kIgnored: has no target, so it counts as settled from the beginning. Keep makes it kSettled; until then
+//   Withdraw forgets it, as it does pending rows.
 #include "server/engine/ledger.h"
 
 #include <xxhash.h>
@@ -149,7 +158,8 @@ SoftDigest DigestOf(const SoftTargets& soft, absl::Span<const int32_t> targets) 
     hash = XXH3_64bits_withSeed(weights, each * sizeof(float), hash);
     double sum = 0.0;
     for (size_t i = 0; i < each && targets[row] != kernels::kIgnoredTarget; ++i) sum += double{weights[i]};
-    // The largest 24-bit number, which a float represents exactly.
+    // The ledger keeps floats, so 48 bits of the hash become two whole numbers. kWhole is the largest 24-bit
+    // number, which a float represents exactly.
     constexpr uint64_t kWhole = (uint64_t{1} << 24) - 1;
     digest.low.push_back(static_cast<float>(hash & kWhole));
     digest.high.push_back(static_cast<float>(hash >> 24 & kWhole));
@@ -445,7 +455,7 @@ absl::Status Ledger::Declare(uint64_t id, const MicrobatchTerms& terms, RowRange
                            " was opened before with another target, weight or upstream gradient"));
     }
   }
-  const MicrobatchRecord fresh(terms);
+  const MicrobatchRecord fresh(terms);  // the record of a new microbatch, until nothing can fail any more
   const std::vector<RowRange> pieces = (is_new ? fresh : it->second).Undeclared(rows);
   int64_t added = 0;
   int64_t bytes = is_new ? fresh.bytes() : 0;
@@ -595,11 +605,13 @@ struct FloatBits {
   }
 };
 
+// The value with these bits, which are those of a finite value without its sign.
 float FiniteValue(kernels::DType dtype, uint32_t bits) {
   switch (dtype) {
     case kernels::DType::kFloat16: {
       const int exponent = static_cast<int>(bits >> 10);
       const auto fraction = static_cast<float>(bits & 0x3ffu);
+      // A subnormal number if the exponent is 0; else the fraction has an implicit leading 1.
       return exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024.0f + fraction, exponent - 25);
     }
     case kernels::DType::kBFloat16:
@@ -611,7 +623,7 @@ float FiniteValue(kernels::DType dtype, uint32_t bits) {
 }
 
 // The bits of the least magnitude that overflows: it is not finite, or its product with the scale, rounded to
-// fp32, is not finite.
+// fp32, is not finite. Found by bisection: `fits` never overflows, and `overflows` always does.
 uint32_t LeastOverflowing(kernels::DType dtype, float scale) {
   uint32_t fits = 0;
   uint32_t overflows = FloatBits::Of(dtype).infinity;
@@ -622,7 +634,8 @@ uint32_t LeastOverflowing(kernels::DType dtype, float scale) {
   return overflows;
 }
 
-// The index of the first element whose magnitude is at least `least`; -1 if there is none.
+// The index of the first element whose magnitude is at least `least`; -1 if there is none. Bits: an unsigned
+// integer of the element's size.
 template <typename Bits>
 int64_t FirstAtLeast(absl::Span<const uint8_t> values, Bits mask, Bits least) {
   constexpr int64_t kBlock = 4096;  // elements that are tested together, without branches
@@ -668,7 +681,7 @@ std::vector<uint64_t> RowChecksums(absl::Span<const uint8_t> values, int64_t row
   std::vector<uint64_t> checksums(values.size() / size);
   for (size_t row = 0; row < checksums.size(); ++row) {
     const uint64_t hash = XXH3_64bits(values.data() + row * size, size);
-    checksums[row] = hash == 0 ? 1 : hash;
+    checksums[row] = hash == 0 ? 1 : hash;  // in the ledger 0 means: not added yet
   }
   return checksums;
 }

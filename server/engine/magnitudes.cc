@@ -24,7 +24,7 @@ double* PlaceOf(kernels::TensorId id, Magnitudes* most) {
 
 void Add(absl::Span<const float> values, double* most, NotFinite* not_finite) {
   float largest = 0.0f;
-  int64_t odd = 0, nan = 0, minus_infinite = 0;
+  int64_t odd = 0, nan = 0, minus_infinite = 0;  // odd: not finite
   for (const float value : values) {
     const bool finite = std::isfinite(value);
     odd += finite ? 0 : 1;

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The checks and transitions of a head's steps, and the explanations for callers that name another step
 // (open_step.h).
+//
+// A step is closed in three parts: CheckComplete; BeginClose, from which on no rows may join (closing_ is
+// set) while the device updates the weights; and Close or CancelClose. Every change to a new step or to new
+// gradients ends in Enter.
 #include "server/engine/open_step.h"
 
 #include <algorithm>
@@ -32,6 +36,7 @@ void LastStep::SetLoaded(uint64_t number, const std::optional<head::AppliedStep>
 absl::Status LastStep::CheckRepeat(const StepRequest& request) const {
   const head::AppliedStep& last = *applied_;
   LOSSD_RETURN_IF_ERROR(CheckIncarnation(request.incarnation, last.incarnation));
+  // Generation 0: not known.
   if (last.generation != 0 && request.generation.value_or(last.generation) != last.generation)
     return WithCurrentStep(OtherGeneration("generation", *request.generation, last.generation), number_ + 1);
   if (!(last.optimizer == request.optimizer)) {

@@ -86,6 +86,7 @@ absl::Status Update(HeadSession& session, const StepRequest& request, int64_t up
   }
   const absl::Status applied = session.head().kernels().ApplyStep(request.optimizer, update);
   if (applied.ok()) return applied;
+  // The backend refused the options before it began. (But the moments have been zeroed for a new optimizer.)
   const bool unchanged = absl::IsInvalidArgument(applied) || absl::IsFailedPrecondition(applied);
   if (unchanged && !request.begin_optimizer) return applied;
   return TensorsFailed(session, absl::StrCat("applying step ", request.step, " to"), applied);
@@ -193,6 +194,10 @@ absl::StatusOr<GradNormResult> GradNorm(HeadSession& session, std::optional<uint
   return result;
 }
 
+// The order: answer a repeat; check that the step is complete; check what the update may do to the weights;
+// BeginClose; update on the device; check the result if its reach was unknown; open the next step. Until
+// BeginClose nothing has changed, so every error leaves the step open. An error after it also leaves the step
+// open, but the weights may be invalid (TensorsFailed, CheckFinite).
 absl::StatusOr<StepResult> ApplyStep(HeadSession& session, const StepRequest& request) {
   absl::Mutex& mutex = session.context().mutex;
   OpenStep& step = session.step();
@@ -481,6 +486,13 @@ namespace {
 
 using kernels::OptimizerOptions;
 
+// The updates, for gradients g after the multiplier:
+//   AdamW: m1 = beta1 m1 + (1 - beta1) g;  m2 = beta2 m2 + (1 - beta2) g^2;
+//          value = keep value - rate m1 / (sqrt(m2 / (1 - beta2^update)) + epsilon), keep and rate as below.
+//   SGD:   g += decay value; buffer = momentum buffer + (1 - dampening) g (the first update: buffer = g);
+//          value -= learning_rate * (buffer, or with nesterov g + momentum buffer, or without momentum g).
+// The functions below put bounds of magnitudes in the place of the values.
+
 constexpr double kMostFloat = std::numeric_limits<float>::max();
 // A bound: sums and products up to it stay finite in fp32, with roundings.
 constexpr double kSafe = 1e37;
@@ -520,6 +532,8 @@ struct Outcome {
   double moment1 = Magnitudes::kUnknown;
 };
 
+// `fits`: everything that is computed on the way stays finite. A change of at most kMostChange is safe for
+// any value.
 Outcome AfterChange(double value, double change, double moment1, bool fits) {
   const double after = kGrowth * value + change;
   return {.bounded = fits && (change <= kMostChange || Fits(after)), .value = after, .moment1 = moment1};

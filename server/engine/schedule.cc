@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // WorkQueue, and ArrivalSchedule with the chunks that it makes (schedule.h).
+//
+// WorkQueue::items_ has slices and operations in the order in which they are to go. The next chunk is made in
+// two steps: Lead finds the slice that leads it, and ForEachOfNext goes over all slices that can join it.
+// Next counts these slices; TakeChunk takes them.
 #include "server/engine/schedule.h"
 
 #include <algorithm>
@@ -57,7 +61,7 @@ void WorkQueue::Push(std::unique_ptr<SliceWork> slice) {
 
 int64_t WorkQueue::RoundOf(const SliceWork& slice) {
   int64_t& given = given_[slice.stream->spec().peer];
-  given = std::max(given, round_ * round_rows_);
+  given = std::max(given, round_ * round_rows_);  // a peer without rows here begins in the present round
   const int64_t round = given / round_rows_;
   given += slice.rows.size();
   return round;
@@ -148,7 +152,7 @@ bool WorkQueue::ForEachOfNext(int64_t chunk_rows, Fn fn) const {
   int64_t rows = 0;
   for (size_t i = 0; i < items_.size() && rows < chunk_rows; ++i) {
     const SliceWork* const slice = SliceAt(i);
-    if (slice == nullptr) return true;
+    if (slice == nullptr) return true;  // an operation, which no slice passes
     if (!Compatible(first, slice->stream->spec())) continue;
     const int64_t more = slice->rows.size();
     if (rows + more > chunk_rows || !fn(i)) return true;
@@ -186,6 +190,7 @@ std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeChunk(int64_t chunk_rows,
   for (size_t i = 0; i < lead; ++i) {
     if (auto& slice = std::get<std::unique_ptr<SliceWork>>(items_[i]); slice != nullptr) ++slice->passed_over;
   }
+  // The slices of the chunk have been moved away, which left null pointers.
   std::erase_if(items_, [](const Item& item) {
     const auto* slice = std::get_if<std::unique_ptr<SliceWork>>(&item);
     return slice != nullptr && *slice == nullptr;
@@ -250,6 +255,8 @@ bool ArrivalSchedule::FindMemory(std::unique_ptr<SliceWork>& slice) {
   }
   StreamState& stream = *slice->stream;
   const int64_t bytes = slice->bytes;
+  // The slice moves into the waiter first, because the pool may call the waiter, on another thread, as soon
+  // as Acquire has queued it. If there is memory at once, the slice comes back from there.
   const auto waiting = std::make_shared<std::unique_ptr<SliceWork>>(std::move(slice));
   StagingPool::Acquired acquired =
       staging_->Acquire(stream.spec().peer, bytes, [ready = memory_ready_, waiting](StagingBuffer buffer) {

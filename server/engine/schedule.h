@@ -240,8 +240,9 @@ class WorkQueue {
 
   const SliceWork* SliceAt(size_t position) const;  // null: an operation is at this position, or nothing
   ValuesAre ValuesAt(size_t position) const;
-  // The position of the slice that leads the next chunk, which has its options. The size of the queue if no
-  // slice comes before an operation.
+  // The position of the slice that leads the next chunk: the chunk has this slice's options. It is the first
+  // slice, unless slices pass others because of their teachers (above). The size of the queue if an operation
+  // is at the front, or nothing.
   size_t Lead() const;
   // Calls fn(position) for each slice of the next chunk as long as fn returns true. Returns whether no
   // further slice can join the chunk.
@@ -256,7 +257,8 @@ class WorkQueue {
   const int64_t round_rows_;
   const ValuesOf values_;
   int64_t round_ = 0;  // the round of the last chunk
-  // By peer: its rows so far, where an earlier round counts as round_rows_.
+  // By peer: its rows so far, counted as if it had used all of round_rows_ in each round before the first of
+  // them. So its next slice belongs to round given_ / round_rows_.
   std::map<std::string, int64_t> given_;
   std::deque<Item> items_;
   int64_t slices_ = 0;

@@ -93,6 +93,7 @@ void RangeAllocator::Free(const Block& block) {
   int64_t bytes = block.bytes_;
   absl::MutexLock lock(&mutex_);
   shares_.Give(block.holder_, bytes);
+  // Joins the range with the free ranges right behind and before it.
   const auto next = free_.upper_bound(offset);
   if (next != free_.end() && next->first == offset + bytes) {
     bytes += next->second;
@@ -256,11 +257,13 @@ int64_t StagingPool::over_share() const {
   });
 }
 
+// If the pool is full (kFull), a request may still be within its share: it then waits in its order.
 bool StagingPool::WithinShare(absl::string_view holder, int64_t bytes) const {
   return shares_.Check(holder, RoundUp(std::max<int64_t>(bytes, 1), grain_)) != FairShare::Answer::kOverShare;
 }
 
 StagingBuffer StagingPool::TryLend(absl::string_view holder, int64_t bytes) {
+  // Without a holder, because shares_ counts the holders of the pool.
   Block block = ranges_.Allocate(bytes);
   if (block == nullptr) return {};
   peak_bytes_ = std::max(peak_bytes_, ranges_.used());
@@ -291,7 +294,7 @@ std::vector<StagingPool::Served> StagingPool::ServeWaiting() {
       continue;
     }
     StagingBuffer buffer = TryLend(it->holder, it->bytes);
-    if (!buffer) break;
+    if (!buffer) break;  // later requests must not pass this one, or it might starve
     served.push_back({std::move(it->waiter), std::move(buffer)});
     it = waiting_.erase(it);
   }

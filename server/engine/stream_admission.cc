@@ -31,7 +31,7 @@ void StreamSet::Fail(StreamState& stream, absl::Status why) {
 }
 
 void StreamSet::FailEach(absl::FunctionRef<absl::Status(const StreamState&)> why) {
-  const auto streams = streams_;
+  const auto streams = streams_;  // a copy, because FinishIfReady removes streams
   for (const auto& stream : streams) {
     absl::Status status = why(*stream);
     if (status.ok()) continue;
@@ -61,7 +61,7 @@ absl::Status StreamSet::CheckRetaining(uint64_t id, const MicrobatchTerms& terms
 }
 
 void StreamSet::EndAll(const absl::Status& why) {
-  for (const auto& stream : streams_) stream->Start();
+  for (const auto& stream : streams_) stream->Start();  // else they would not finish
   FailIf([](const StreamState&) { return true; }, why);
 }
 
@@ -271,9 +271,11 @@ void StreamAdmission::OnEnd(StreamState& stream) {
   AccountOf(stream).Give(stream.host_bytes());
   parts_.context->stream_places.Give(stream.spec().peer, 1);
   const StreamSpec& spec = stream.spec();
+  // With another generation, the ledger has forgotten the stream's rows already, or is about to.
   if (!spec.accumulate_gradients || stream.head_state().generation != parts_.step->versions().generation())
     return;
   if (stream.status().ok()) return parts_.step->ledger().Keep(spec.microbatch_id, spec.rows);
+  // The stream has failed. Rows that another open stream also has stay in the ledger.
   bool shared = false;
   const std::vector<RowRange> own = parts_.streams->OwnRows(stream, &shared);
   for (const RowRange rows : own) {

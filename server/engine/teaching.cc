@@ -86,6 +86,8 @@ absl::StatusOr<TeacherOf> CheckDistillation(HeadSession& student, std::shared_pt
   }
   const HeadVersions& versions = teacher->step().versions();
   spec->options.distillation.teacher = versions.creation();
+  // A distillation cannot have filtered gradients. The stream did not ask for them itself, so it gets exact
+  // ones.
   if (spec->gradients_of_head && student.config().gradients == kernels::Gradients::kFiltered) {
     spec->options.gradients = kernels::Gradients::kExact;
     spec->gradients_of_head = false;

@@ -58,7 +58,7 @@ void Configure(const ChannelLimits& limits, grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, HalfOf(limits.silence));
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, HalfOf(limits.silence));
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);  // pings never end a connection
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 100);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kLookaheadBytes);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
@@ -80,8 +80,8 @@ grpc::ChannelArguments ArgumentsOf(const ChannelLimits& limits) {
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, kFrameBytes);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);  // no proxy, even if the environment names one
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);  // each channel has its own connection
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);          // no proxy, even if the environment names one
   return arguments;
 }
 
@@ -154,11 +154,13 @@ absl::StatusOr<std::string> LocalAddressFor(const std::string& host) {
   addrinfo hints = {};
   hints.ai_socktype = SOCK_DGRAM;
   addrinfo* found = nullptr;
+  // Any port will do, because nothing is sent.
   const int error = getaddrinfo(name.c_str(), "9", &hints, &found);
   if (error != 0) {
     return absl::UnavailableError(absl::StrCat("host ", host, " cannot be resolved: ", gai_strerror(error)));
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
+  // Whether a loopback address is meant.
   const bool meant = name == "localhost" || IsLoopback(name);
   for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
     const std::string source = SourceFor(*one);

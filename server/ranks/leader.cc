@@ -1,5 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Leader, rank 0 of a server of several processes (leader.h): streams of workers, forming, and losses.
+//
+// Form goes through these stages:
+// 1. AwaitAll. Each worker opens a stream (Join) and says Hello. Enter puts it into workers_ if its settings
+//    agree.
+// 2. Connect. The leader sends Prepare to all workers: the library for exchanges, and where shared memory is.
+//    Each worker answers with its address. Then all ranks, the leader's own link included, connect with each
+//    other at the same time.
+// 3. MakeGroup. The backends of all ranks become one backend.
+// While forming_ is true, workers may come, and may also go and come again. Once formed_ is true, a worker
+// whose stream ends is lost, and with it the server (Leave).
 #include "server/ranks/leader.h"
 
 #include <grpcpp/grpcpp.h>
@@ -78,6 +88,8 @@ absl::Status Leader::Listen() {
         absl::StrCat("for ranks: ", listeners.status().message(), " (a taken port?)"));
   port_ = listeners->front().port();
   grpc::ServerBuilder builder;
+  // A taker hands accepted connections to gRPC with its credentials. The ranks of this process connect over a
+  // local socket, without TLS.
   const auto by_port = access::GrpcTaker(&builder, options_.credentials);
   access::ConnectionAcceptor::Take by_local;
   int local = -1;
@@ -112,6 +124,7 @@ grpc::Status Leader::Join(grpc::ServerContext* context, RankStream* stream) {
   if (!hello.ok()) {
     return {static_cast<grpc::StatusCode>(hello.status().code()), std::string(hello.status().message())};
   }
+  // From here on this thread of gRPC belongs to the worker: Run reads the stream until it ends.
   const auto worker = std::make_shared<WorkerStream>(*std::move(hello), &transport);
   status = Enter(worker);
   if (!status.ok()) return {static_cast<grpc::StatusCode>(status.code()), std::string(status.message())};
@@ -141,6 +154,8 @@ absl::StatusOr<v1::Hello> Leader::ReadHello(grpc::ServerContext* context, GrpcTr
     status = CheckRank(message.hello(), options_.ranks);
     return status.ok() ? absl::StatusOr<v1::Hello>(std::move(*message.mutable_hello())) : status;
   }
+  // The log and AwaitAll's error have the leader's value of the setting. The worker's answer does not have it
+  // (start.h).
   log::Log(log::LogLevel::kError, "a rank is refused",
            {{"peer", context->peer()}, {"error", status.message()}});
   refusal_ = status;
@@ -280,12 +295,15 @@ absl::Status Leader::Connect() {
     addresses.push_back(prepared.address());
     rows_->OnPrepared(*worker, prepared);
   }
+  // Connecting blocks each rank until all others connect, so all workers are asked before the leader
+  // connects.
   std::vector<uint64_t> requests;
   for (const auto& [rank, worker] : workers) requests.push_back(worker->StartConnect(addresses));
   const absl::Status connected = link_->Connect(addresses);
   absl::Status of_workers;
   size_t i = 0;
   for (const auto& [rank, worker] : workers) of_workers.Update(worker->Await(requests[i++]).status());
+  // A worker's error names the cause; the leader's own error may only say that it has waited in vain.
   return of_workers.ok() ? connected : of_workers;
 }
 
@@ -320,7 +338,7 @@ absl::StatusOr<std::unique_ptr<kernels::Backend>> Leader::Form(kernels::CreatedB
   if (!own_info_.uuids.empty()) gpu_ = own_info_.uuids.front();
   absl::Status status = AwaitAll();
   acceptor_->Stop();
-  EndForming(status);
+  EndForming(status);  // also ends calls that have not sent a Hello
   if (!status.ok()) return status;
   if (status = Connect(); !status.ok()) {
     EndForming(status);

@@ -161,8 +161,8 @@ class Leader final : private v1::RankService::Service {
   const std::unique_ptr<LeaderRows> rows_;
   RankFiles files_;
   mutable absl::Mutex mutex_;
-  bool forming_ ABSL_GUARDED_BY(mutex_) = false;
-  bool formed_ ABSL_GUARDED_BY(mutex_) = false;
+  bool forming_ ABSL_GUARDED_BY(mutex_) = false;  // workers may join
+  bool formed_ ABSL_GUARDED_BY(mutex_) = false;   // all have joined: a worker that leaves is lost
   absl::Status refusal_ ABSL_GUARDED_BY(mutex_);  // the last refusal
   Workers workers_ ABSL_GUARDED_BY(mutex_);
   // Calls that have not sent a Hello.

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Converts between the messages of the ranks' protocol and the types of the kernels (messages.h).
+//
+// Arrays of values of rows travel as bytes. Put writes an array of the leader into a message, and Get points
+// to it in the worker. Room makes space for a result in the worker's answer, and Take copies the result to
+// the leader's array.
 #include "server/ranks/messages.h"
 
 #include <cstring>
@@ -355,6 +359,7 @@ namespace {
 
 using kernels::Slice;
 
+// Copies an array into a message. A null array stays absent.
 template <typename T>
 void Put(const T* values, int64_t rows, std::string* bytes) {
   if (values == nullptr) return;
@@ -384,6 +389,7 @@ T* Room(bool wanted, int64_t rows, std::string* bytes) {
   return reinterpret_cast<T*>(bytes->data());
 }
 
+// Copies a result from a message to `out`. Null: the result is not wanted.
 absl::Status Take(const char* what, const std::string& bytes, size_t want, void* out) {
   if (out == nullptr) return absl::OkStatus();
   if (bytes.size() != want) return WrongLength(what, want, bytes.size());
@@ -406,8 +412,9 @@ void PlaceGradients(const Slice& slice, size_t length, bool is_part, FindPlace f
   }
 }
 
-// Copies retained hidden states to the place of the gradients if the message names one, otherwise into the
-// message.
+// Reads hidden states from the retained memory for a backward: to the place of the gradients if the message
+// names one, otherwise into the message. The worker may write the gradients over its hidden states, so one
+// place serves for both.
 absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t length,
                          v1::ChunkSlice* message) {
   auto* bytes = static_cast<uint8_t*>(slice.grad_hidden);
@@ -426,7 +433,9 @@ absl::Status PutRetained(const kernels::Chunk& chunk, const Slice& slice, size_t
 absl::Status PutHidden(const kernels::Chunk& chunk, const Slice& slice, size_t length, bool is_part,
                        FindPlace find, v1::ChunkSlice* message) {
   if (length == 0 || message->without_hidden()) return absl::OkStatus();
+  // No hidden states: they are in the retained memory already (a backward).
   if (slice.hidden == nullptr) return PutRetained(chunk, slice, length, message);
+  // Hidden states and an offset: they are to be retained (a deferred microbatch).
   if (slice.retained_offset >= 0 && !is_part)
     LOSSD_RETURN_IF_ERROR(chunk.retained->WriteBytes(slice.retained_offset,
                                                      {static_cast<const uint8_t*>(slice.hidden), length}));
@@ -484,6 +493,7 @@ absl::StatusOr<v1::ChunkSlice> MessageOf(const kernels::Chunk& chunk, const Slic
   v1::ChunkSlice message;
   message.set_rows(slice.rows);
   const size_t length = static_cast<size_t>(slice.rows) * row_bytes.hidden;
+  // Rows of an embedding go out, and no hidden states come in.
   message.set_without_hidden(chunk.options.embedding == kernels::Embedding::kRows);
   PlaceGradients(slice, length, is_part, find, &message);
   LOSSD_RETURN_IF_ERROR(PutHidden(chunk, slice, length, is_part, find, &message));
@@ -583,7 +593,7 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, const RowBytes& row_bytes
   slice.rows = rows;
   if (!message.without_hidden()) slice.hidden = memory.hidden == nullptr ? memory.own : memory.hidden;
   if (!message.hidden().empty()) std::memcpy(memory.own, message.hidden().data(), bytes);
-  message.clear_hidden();
+  message.clear_hidden();  // frees the bytes, which have been copied
   if (row_bytes.teacher > 0) {
     slice.teacher_hidden =
         memory.teacher_hidden == nullptr ? message.teacher_hidden().data() : memory.teacher_hidden;
@@ -615,6 +625,7 @@ absl::StatusOr<Slice> SliceOf(v1::ChunkSlice& message, const RowBytes& row_bytes
   status.Update(
       Get("target_weights", message.target_weights(), rows * slice.target_count, slice.target_weights));
   if (!status.ok()) return status;
+  // A slice without rows also gets targets that are not null; the pointer is never read.
   if (rows == 0) slice.targets = reinterpret_cast<const int32_t*>(message.targets().data());
   slice.grad_scale = message.grad_scale();
   slice.sample_seed = message.sample_seed();

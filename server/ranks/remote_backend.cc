@@ -262,6 +262,8 @@ absl::Status RemoteBackend::PlanHostMemory(kernels::MemoryKind, int64_t) { retur
 
 namespace {
 
+// The replicas of one head on all ranks: `own` is the leader's, `others` are the workers' heads. See
+// MakeRankReplicas.
 class RankReplicas final : public kernels::Replicas {
  public:
   RankReplicas(std::unique_ptr<kernels::Replicas> own, std::vector<RemoteHead*> others,
@@ -276,6 +278,7 @@ class RankReplicas final : public kernels::Replicas {
   }
 
  private:
+  // Asks all workers with `start`, does the leader's part with `own`, and then awaits the workers' answers.
   absl::Status Together(uint64_t (RemoteHead::*start)(), absl::FunctionRef<absl::Status()> own) {
     std::vector<uint64_t> requests;
     for (RemoteHead* other : others_) requests.push_back((other->*start)());
@@ -284,6 +287,7 @@ class RankReplicas final : public kernels::Replicas {
     // failed, it waits only for the workers' reasons.
     const absl::Time deadline =
         clocks::SteadyNow() + (status.ok() ? timeout_ + kLastWords : std::min(timeout_, kLastWords));
+    // `silent`: the error of a worker that did not answer. It counts only if no worker reports another error.
     absl::Status of_others, silent;
     for (size_t i = 0; i < others_.size(); ++i) {
       absl::Status answer = AnswerOf(*others_[i], requests[i], deadline, status);
@@ -345,13 +349,16 @@ absl::Status JoinRankClasses(kernels::RankLink* link, bool same_chunks,
 
 namespace {
 
-// A save or load of files on a worker, begun by one request. Used by RankSave and RankLoad.
+// A save or load of files on a worker, begun by one request. Used by RankSave and RankLoad, which call in
+// this order: Start; AwaitReady, until the worker has proved that it can do its part; GoOn; in a save
+// AwaitRead, until the worker has read all tensors; Await. Cancel is possible at any time. The worker's end
+// is FileJob (worker.h).
 class FileWork {
  public:
   FileWork(std::shared_ptr<WorkerStream> worker, const kernels::RemotePart& part)
       : worker_(std::move(worker)), part_(part) {}
   ~FileWork() {
-    if (request_ == 0 || awaited_) return;
+    if (request_ == 0 || awaited_) return;  // not started, or ended
     Cancel();
     worker_->requests().Forget(request_);
   }

@@ -1,5 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory for rows that the leader shares with workers of its host (rows.h).
+//
+// The life of a region, which is one piece of such memory:
+// 1. The leader calls RowRegions::Add. It queues a piece of news for each connected worker: id and size of
+//    the region.
+// 2. The leader's thread (SharedRows::Run) sends the news with a descriptor of the memory, and calls Told.
+//    The worker's state of the region is then kTold.
+// 3. The worker's thread (MappedRows::Read) maps the memory and answers. OnAnswer sets the state to kMapped
+//    or kRefused.
+// 4. From then on RowRegions::Find names places in the region, if the worker has mapped it.
+// 5. The destructor of the memory calls Remove. It queues the news that the region is gone, which has no size
+//    (bytes is 0), and the worker unmaps the region.
 #include "server/ranks/rows.h"
 
 #include <fcntl.h>
@@ -70,6 +81,8 @@ void RowRegions::Remove(uint64_t region) {
     news.set_region(region);
     for (Worker& worker : workers_) {
       const auto same = [&](const v1::RowsFromLeader& other) { return other.region() == region; };
+      // If the news of the new region is still queued, the worker has never heard of the region: the news is
+      // dropped.
       const auto unheard = std::find_if(worker.news.begin(), worker.news.end(), same);
       if (unheard != worker.news.end()) {
         worker.news.erase(unheard);
@@ -159,10 +172,11 @@ void RowRegions::Told(int rank, const News& news) {
   Worker& told = worker(rank);
   const uint64_t region = news.message.region();
   if (!told.here) return;
+  // False if Remove has dropped the news from the queue in the meantime.
   const bool is_first = !told.news.empty() && told.news.front().region() == region &&
                         told.news.front().bytes() == news.message.bytes();
   if (is_first) told.news.pop_front();
-  if (news.message.bytes() == 0) return;
+  if (news.message.bytes() == 0) return;  // the region is gone, and the worker knows it
   if (is_first) {
     told.regions[region] = State::kTold;
     return;
@@ -181,7 +195,9 @@ bool RowRegions::OnAnswer(int rank, uint64_t region, bool mapped) {
     found->second = mapped ? State::kMapped : State::kRefused;
     return true;
   }
-  return region > 0 && region < next_ && regions_.count(region) == 0;  // the region is gone by now
+  // The worker may answer for a region that Remove has taken away in the meantime. An id that was never given
+  // is an error of the worker.
+  return region > 0 && region < next_ && regions_.count(region) == 0;
 }
 
 // ---- MappedRows ----
@@ -302,6 +318,7 @@ bool MappedRows::Read() {
   absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(socket_.get());
   v1::RowsFromLeader message;
   if (!packet.ok() || packet->closed || !message.ParseFromString(packet->bytes)) return false;
+  // A message without a size says that the region is gone.
   if (message.bytes() == 0) {
     std::shared_ptr<Region> gone;  // unmapped without the lock
     absl::MutexLock lock(&mutex_);
@@ -325,6 +342,7 @@ absl::Status MappedRows::Map(uint64_t region, uint64_t bytes, wire::OwnedDescrip
   LOSSD_RETURN_IF_ERROR(CheckSealed(descriptor.get(), bytes));
   void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor.get(), 0);
   if (data == MAP_FAILED) return Failed("mmap of the leader's memory");
+  // A child process does not need the mapping.
   madvise(data, bytes, MADV_DONTFORK);
   const auto mapped = std::make_shared<Region>(static_cast<uint8_t*>(data), bytes);
   LOSSD_TRY(mapped->staging, backend_->AdoptStaging(mapped->bytes, {.counted = false}));
@@ -446,6 +464,7 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::AllocateShar
     return status;
   }
   wire::OwnedDescriptor descriptor = CopyOf(memory->descriptor());
+  // Region 0: the memory is in no table, so its rows travel in messages. It is used all the same.
   const uint64_t region = descriptor ? regions_.Add(pages, std::move(descriptor)) : 0;
   if (region != 0) regions_.AwaitAnswers(region, kMapTimeout);
   return std::make_unique<SharedStaging>(&regions_, region, std::move(memory), std::move(staging),
@@ -466,6 +485,8 @@ absl::StatusOr<std::unique_ptr<kernels::StagingMemory>> SharedRows::Adopt(
 
 void SharedRows::Run() {
   while (true) {
+    // The entries of `ready`: stop_, wake_, the listening sockets from 2 on, and from `first` on the
+    // sessions, in the order of sessions_.
     std::vector<pollfd> ready = {{.fd = stop_.get(), .events = POLLIN},
                                  {.fd = wake_.get(), .events = POLLIN}};
     entrance_.AddTo(&ready);
@@ -488,6 +509,7 @@ void SharedRows::Run() {
     for (auto session = sessions_.begin(); session != sessions_.end(); ++index) {
       const auto current = session++;
       const int events = ready[index].revents;
+      // A session without a rank has not sent its token, and ends at its deadline.
       bool goes_on = current->rank > 0 || now < current->deadline;
       if (goes_on && (events & ~POLLOUT) != 0) goes_on = Read(&*current);
       if (goes_on && (events & POLLOUT) != 0) goes_on = Write(*current);
@@ -499,6 +521,7 @@ void SharedRows::Run() {
       access::CloseElsewhere(std::move(current->socket));
       sessions_.erase(current);
     }
+    // Last, because Accept adds sessions, which have no entry in `ready`.
     for (size_t i = 2; i < first; ++i) {
       if (ready[i].revents != 0) Accept(ready[i].fd);
     }
@@ -525,6 +548,8 @@ void SharedRows::Accept(int listener) {
 }
 
 bool SharedRows::Read(Session* session) {
+  // Workers send no descriptors. Descriptors that come all the same are closed on another thread, because
+  // closing them may block (closer.h).
   std::vector<wire::OwnedDescriptor> unasked;
   absl::StatusOr<wire::RegionPacket> packet = wire::ReceiveRegionPacket(session->socket.get(), &unasked);
   access::CloseElsewhere(std::move(unasked));

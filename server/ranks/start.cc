@@ -217,6 +217,7 @@ absl::StatusOr<const Launcher*> FindLauncher(const std::string& name, const Envi
   return errors::FieldError("launcher", "be none, auto, torchrun, slurm, lws or jobset", name);
 }
 
+// The host in "host:port" or "host". A colon within the brackets of an IPv6 address begins no port.
 std::string HostOf(absl::string_view address) {
   const size_t colon = address.rfind(':');
   const bool has_port =
@@ -277,7 +278,7 @@ absl::StatusOr<Launch> ReadLaunch(const LaunchFlags& flags, const Environment& e
   auto rank = ReadNumber(variables.rank, environment, 0, kMostRanks - 1);
   if (rank.ok()) rank = Agreed("rank", flags.rank, *rank);
   if (!rank.ok()) return rank.status();
-  if (!ranks->has_value() && !rank->has_value() && launcher == nullptr) return Launch();
+  if (!ranks->has_value() && !rank->has_value() && launcher == nullptr) return Launch();  // one process
   if (!ranks->has_value()) return Missing("ranks", "how many processes there are", launcher, variables.ranks);
   Launch launch;
   launch.ranks = (*ranks)->value;

@@ -1,5 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Worker, a rank that is not the leader, with its heads and its files (worker.h).
+//
+// A message takes this way: the reading thread (Worker::Serve) puts it into requests_. The driving thread
+// (Drive, Handle) takes it from there, calls the backend, and puts the answer into answers_. The writing
+// thread (Write) sends it. A chunk comes as a ChunkStart and then its slices, one message each. It goes to
+// the backend when its last slice has come (SubmitIfComplete), and callbacks of the backend send its results.
+//
+// A job on files (FileJob) has two stages. First it shows the leader that it can do its part: in a save it
+// writes a proof file, in a load it opens the checkpoint. Then it waits for GoOn, writes or loads the files,
+// and sends the one answer to its request.
 #include "server/ranks/worker.h"
 
 #include <grpcpp/grpcpp.h>
@@ -237,6 +246,7 @@ absl::Status FileJob::Save(v1::Answer& answer) {
   const auto lock = head::FolderLock::Try(folder.path(), head::FolderLock::Kind::kShared);
   if (!lock.ok()) return Named(lock.status(), folder);
   const std::string proof = absl::StrCat(folder.path(), "/", head::ProofFile(options_.rank));
+  // The leader reads the proof before it sends GoOn, so the file may be removed at the end.
   const auto remove = absl::MakeCleanup([&] { options_.disk->RemoveFile(proof).IgnoreError(); });
   if (absl::Status status = Prove(folder); !status.ok()) return Named(status, folder);
   LOSSD_TRY(const v1::GoOn go_on, AwaitGoOn());
@@ -294,6 +304,8 @@ absl::StatusOr<std::vector<head::ManifestShard>> FileJob::Write(const head::Fold
                            .on_progress = report,
                            .cancelled = [this] { return cancelled(); }});
   absl::StatusOr<std::vector<head::ManifestShard>> lines;
+  // Two threads work at the same time: this one reads the tensors (through the driving thread), and `disk`
+  // writes them. `shards` holds the buffers between them.
   std::thread disk([&] {
     lines = shards.Write(folder.path());
     absl::Status status = lines.status();
@@ -307,6 +319,7 @@ absl::StatusOr<std::vector<head::ManifestShard>> FileJob::Write(const head::Fold
         });
       });
   if (status.ok()) {
+    // The leader may let the head change from now on.
     progress_.set_all_read(true);
     SendProgress();
   }
@@ -333,7 +346,7 @@ absl::Status FileJob::Load() {
   const kernels::Replica replica = {static_cast<int>(load.replica()), static_cast<int>(load.replicas())};
   const int threads = static_cast<int>(std::clamp<int64_t>(options_.threads, 1, kMostThreads));
   head::LoadOptions options;
-  options.buffer_bytes = BufferBytes(0);
+  options.buffer_bytes = BufferBytes(0);  // a load has no threads that write
   options.threads = threads;
   options.verify_first = false;
   options.wanted = [&](const head::TensorPart& part) {
@@ -342,6 +355,7 @@ absl::Status FileJob::Load() {
   return reader->Load(
       [&](kernels::TensorId id, int64_t row_begin, int64_t rows, absl::Span<const uint8_t> in) {
         if (cancelled()) return absl::CancelledError("the load was cancelled");
+        // A file may also have rows of other ranks.
         const head::TensorPart own = head::RowsOfReplica(config, {id, row_begin, rows}, replica);
         if (own.rows <= 0) return absl::OkStatus();
         const size_t row_bytes = in.size() / static_cast<size_t>(rows);
@@ -609,10 +623,12 @@ absl::Status WorkerHeads::Write(Head& head, const v1::TensorAccess& access, bool
 
 // ---- Chunks ----
 
-// Reserves buffers for the chunks of a new head, so that no chunk fails for lack of memory. If a worker has a
-// part of a head, its chunks must not fail, because the other parts wait for them.
+// Reserves buffers for the chunks of a new head, so that no chunk fails for lack of memory. Not needed if
+// rows lie in shared memory. But a part of a head that is split by vocabulary needs buffers in any case,
+// because its gradients have no place there, and its chunks must not fail: the other parts wait for them.
 absl::Status WorkerHeads::ReserveBuffers(const kernels::HeadKernels& head) {
   if (!IsPart(head) && rows_ != nullptr) return absl::OkStatus();
+  // A chunk has at most as many slices with rows as it has rows; float is the widest dtype of hidden states.
   const int64_t rows = head.chunk_rows();
   const size_t row_bytes = static_cast<size_t>(head.config().hidden_size) * sizeof(float);
   return buffers_->Reserve(BufferBytes(rows, row_bytes, rows));
@@ -654,6 +670,8 @@ absl::Status WorkerHeads::Submit(const v1::ChunkStart& start, std::vector<v1::Ch
   kernels.Submit(&chunk->chunk,
                  {.on_results =
                       [chunk, id, send = send_, buffers = buffers_](const absl::Status& status) {
+                        // The backend does not access the rows any more, so the chunk no longer keeps their
+                        // memory mapped.
                         chunk->in_place.clear();
                         SendResults(*chunk, id, status, send);
                         if (chunk->buffer != nullptr) buffers->Return(std::move(chunk->buffer));
@@ -705,7 +723,7 @@ Worker::Worker(const WorkerOptions& options, kernels::CreatedBackend own)
       link_(std::move(own.link)),
       heads_(backend_.get(), link_.get(),
              [this](v1::FromWorker message) {
-               if (message.has_done()) busy_.End();
+               if (message.has_done()) busy_.End();  // SubmitIfComplete began it
                answers_.Push(std::move(message));
              }),
       files_(FilesOptions(options),
@@ -947,7 +965,7 @@ void Worker::Close() {
   }
   if (!failure_.ok()) link_->Abort(failure_);
   if (driver_.joinable()) driver_.join();
-  files_.End();
+  files_.End();  // only now: the driving thread may have run functions of the jobs
   if (writer_.joinable()) writer_.join();
   if (reporter_.joinable()) reporter_.join();
   absl::MutexLock lock(&attempt_mutex_);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The leader's end of the connection to one worker (worker_stream.h). Errors about messages say what "it",
 // the worker, did; Run puts the name of the rank before them.
+//
+// A chunk that was sent to the worker is a Flight. The worker answers with the results of each slice in order
+// (OnSlice), then those of the chunk (OnResults), and at last ChunkDone (OnDone), which ends the flight.
 #include "server/ranks/worker_stream.h"
 
 #include <utility>
@@ -304,7 +307,8 @@ void WorkerStream::Run(absl::AnyInvocable<void(const absl::Status&)> on_end,
   }
   requests_.Fail(status);
   {
-    // Waits for a Submit that has not seen lost_, so that FailAll finds its chunk.
+    // Waits for a Submit that has not seen lost_, so that FailAll finds its chunk. The transport is destroyed
+    // after Run, so nothing may use it from here on.
     absl::MutexLock lock(&write_mutex_);
     transport_ = nullptr;
   }
@@ -366,6 +370,7 @@ WorkerStream::Flight* WorkerStream::FindFlight(uint64_t chunk) {
 
 absl::Status WorkerStream::OnSlice(const v1::SliceResults& results) {
   Flight* const flight = FindFlight(results.chunk());
+  // The results of slices come in the order of the slices.
   if (flight == nullptr || flight->has_results || flight->slices >= flight->chunk->slices.size() ||
       results.slice() != flight->slices) {
     return absl::InternalError("it sent results of a slice that it has not, or not now");
