@@ -144,10 +144,11 @@ absl::StatusOr<HeadSnapshot> Engine::PlanHead(absl::string_view name,
 
 absl::Status Engine::CreateHead(absl::string_view name, const kernels::HeadConfig& config) {
   LOSSD_RETURN_IF_ERROR(CheckConfig(context_->options, config));
+  uint64_t number = 0;
   {
     absl::MutexLock lock(&context_->mutex);
     if (context_->loop.stopping()) return ShuttingDown();
-    if (auto status = heads_.Reserve(name); !status.ok()) return status;
+    LOSSD_TRY(number, heads_.Reserve(name));
   }
   absl::Status created;
   absl::Status ran = context_->loop.Run([&] {
@@ -159,13 +160,14 @@ absl::Status Engine::CreateHead(absl::string_view name, const kernels::HeadConfi
           HeadSession::Create(context_.get(), std::string(name), *std::move(kernels), config.class_list);
       created = session.status();
     }
-    absl::MutexLock lock(&context_->mutex);
-    if (!created.ok()) {
-      heads_.Remove(name);
-      return;
+    {
+      absl::MutexLock lock(&context_->mutex);
+      if (!created.ok()) return heads_.Remove(name, number);
+      if (heads_.Fill(name, number, *session)) return context_->loop.Add(std::string(name), *session);
     }
-    heads_.Fill(name, *session);
-    context_->loop.Add(std::string(name), *session);
+    // A deletion that came after Reserve has run before this task.
+    created = absl::NotFoundError(absl::StrCat("head ", name, " was deleted"));
+    (*session)->DeleteHead();
   });
   return ran.ok() ? created : ran;
 }

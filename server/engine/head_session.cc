@@ -455,14 +455,17 @@ absl::Status HeadDirectory::CheckFree(absl::string_view name) const {
   return absl::OkStatus();
 }
 
-absl::Status HeadDirectory::Reserve(absl::string_view name) {
+absl::StatusOr<uint64_t> HeadDirectory::Reserve(absl::string_view name) {
   LOSSD_RETURN_IF_ERROR(CheckFree(name));
   slots_.try_emplace(std::string(name), Slot{.number = ++last_number_});
-  return absl::OkStatus();
+  return last_number_;
 }
 
-void HeadDirectory::Fill(absl::string_view name, SessionPtr session) {
-  slots_.find(name)->second.session = std::move(session);
+bool HeadDirectory::Fill(absl::string_view name, uint64_t number, SessionPtr session) {
+  const auto slot = SlotOf(name, number);
+  if (slot == slots_.end()) return false;
+  slot->second.session = std::move(session);
+  return true;
 }
 
 absl::Status HeadDirectory::Publish(absl::string_view name) {
@@ -481,15 +484,15 @@ absl::StatusOr<uint64_t> HeadDirectory::BeginDelete(absl::string_view name) {
 }
 
 HeadDirectory::SessionPtr HeadDirectory::EndDelete(absl::string_view name, uint64_t number) {
-  const auto it = slots_.find(name);
-  if (it == slots_.end() || it->second.number != number) return nullptr;
-  SessionPtr session = std::move(it->second.session);
-  slots_.erase(it);
+  const auto slot = SlotOf(name, number);
+  if (slot == slots_.end()) return nullptr;
+  SessionPtr session = std::move(slot->second.session);
+  slots_.erase(slot);
   return session;
 }
 
-void HeadDirectory::Remove(absl::string_view name) {
-  if (const auto it = slots_.find(name); it != slots_.end()) slots_.erase(it);
+void HeadDirectory::Remove(absl::string_view name, uint64_t number) {
+  if (const auto slot = SlotOf(name, number); slot != slots_.end()) slots_.erase(slot);
 }
 
 std::vector<HeadDirectory::SessionPtr> HeadDirectory::RemoveAll() {
@@ -504,6 +507,11 @@ absl::StatusOr<const HeadDirectory::Slot*> HeadDirectory::FindSlot(absl::string_
   const auto it = slots_.find(name);
   if (it != slots_.end() && !it->second.deleting) return &it->second;
   return UnknownHead(name);
+}
+
+HeadDirectory::Slots::iterator HeadDirectory::SlotOf(absl::string_view name, uint64_t number) {
+  const auto it = slots_.find(name);
+  return it == slots_.end() || it->second.number == number ? it : slots_.end();
 }
 
 absl::StatusOr<HeadDirectory::SessionPtr> HeadDirectory::Find(absl::string_view name) const {

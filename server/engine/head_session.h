@@ -209,12 +209,14 @@ class HeadDirectory {
   explicit HeadDirectory(int64_t max_heads) : max_heads_(max_heads) {}
 
   // ---- Creation ----
-  // Takes a name. RESOURCE_EXHAUSTED or ALREADY_EXISTS.
-  absl::Status Reserve(absl::string_view name);
+  // Takes a name, and returns the number of the head that is to be created, for Fill and Remove.
+  // RESOURCE_EXHAUSTED or ALREADY_EXISTS.
+  absl::StatusOr<uint64_t> Reserve(absl::string_view name);
   // Checks whether Reserve would take the name; errors as Reserve.
   absl::Status CheckFree(absl::string_view name) const;
-  // Gives a reserved name its session.
-  void Fill(absl::string_view name, SessionPtr session);
+  // Gives the head with this number its session. False if the head was deleted meanwhile; the name may then
+  // belong to another head.
+  [[nodiscard]] bool Fill(absl::string_view name, uint64_t number, SessionPtr session);
   // Makes a head visible. Errors as Find.
   absl::Status Publish(absl::string_view name);
 
@@ -222,10 +224,11 @@ class HeadDirectory {
   // Hides a head from Find. Returns its number, for EndDelete. NOT_FOUND if there is no such head.
   absl::StatusOr<uint64_t> BeginDelete(absl::string_view name);
   // Frees the name of the head with this number and returns the head's session. Null if the creation of that
-  // head has failed meanwhile. The name may then belong to another head, which stays.
+  // head has failed meanwhile, or has not come to Fill. The name may then belong to another head, which
+  // stays.
   SessionPtr EndDelete(absl::string_view name, uint64_t number);
-  // Frees the name of a head whose creation failed.
-  void Remove(absl::string_view name);
+  // Frees the name of the head with this number, whose creation failed. Another head of the name stays.
+  void Remove(absl::string_view name, uint64_t number);
   std::vector<SessionPtr> RemoveAll();
 
   // ---- Look-up ----
@@ -246,12 +249,15 @@ class HeadDirectory {
     bool published = false;
     bool deleting = false;
   };
+  using Slots = std::map<std::string, Slot, std::less<>>;
   // NOT_FOUND if there is no such head.
   absl::StatusOr<const Slot*> FindSlot(absl::string_view name) const;
+  // The slot of the head with this number; the end if there is none.
+  Slots::iterator SlotOf(absl::string_view name, uint64_t number);
 
   const int64_t max_heads_;
   uint64_t last_number_ = 0;
-  std::map<std::string, Slot, std::less<>> slots_;
+  Slots slots_;
 };
 
 }  // namespace lossd::engine

@@ -290,6 +290,31 @@ TEST_F(EngineTest, HeadsComeAndGo) {
   AddHead("head");
 }
 
+TEST_F(EngineTest, CreationsAndDeletionsOfOneNameAtOnce) {
+  Start();
+  constexpr int kRounds = 1000;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([this] {
+      for (int round = 0; round < kRounds; ++round) {
+        const absl::Status created = engine_->CreateHead("x", {.hidden_size = 1, .vocab_size = 2});
+        EXPECT_TRUE(created.ok() || absl::IsAlreadyExists(created) || absl::IsNotFound(created)) << created;
+        if (created.ok()) engine_->PublishHead("x").IgnoreError();
+      }
+    });
+    threads.emplace_back([this] {
+      for (int round = 0; round < kRounds; ++round) {
+        const absl::Status deleted = engine_->DeleteHead("x");
+        EXPECT_TRUE(deleted.ok() || absl::IsNotFound(deleted)) << deleted;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  engine_->DeleteHead("x").IgnoreError();
+  EXPECT_EQ(engine_->List().size(), 1u);
+  EXPECT_TRUE(engine_->CreateHead("x", {.hidden_size = 1, .vocab_size = 2}).ok());
+}
+
 TEST_F(EngineTest, ADeletionEndsTheOperationsThatWait) {
   absl::Notification computes, goes_on;
   device_.on_step = [&] {

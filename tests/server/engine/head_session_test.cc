@@ -225,12 +225,13 @@ TEST_F(HeadDirectoryTest, AHeadComesAndGoes) {
   HeadDirectory heads(/*max_heads=*/2);
   EXPECT_EQ(heads.Find("head").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(errors::GetFieldViolation(heads.Find("head").status())->value, "head");
-  ASSERT_TRUE(heads.Reserve("head").ok());
+  const absl::StatusOr<uint64_t> taken = heads.Reserve("head");
+  ASSERT_TRUE(taken.ok());
   EXPECT_EQ(heads.Find("head").status().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(heads.Publish("head").code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(heads.Sessions(), IsEmpty());
 
-  heads.Fill("head", session_);
+  ASSERT_TRUE(heads.Fill("head", *taken, session_));
   EXPECT_EQ(*heads.Find("head"), session_);
   EXPECT_EQ(heads.FindPublished("head").status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(heads.Published(), IsEmpty());
@@ -245,7 +246,8 @@ TEST_F(HeadDirectoryTest, AHeadComesAndGoes) {
   EXPECT_EQ(heads.Find("head").status().code(), absl::StatusCode::kNotFound);
   EXPECT_THAT(heads.Published(), IsEmpty());
   EXPECT_THAT(heads.Sessions(), ElementsAre(session_));
-  EXPECT_EQ(heads.Reserve("head").code(), absl::StatusCode::kAlreadyExists) << "its memory is not free yet";
+  EXPECT_EQ(heads.Reserve("head").status().code(), absl::StatusCode::kAlreadyExists)
+      << "its memory is not free yet";
   EXPECT_EQ(heads.EndDelete("head", *number), session_);
   EXPECT_EQ(heads.EndDelete("head", *number), nullptr);
   EXPECT_TRUE(heads.Reserve("head").ok());
@@ -257,22 +259,40 @@ TEST_F(HeadDirectoryTest, ADeletionTakesNoOtherHeadOfTheName) {
   ASSERT_TRUE(heads.Reserve("head").ok());
   const absl::StatusOr<uint64_t> first = heads.BeginDelete("head");
   ASSERT_TRUE(first.ok());
-  heads.Remove("head");  // it could not be created
+  heads.Remove("head", *first);  // it could not be created
   ASSERT_TRUE(heads.Reserve("head").ok());
   const absl::StatusOr<uint64_t> second = heads.BeginDelete("head");
   ASSERT_TRUE(second.ok());
   EXPECT_EQ(heads.EndDelete("head", *first), nullptr);
-  heads.Fill("head", session_);
+  EXPECT_TRUE(heads.Fill("head", *second, session_));
   EXPECT_EQ(heads.EndDelete("head", *second), session_);
+}
+
+// A creation whose head is deleted before it is made neither fills nor removes another head of the name.
+TEST_F(HeadDirectoryTest, ACreationTakesNoOtherHeadOfTheName) {
+  Start();
+  HeadDirectory heads(/*max_heads=*/2);
+  const absl::StatusOr<uint64_t> first = heads.Reserve("head");
+  ASSERT_TRUE(first.ok());
+  EXPECT_EQ(heads.EndDelete("head", *heads.BeginDelete("head")), nullptr);
+  EXPECT_FALSE(heads.Fill("head", *first, session_));
+  const absl::StatusOr<uint64_t> second = heads.Reserve("head");
+  ASSERT_TRUE(second.ok());
+  EXPECT_FALSE(heads.Fill("head", *first, session_));
+  heads.Remove("head", *first);
+  EXPECT_EQ(heads.Find("head").status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(heads.Fill("head", *second, session_));
+  EXPECT_EQ(*heads.Find("head"), session_);
 }
 
 TEST_F(HeadDirectoryTest, HeadsAreLimited) {
   HeadDirectory heads(/*max_heads=*/2);
-  ASSERT_TRUE(heads.Reserve("a").ok());
+  const absl::StatusOr<uint64_t> first = heads.Reserve("a");
+  ASSERT_TRUE(first.ok());
   ASSERT_TRUE(heads.Reserve("b").ok());
-  EXPECT_EQ(heads.Reserve("c").code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(heads.Reserve("a").code(), absl::StatusCode::kAlreadyExists);
-  heads.Remove("a");
+  EXPECT_EQ(heads.Reserve("c").status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(heads.Reserve("a").status().code(), absl::StatusCode::kAlreadyExists);
+  heads.Remove("a", *first);
   EXPECT_TRUE(heads.Reserve("c").ok());
 }
 
