@@ -26,8 +26,8 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// The largest sum of 2^d that is used. If the sum of a row is larger, its panel is computed again with
-// another reference.
+// The largest sum of 2^d (d: TilePartials in plan.h) that is used. If the sum of a row is larger, its panel
+// is computed again with another reference.
 inline constexpr float kLargestSum = 0x1p60f;
 
 // ---- operands of every pass ----
@@ -74,10 +74,12 @@ struct MarkedPanels {
 
 // ---- the purpose of a pass ----
 
-// Values of each row that must be known before the pass, [rows] each.
+// Values of each row that must be known before the pass, [rows] each. LaunchPrepareRows (fused_rows.h)
+// computes them.
 struct RowReferences {
   const float* reference = nullptr;  // in units of log 2
-  // A bound for z before the softcap. The pass need not find a maximum that is smaller.
+  // A lower bound of the row's largest logit, before the softcap. If all logits of a tile are below it, the
+  // pass does not look for the tile's maximum.
   const float* threshold = nullptr;
 };
 
