@@ -45,8 +45,8 @@ struct RowScale {
 // last level few classes are taken for any tau.
 __device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
 
-// At level 0 the threshold has a lower bound so that widths do not overflow: elements are up to 2^60 times as
-// large as sizes.
+// At level 0 the threshold has a lower bound so that widths do not overflow, even if tau is 0: elements are
+// up to 2^60 times as large as sizes.
 __device__ __forceinline__ float ThresholdAt(float threshold, int level) {
   return level == 0 ? fmaxf(threshold, 0x1p-60f) : ldexpf(BaseOf(threshold), level);
 }

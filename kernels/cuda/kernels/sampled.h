@@ -66,7 +66,7 @@ struct SampleRowsParams {
   const float* kappas = nullptr;
   const float* omega = nullptr;            // [rows]: the row's random number (SystematicSampler)
   const int32_t* with_gradient = nullptr;  // [rows]; rows where it is 0 have no entries
-  float threshold = 0.0f;                  // tau
+  float threshold = 0.0f;                  // tau; 0: at level 0, all elements but 0 are taken
   SampleList list;
   HotPart hot;
 };
@@ -97,7 +97,10 @@ struct DecideSampledParams {
 };
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream);
 
-// Decides kTooManyCandidates if one of the levels [parts] is not 0, and then zeroes dropped_mass [rows].
+// For filtered gradients that are listed by LaunchSampleRows, from a matrix in which the elements below
+// epsilon are 0. With a tau of 0, the list has all other elements as they are at level 0, but not at a higher
+// level. So this decides kTooManyCandidates if one of the levels [parts] is not 0, and then zeroes
+// dropped_mass [rows].
 struct DecideListedParams {
   const int32_t* levels = nullptr;
   int parts = 0;

@@ -108,7 +108,8 @@ __device__ __forceinline__ void MaskedLogits(const SelectRowsParams& p, const Ma
   }
 }
 
-// Running statistics of a thread; sums are relative to `reference`, which the warp shares.
+// Running statistics of a thread. The sums are relative to `reference`, which all lanes of the warp have in
+// common; it is in units of log 2, and -infinity before the first logit.
 struct Running {
   float reference;
   float max;

@@ -31,7 +31,7 @@ namespace {
 
 // ---- pace ----
 //
-// The clusters of a persistent grid are kept within a few stages of each other. So bytes that one cluster
+// Pace keeps the clusters of a persistent grid within a few stages of each other. So bytes that one cluster
 // brings to L2 are still in L2, or on their way, when other clusters need them. This affects only the time,
 // not the result; a cluster that has waited long goes on alone.
 

@@ -114,8 +114,8 @@ struct ListingPass {
   AllPanels panels;
 };
 
-// For the two passes that list candidates when the sums are complete. The only statistic that they write is
-// `target`, which does not change.
+// For the two passes that list candidates when the sums are complete (fused_rows.h says when each is used).
+// The only statistic that they write is `target`, with the value that it already has.
 struct CompleteSums {
   const float* reference = nullptr;  // [rows]
   float* target = nullptr;           // TilePartials::target
