@@ -287,6 +287,7 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
   const float share = terms.smoothing / static_cast<float>(terms.vocab + terms.elsewhere);
   const float soft = c * (share * terms.class_weight_sum + 2.0f * terms.z_loss * r.lse) + in.coef_lse[row];
   const float entropy = kGeneral ? in.coef_entropy[row] : 0.0f;
+  // dL/dz of a class is 2^d (rule.softmax - rule.entropy ((d - log2 S) ln 2 + H)) - rule.uniform u.
   rule.softmax = (c * hard + soft) * r.inverse_sum;
   rule.entropy = entropy * r.inverse_sum;
   rule.uniform = c * share;

@@ -46,8 +46,8 @@ constexpr int kUnroll = 4;         // vectors that a thread loads at once
 constexpr float kHighest = 64.0f;  // the most by which exponents may exceed the reference, in powers of two
 constexpr int kEagerRounds = 4;    // after these rounds the bound is updated only every kLazyRounds rounds
 constexpr int kLazyRounds = 4;
-constexpr float kBelow =
-    0x1p-14f;  // margin of the early bound; log2 of a sum varies less with the order of terms
+// The margin of the early bound. The log2 of a sum varies less than this with the order of the terms.
+constexpr float kBelow = 0x1p-14f;
 
 constexpr int kSize = Vec<float>::kSize;
 

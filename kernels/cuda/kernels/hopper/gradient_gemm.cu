@@ -150,9 +150,9 @@ __device__ __forceinline__ Unit UnitAt(const GradientGemmPlan& plan, int index) 
 
 // Returns which of `clusters` consecutive units the cluster at `position` computes, so that clusters with
 // neighboring positions share panels and row tiles. Imagine the units as a table with `size` units in each
-// line: a line has the row tiles of one panel. Two lines are a band. A band is cut in the middle into a left
-// and a right block. Consecutive positions get the units of one block. Units after the last whole band are
-// taken in order.
+// line: if the first unit begins a panel, a line has the row tiles of one panel. Two lines are a band. A band
+// is cut in the middle into a left and a right block. Consecutive positions get the units of one block. Units
+// after the last whole band are taken in order.
 __device__ __forceinline__ int UnitInRound(int position, int size, int clusters) {
   const int band = position / (2 * size);
   if ((band + 1) * 2 * size > clusters) return position;

@@ -157,8 +157,9 @@ struct SoftmaxPass {
 // The number of clusters that the current device runs at once; 0 if it cannot run the pass.
 int LogitPassClusters();
 
-// Errors: cudaErrorNotSupported if the driver cannot describe the operands to the copy engine;
-// cudaErrorInvalidValue for operands that the pass does not support.
+// clusters: the number of clusters of the grid, at most LogitPassClusters(). Errors: cudaErrorNotSupported if
+// the driver cannot describe the operands to the copy engine; cudaErrorInvalidValue for operands that the
+// pass does not support.
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const StatisticsPass& pass, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const ExponentialsPass& pass, int clusters,
