@@ -32,6 +32,8 @@ struct Policy {
   bool clipped = false;
 };
 
+// ratio: exp(l - old log p_y). stopped_ratio: the same with `stopped` in the place of l. Both may be NaN, if
+// they are too large for fp32; the loss and the derivative are then NaN.
 Policy PolicyOf(const Objective& objective, double l, double stopped, double advantage, double ratio,
                 double stopped_ratio) {
   const double low = 1.0 - double{objective.clip_low}, high = 1.0 + double{objective.clip_high};
@@ -49,13 +51,13 @@ Policy PolicyOf(const Objective& objective, double l, double stopped, double adv
       const double most = -double{objective.dual_clip} * advantage;
       if (objective.dual_clip != 0.0f && advantage < 0.0) loss = std::min(loss, most);
       if (std::isnan(ratio)) loss = kNan;
-      const bool free = loss == whole;
+      const bool free = loss == whole;  // no limit counts; else the loss is constant in l
       const double derivative = std::isnan(ratio) ? kNan : free ? whole : 0.0;
       return {loss, derivative, derivative, !free};
     }
     case ObjectiveKind::kCispo: {
       const double weight = std::isnan(stopped_ratio) ? kNan : std::clamp(stopped_ratio, low, high);
-      const bool free = weight == stopped_ratio;
+      const bool free = weight == stopped_ratio;  // the weight is not clipped, so it depends on `stopped`
       const double derivative = -weight * advantage;
       return {derivative * l, derivative, derivative * (1.0 + (free ? l : 0.0)), !free};
     }
@@ -83,6 +85,8 @@ ObjectiveRow ComputeObjective(const Objective& objective, double l, double stopp
   row.loss = policy.loss;
   row.policy_slope = policy.derivative;
   row.sensitivity = std::fabs(policy.total);
+  // An error of a log-probability is a relative error of an exponential of it; so the sizes of
+  // log-probabilities count as terms.
   const bool exponential = NeedsOldLogprob(objective.kind) || objective.kind == ObjectiveKind::kDft;
   row.slope_magnitude =
       std::fabs(policy.derivative) * (exponential ? 1.0 + std::fabs(l) + std::fabs(old_logprob) : 1.0);
@@ -186,14 +190,16 @@ double Times(double log_p, double log_other) {
   return std::isinf(log_p) ? 0.0 : p * (log_p - log_other);
 }
 
+// log(exp(a) + exp(b)).
 double LogOfSum(double a, double b) {
   const double top = std::max(a, b);
   if (std::isinf(top)) return top;
   return top + std::log(std::exp(a - top) + std::exp(b - top));
 }
 
-// The term f(p, q) of one class in a divergence, q times the term's derivative with respect to q, and p times
-// its derivative with respect to p.
+// The term f(p, q) of one class in a divergence (`value`), q times the term's derivative with respect to q
+// (by_student), and p times its derivative with respect to p (by_teacher). p is the teacher's probability, q
+// the student's.
 struct ClassTerm {
   double value = 0.0;
   double by_student = 0.0;

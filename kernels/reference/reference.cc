@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The reference implementation of the loss head (reference.h): optimizer, sampling, norm, and Compute.
+// Objectives, soft targets and divergences are in objective.cc. Compute takes each row through the same
+// steps: norm, softmax, upstream gradients (Upstream), gradient by dot products (LogitGradient), gradient
+// before the norm, parameter gradients.
 #include "kernels/reference/reference.h"
 
 #include <algorithm>
@@ -23,6 +26,7 @@ void ApplyAdamW(const OptimizerOptions& options, int64_t update, double decay, d
   moment2 = options.beta2 * moment2 + (1.0 - options.beta2) * gradient * gradient;
   const double mean = moment1 / (1.0 - std::pow(options.beta1, static_cast<double>(update)));
   const double square = moment2 / (1.0 - std::pow(options.beta2, static_cast<double>(update)));
+  // A parameter that never had a gradient does not change, even with epsilon 0.
   if (moment1 != 0.0) value -= options.learning_rate * mean / (std::sqrt(square) + options.epsilon);
 }
 
@@ -68,16 +72,19 @@ std::vector<double> ValuesOfPart(const SampledPart& part, const std::vector<doub
           values.begin() + static_cast<std::ptrdiff_t>(part.end)};
 }
 
+// The width of a class on the line of classes: its size, but at most 1.
 double WidthOf(double size) { return std::clamp(size, 0.0, 1.0); }
 
 // A class for which errors may decide whether it is taken: its place on the line of classes, and the error of
-// this place.
+// this place, which is the sum of the errors of all widths up to there.
 struct OpenClass {
   size_t v;
   double begin, end;
   double error;
 };
 
+// The classes for which errors may decide. A class whose width is certainly 1 is always taken, and one whose
+// width is certainly 0 never.
 std::vector<OpenClass> OpenClasses(const std::vector<double>& sizes, const std::vector<double>& errors) {
   std::vector<OpenClass> open;
   double end = 0.0, error = 0.0;
@@ -99,11 +106,13 @@ struct Candidate {
   double share;  // the part of the point's possible places that lies in this class
 };
 
+// Adds a candidate for each point that falls on class `c` or may fall on it, unless the point certainly does:
+// the true place of point x is anywhere in [x - error, x + error].
 void AddCandidates(const OpenClass& c, double omega, std::vector<Candidate>& candidates) {
   const double first = std::max(0.0, std::ceil(c.begin - c.error - omega));
   for (double k = first; omega + k <= c.end + c.error; k += 1.0) {
     const double x = omega + k;
-    if (x - c.error > c.begin && x + c.error < c.end) continue;
+    if (x - c.error > c.begin && x + c.error < c.end) continue;  // certain
     const double share = (std::min(c.end, x + c.error) - std::max(c.begin, x - c.error)) / (2.0 * c.error);
     const bool taken = x > c.begin && x <= c.end;
     if (taken || share > 0.0) candidates.push_back({c.v, static_cast<size_t>(k), taken, share});
@@ -137,10 +146,12 @@ std::vector<double> UndecidedClasses(const std::vector<double>& sizes, const std
   std::vector<Candidate> candidates;
   for (const OpenClass& c : OpenClasses(sizes, errors)) {
     const double width = c.end - c.begin;
+    // Two independent draws with probability `width` have this expected squared difference.
     if (c.error >= 0.5) undecided[c.v] = std::max(0.25, 2.0 * width * (1.0 - width));
     if (c.error > 0.0 && c.error < 0.5) AddCandidates(c, omega, candidates);
   }
-  // For each point, the sum of the shares of those classes that may get the point but are not taken.
+  // For each point, the sum of the shares of the classes that the point may fall on but does not fall on
+  // here. The line has at most one point for each class, and two more because of errors.
   std::vector<double> others(sizes.size() + 2);
   for (const Candidate& c : candidates) others[c.point] += c.taken ? 0.0 : c.share;
   for (const Candidate& c : candidates) {
@@ -269,6 +280,7 @@ Upstream WithDivergence(const LossOptions& options, Upstream upstream, const Row
   return upstream;
 }
 
+// Writes the results of row n, and adds them to the sums.
 void RecordRow(const LossOptions& options, const ClassWeights& u, const Softmax& soft, size_t target,
                double row_weight, const Upstream& upstream, const RowDivergence& divergence, size_t n,
                Result& result) {
@@ -326,6 +338,8 @@ void Add(const Gradient& from, size_t j, double factor, Gradient& to, size_t i) 
   Add(from, j, absl::MakeConstSpan(&factor, 1), to, i);
 }
 
+// Adds a row to the parameter gradients. ds: the gradient by dot products; grad_y: the gradient after the
+// norm.
 void AccumulateParams(const HeadConfig& config, const NormedRow& row, const Gradient& ds,
                       const Gradient& grad_y, ParamGradients& gradients) {
   const size_t d = row.y.size();
@@ -460,6 +474,8 @@ bool IsDropped(const LossOptions& options, const Softmax& soft, size_t v, size_t
          std::exp(soft.log_p[v]) < static_cast<double>(options.filter_epsilon);
 }
 
+// dL/ds of class v, as the sum of the terms of docs/math.md. u_sum: the sum of all class weights. A class
+// that filtered gradients drop gets only the terms without p.
 ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeights& u, double u_sum,
                                    const Softmax& soft, size_t target, const Upstream& upstream, size_t v) {
   const double alpha = static_cast<double>(options.label_smoothing);
@@ -468,9 +484,13 @@ ClassGradient ComputeClassGradient(const LossOptions& options, const ClassWeight
   const SoftTargets& targets = upstream.targets;
   const bool dropped = IsDropped(options, soft, v, target, targets);
   const double p = dropped ? 0.0 : std::exp(soft.log_p[v]);
+  // p_v - [v is the target]: minus the derivative of log p_y with respect to z_v.
   const double hard = v == target ? -OneMinusP(soft, v) : p;
   const ObjectiveRow& objective = upstream.objective;
   const bool active = options.objective.active();
+  // In this order: the target, soft targets or objective; the divergence from the reference policy; the part
+  // of label smoothing that depends on p; the z-loss; the upstream gradients of lse and, in two terms, of the
+  // entropy.
   const double terms[] = {
       targets.used() ? (dropped ? 0.0 : upstream.loss * targets.Slope(soft, v))
       : active       ? -upstream.loss * objective.policy_slope * hard
@@ -525,7 +545,8 @@ double SampleScale(const LossOptions& options, const ClassWeights& u, double u_s
   return std::fabs(k + upstream.lse) + std::fabs(upstream.entropy) + std::fabs(of_divergence);
 }
 
-// Replaces the gradient of each sampled class by its sampled value.
+// Replaces the gradient of each sampled class by its sampled value. `undecided`: out, the squared difference
+// that undecided classes may make.
 void SampleRow(const LossOptions& options, const std::vector<SampledPart>& parts, size_t target,
                RowClasses& row, std::vector<double>& undecided) {
   const std::vector<uint8_t> taken = TakenClasses(row.size, parts);
@@ -537,6 +558,7 @@ void SampleRow(const LossOptions& options, const std::vector<SampledPart>& parts
     d.magnitude = std::fabs(d.value);
   }
   undecided = UndecidedClasses(row.size, row.error, parts);
+  // A sampled class has the gradient `least` or 0.
   for (double& square : undecided) square *= least * least;
 }
 
@@ -676,6 +698,7 @@ RowClasses ComputeRowClasses(const LossOptions& options, const ClassWeights& u, 
     const double size = std::fabs(d.value);
     row.size[v] = size / least;
     row.error[v] = logit_error * (d.magnitude + d.uncapped) / least;
+    // kappa^2 size_v (tau - size_v) of docs/math.md; here `size` is kappa size_v, and `least` is kappa tau.
     if (size < least) row.variance[v] = size * (least - size);
   }
   return row;

@@ -5,7 +5,9 @@
 // the loss.
 //
 // The main function is Compute. Tests also use some of its parts alone: the classes that sampling takes
-// (TakenClasses) and the formulas for one row. ApplyUpdate is the optimizer.
+// (TakenClasses) and the formulas for one row. ApplyUpdate is the optimizer. For each gradient, the functions
+// also compute how far a correct backend may be from it: rounding (`magnitude`), chance (`variance`), and
+// classes for which a rounding error decides whether sampling takes them (`undecided`).
 //
 // All functions are pure and thread-safe. Arguments are assumed valid. Matrices are row-major.
 #ifndef LOSSD_KERNELS_REFERENCE_REFERENCE_H_

@@ -30,6 +30,7 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// Limits x to the finite values of fp16.
 __device__ __forceinline__ float SaturateHalf(float x) {
   return fminf(fmaxf(x, -kLargestHalf), kLargestHalf);
 }

@@ -28,8 +28,12 @@
 //
 // Bytes: each pass reads rows * V * 8. The last pass also writes rows * V * 4, or, if the loss with targets
 // does not count, the gradient in the compute dtype. Operations: each pass has 2 exponentials an element, by
-// ex2.approx (relative error 2^-22), and about 16 other operations. Exponentials are relative to a reference.
-// It moves to the largest logit only if that is far away, so sums are rarely rescaled.
+// ex2.approx (relative error 2^-22), and about 16 other operations. Exponentials are relative to a reference,
+// `top`. It moves to the largest logit only if that is far away (kSlack), so sums are rarely rescaled.
+//
+// Names in this file: q, y and z are the student's, p, y' and z' (`taught`) the teacher's. The functions Take
+// add some classes to running sums; the functions Both combine two sums; a Lane is kLane classes that a
+// thread processes together.
 
 #include <type_traits>
 
@@ -51,8 +55,8 @@ constexpr int kLane = 4;  // elements that a thread processes at once
 template <Divergence kDivergence>
 constexpr bool kIsKl = kDivergence == Divergence::kForwardKl || kDivergence == Divergence::kReverseKl;
 
-// Computes z of a class, and dz/ds without the logit scale. kPlain: there is no bias, no softcap and no
-// masked class.
+// Computes z of a class from its dot product, and dz/ds without the logit scale. kPlain: there is no bias, no
+// softcap and no masked class.
 template <bool kPlain>
 struct Logits {
   LogitMap<float, true> map;
@@ -64,6 +68,7 @@ struct Logits {
   }
 };
 
+// Values of kLane consecutive classes.
 struct Lane {
   float x[kLane];
 };
@@ -161,8 +166,9 @@ __device__ __forceinline__ bool IsFar(float logit, float top, float inverse) {
   return (logit - top) * inverse > kSlack;
 }
 
-// Makes the sums relative to other tops, which are at least as large as the present tops. A sum is 0 only if
-// no class has been added.
+// Makes the sums relative to other tops, which are at least as large as the present tops. In `cross`, each
+// term has the difference of two exponents; so a shift of the own top adds the shift to each difference, and
+// a shift of the other top subtracts it. A sum is 0 only if no class has been added.
 template <bool kCross>
 __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_top, float inverse) {
   if (r.own_top != own_top) {
@@ -201,6 +207,7 @@ __device__ __forceinline__ void Take(Running& r, const Lane& own, const Lane& ot
   }
 }
 
+// The sums of two sets of classes together.
 template <bool kCross>
 __device__ __forceinline__ Running Both(Running a, Running b, float inverse) {
   const float own_top = fmaxf(a.own_top, b.own_top), other_top = fmaxf(a.other_top, b.other_top);
@@ -227,6 +234,7 @@ __device__ __forceinline__ Running Reduce(Running r, Running* scratch, float inv
   return all;
 }
 
+// Both functions translate between the sums of own and other softmax, and a record of student and teacher.
 template <bool kOwnIsStudent>
 __device__ __forceinline__ TaughtRecord RecordOf(const Running& r) {
   return kOwnIsStudent ? TaughtRecord{r.own_top, r.own_sum, r.other_top, r.other_sum, r.cross, 0.0f}
@@ -311,7 +319,7 @@ __device__ __forceinline__ float Relative(float p, float log_p, float log_other)
   return p == 0.0f ? 0.0f : p * (log_p - log_other);
 }
 
-// x: the term of one class in the divergence. y: f of the class.
+// Returns x: the term of one class in the divergence, and y: f of the class (see the head of this file).
 template <Divergence kDivergence>
 __device__ __forceinline__ float2 TermOf(float p, float log_p, float q, float log_q, float beta) {
   if constexpr (kDivergence == Divergence::kForwardKl) {
@@ -450,6 +458,7 @@ __device__ __forceinline__ bool FinishRow(const DivergenceParams& p, int64_t row
   p.rows.factors[row] =
       GradientFactor(p.student_terms, with_target, row, p.out.lse[row], p.out.target_logprob[row]) +
       fabsf(coef) / distillation.temperature;
+  // Unless the divergence stands alone, the row loss kernel has written the loss with targets to out.loss.
   const float with_targets = alone ? 0.0f : p.out.loss[row];
   const float loss = with_targets + weight * distillation.weight * divergence;
   const bool valid = isfinite(loss) && isfinite(divergence) && isfinite(p.out.lse[row]);
@@ -487,7 +496,6 @@ __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
   const LogitMap<float, true> student_map(p.student_terms), teacher_map(p.teacher_terms);
   const float factor = p.in.coef_loss[row] * p.distillation.weight;
   auto* const to = reinterpret_cast<GradientLane<T>*>(static_cast<T*>(p.gradient.data) + row * p.gradient.ld);
-  // The row loss kernel has overwritten the student's logits if it wrote a gradient.
   const int columns = alone ? static_cast<int>(p.gradient.ld) : classes;
   if (alone) {
     ForEachVector<true>(p, row, VectorsOf(columns), [&](int column, const Lane& s, const Lane& t) {
@@ -505,6 +513,9 @@ __global__ __launch_bounds__(kThreads) void FinishDivergenceKernel(
     });
     return;
   }
+  // Here the logits are no longer needed, and the student's are gone: the row loss kernel has overwritten
+  // them. Before that, LaunchDivergenceGradient has replaced the teacher's logits by dD/ds. The gradient of
+  // the loss with targets is in `to`; dD/ds times its factor is added.
   const auto* const own =
       reinterpret_cast<const float4*>(static_cast<const float*>(p.teacher.data) + row * p.teacher.ld);
   for (int v = static_cast<int>(threadIdx.x); v * kLane < columns; v += kThreads) {
@@ -542,9 +553,9 @@ __device__ __forceinline__ void StoreLane(const LogitMatrix& gradient, int64_t r
   }
 }
 
-// Sums of the student's row at temperature 1, relative to `top`: the sum of exp(z - top), and the sum of
-// exp(z - top) (z - top) (`moment`). `top` is at most the largest logit, and at least the largest logit minus
-// kSlack.
+// Sums of the student's row at temperature 1 (plain, in contrast to the softened sums of Running; kPlain
+// means something else), relative to `top`: the sum of exp(z - top), and the sum of exp(z - top) (z - top)
+// (`moment`). `top` is at most the largest logit, and at least the largest logit minus kSlack.
 struct Plain {
   float top;
   float sum;
@@ -594,6 +605,7 @@ __device__ __forceinline__ Plain Both(Plain a, Plain b) {
   return {top, a.sum + b.sum, a.moment + b.moment, largest, min(of_a, of_b)};
 }
 
+// Both kinds of sums over some classes of a row.
 struct RowPartial {
   Running softened;
   Plain plain;
@@ -672,11 +684,14 @@ __device__ __forceinline__ float TargetLogit(const DivergenceParams& p, int64_t 
   return logits(dot, column).z;
 }
 
+// Zeroes the gradient of a row.
 __device__ __forceinline__ void ZeroWhole(const DivergenceParams& p, int64_t row, int vectors) {
   for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads)
     StoreLane(p.gradient, row, v, Lane{});
 }
 
+// Passes over the row: one for both kinds of sums; one for the divergence, unless it is a KL divergence; one
+// for the gradient, if it is wanted.
 template <Divergence kDivergence, bool kPlain>
 __global__ __launch_bounds__(kThreads,
                              2) void WholeDivergenceKernel(const __grid_constant__ DivergenceParams p) {
@@ -781,7 +796,9 @@ __device__ __forceinline__ SoftmaxPart Whole(const SoftmaxPart* parts, int count
   return all;
 }
 
-// kUnit: the temperature is 1.
+// For KL(p || q), whose gradient is dz/ds (q - p) / T: it needs only the softmaxes, so one pass over the row
+// computes it and all sums. The row may turn out not to be finite after that; then its gradient is
+// overwritten with zeros. kUnit: the temperature is 1.
 template <bool kPlain, bool kUnit>
 __global__ __launch_bounds__(kThreads,
                              2) void KnownDivergenceKernel(const __grid_constant__ DivergenceParams p) {
@@ -806,6 +823,9 @@ __global__ __launch_bounds__(kThreads,
   const bool writes = wants_gradient && !absent;
   const float factor = p.in.coef_loss[row] * p.distillation.weight * inverse;
   const float of_student = factor / student.sum, of_teacher = factor / teacher.sum;
+  // The top of the softmax at the temperature is the row's largest logit, so it also serves the sums at
+  // temperature 1. All threads have the same tops, so ReduceOfRow rescales nothing. In the Running that it
+  // gets, only `cross` is used.
   Plain plain = NothingPlain();
   plain.top = student.top;
   float cross = 0.0f;

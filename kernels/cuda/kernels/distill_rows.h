@@ -13,6 +13,9 @@
 //   the row loss kernels                       they overwrite the logits if they write a gradient
 //   LaunchFinishDivergence                     the row's loss and its gradient
 //
+// "The loss with targets" is the usual loss of a row, by its target. A head may add it, with a weight, to the
+// divergence from the teacher. If its weight is 0, it does not count.
+//
 // If one device has all classes and the loss with targets does not count, one kernel does all of this:
 // LaunchWholeDivergence, or LaunchKnownDivergence if the softmaxes are already known.
 //
@@ -38,7 +41,7 @@ struct TaughtRecord {
   float student_sum;  // of exp((z - top) / T)
   float teacher_top;
   float teacher_sum;
-  float value;  // of the divergence; for a KL divergence before it is finished (distill_rows.cu)
+  float value;  // of the divergence; for a KL divergence, C of distill_rows.cu, from which it follows
   float slope;  // the sum of f
 };
 static_assert(sizeof(TaughtRecord) <= sizeof(RowRecord), "records of rows have room for these");

@@ -60,6 +60,7 @@ __global__ void CopyClassesKernel(const __grid_constant__ GatherClassesParams p,
   }
 }
 
+// As CopyClassesKernel, for other dtypes or rows that are not aligned: converts eight elements at a time.
 __global__ void ConvertClassesKernel(const __grid_constant__ GatherClassesParams p, bool aligned) {
   const int64_t row = blockIdx.x * int64_t{kWarps} + (threadIdx.x >> 5);
   if (row >= p.rows) return;
@@ -178,7 +179,8 @@ __device__ __forceinline__ void AddToClass(const AddClassRunsParams& p, int64_t 
 }
 
 // Grid: each of the first long_runs * tiles blocks takes one tile of columns of a long run. Each warp of the
-// other blocks takes one tile of a short run.
+// other blocks takes one tile of a short run. Long runs come first in the arrays. The gradient of a class
+// without kept rows is neither read nor written.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void AddClassRunsKernel(const __grid_constant__ AddClassRunsParams p,
                                                                int64_t tiles) {

@@ -71,7 +71,8 @@ struct AddClassRunsParams {
   const float* factors = nullptr;           // [rows]
   const int32_t* keep = nullptr;            // [rows]
   const int32_t* targets = nullptr;         // [rows]
-  // The runs (ClassRuns in paths/chunk_plan.h).
+  // The runs (ClassRuns in paths/chunk_plan.h), long ones first: run i has the run_rows[i] compact rows in
+  // row_order from index run_begin[i] on.
   const int32_t* row_order = nullptr;
   const int32_t* run_begin = nullptr;
   const int32_t* run_rows = nullptr;

@@ -58,7 +58,8 @@ inline absl::string_view Name(NormRows rows) {
 // device.
 struct NormPlan {
   NormRows rows = NormRows::kNowhere;
-  // The reason why not the kernel that comes before `rows` in NormRows; "": `rows` is the first choice.
+  // Why the launch does not use the kernel that comes before `rows` in NormRows. "": `rows` is the best
+  // kernel.
   absl::string_view reason;
 };
 

@@ -8,6 +8,11 @@
 //
 // A launcher takes the structs that its kernels use.
 //
+// Words in these structs: z is a logit and s its value before the softcap. The number z f is the logit in
+// units of log 2. Gradients are divided by the gradient unit, a power of two that the factors of a chunk have
+// in common (ChunkLayout::unit in paths/chunk_plan.h), so that they fit into 16 bits. A padding row or column
+// exists only because matrices are rounded up to whole tiles.
+//
 // Plain data and pure functions; pointers are to device memory that the caller owns. The header needs no
 // CUDA, so a head's memory can be planned on any machine.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_LOSS_ROWS_H_
@@ -248,8 +253,9 @@ struct SelectedRow {
   float listed_spread;
 };
 
-// A run is the entries of one class. The counters are the number of short and of long runs, and how many
-// short runs have been processed.
+// The kept elements of filtered gradients are sorted by class. A run is the elements of one class; short and
+// long runs are processed in different ways (filtered/filtered_weight.cu). next_item: the first piece of
+// work, a short run and a tile of its columns, that no warp has begun.
 struct RunCounters {
   int32_t short_runs = 0;
   int32_t long_runs = 0;
@@ -257,6 +263,10 @@ struct RunCounters {
 };
 
 // ---- sampled gradients (sampled.h) ----
+//
+// Sampling takes a few classes of each row, most of them by chance: the smaller the class's gradient is
+// compared with a threshold, the less often. The list of a chunk has an entry for each class that a row has
+// taken. If the entries do not fit into the list, the chunk uses a larger threshold.
 
 // The most classes that a row takes, including the target.
 inline constexpr int kMaxRowSamples = 4096;
@@ -264,8 +274,8 @@ inline constexpr int kMaxRowSamples = 4096;
 inline constexpr int kSpareEntries = 3;
 // The most classes of a head with sampled gradients: more do not fit into the shared memory of a block.
 inline constexpr int64_t kMostSampledClasses = int64_t{1} << 20;
-// The number of levels of a chunk's threshold. The threshold is tau at level 0 and doubles with each level;
-// at level i it is at least 2^(i - 23). At the last level almost only targets are taken.
+// The number of levels of a chunk's threshold. The threshold is tau at level 0 and tau 2^i at level i; from
+// level 1 on it is at least 2^(i - 24). At the last level almost only targets are taken.
 inline constexpr int kSampleLevels = 32;
 
 // An entry of the list: a class that a row has taken, and its value.
@@ -276,11 +286,12 @@ struct SampleEntry {
 
 // A row's part of the list of entries.
 struct SampledRow {
-  int32_t begin;  // index of the row's first entry in the list
+  int32_t begin;  // index of the row's first entry in the list; -1: the row has no gradient
   int32_t count;
 };
 
-// Counters that the rows of a chunk share; zero on entry.
+// Counters that the rows of a chunk, or of a block of its rows, share. Zero on entry; if the chunk has
+// several blocks of rows, `highest` is zero only before the first block.
 struct SampleCounters {
   int32_t used;   // entries of the list
   int32_t level;  // level of the threshold
@@ -291,7 +302,9 @@ struct SampleCounters {
   int32_t highest;  // highest level of the rows that have been sampled so far
 };
 
-// Columns of the dense matrix of hot classes. If fewer classes are hot, the other columns are 0.
+// Hot classes are the classes that the rows of earlier chunks have taken most often. Their part of the
+// gradient is not sampled: it is a dense matrix with a column for each of them. If fewer than kHotClasses
+// classes are hot, the other columns are 0.
 inline constexpr int kHotClasses = 2048;
 inline constexpr int kHotGroup = 32;  // classes in a word of `bits`
 inline constexpr int kHotBins = 256;  // bins of the histogram of popularity
@@ -301,7 +314,7 @@ inline constexpr int kHotBins = 256;  // bins of the histogram of popularity
 struct HotClasses {
   int64_t vocab = 0;
   uint32_t* bits = nullptr;  // [groups], one bit for each class
-  int32_t* bases = nullptr;  // [groups], number of hot classes before the group
+  int32_t* bases = nullptr;  // [groups], number of hot classes before the group: their columns come first
   int32_t* ids = nullptr;    // [kHotClasses], ascending; the first `count` are valid
   int32_t* count = nullptr;  // [1], number of valid ids
   int32_t* taken = nullptr;  // [vocab], how often each class was taken since the last choice, in 1/16

@@ -168,6 +168,7 @@ __global__ __launch_bounds__(kNormThreads, 2) void NormForwardKernel(const __gri
   }
 }
 
+// Launches NormForwardKernel, which holds rows in registers.
 template <typename T, int kRows>
 cudaError_t LaunchHeld(const NormParams& p, const DeviceLimits& limits, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((p.rows + kRows - 1) / kRows);
@@ -185,6 +186,7 @@ cudaError_t LaunchHeld(const NormParams& p, const DeviceLimits& limits, cudaStre
   return LaunchHeld<T, 1>(p, limits, stream);
 }
 
+// "" if a block can hold rows in registers, else the reason why not.
 absl::string_view WhyNotHeld(const NormParams& p) {
   if (p.x.cols % 8 != 0) return "8 does not divide the columns";
   if (p.x.cols > kMostNormColumns) return "long rows";
@@ -430,6 +432,7 @@ __global__ __launch_bounds__(kNormThreads,
   // All groups take part in every round, even without a row.
   for (int64_t round = blockIdx.x; round < p.rows; round += step) {
     const int64_t row = round + group_offset;
+    // Waits for the oldest batch of copies, which brings this row; the others may still be under way.
     AwaitCopies(kStages - 1);
     __syncwarp();
     const StagedRow<X, Dy, kVectors> staged(queue.at(stage), group.lane);
@@ -441,7 +444,7 @@ __global__ __launch_bounds__(kNormThreads,
       WriteGradient(staged, group, vectors, gains, b.scale, p.centred ? total.at[0] * inverse_cols : 0.0f,
                     total.at[1] * inverse_cols, NormRow<X>(b.dx, raw_row));
     }
-    __syncwarp();
+    __syncwarp();  // all lanes have read the row, so the next one may take its place
     queue.Fetch(stage);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
@@ -477,7 +480,7 @@ Plan MakePlan(int64_t cols, const DeviceLimits& limits) {
   return plan;
 }
 
-// A launch of the kernel that copies rows to shared memory.
+// A launch of NormBackwardKernel, which copies rows to shared memory.
 struct Launch {
   const NormParams& p;
   const NormBackwardParams& b;
@@ -486,6 +489,7 @@ struct Launch {
   cudaStream_t stream;
   bool asks = false;  // only tests whether rows fit; launches nothing
 
+  // Launches the kernel with kVectors vectors a thread.
   template <typename X, typename Dy, int kVectors>
   cudaError_t Run(const Plan& plan) const {
     const auto kernel = NormBackwardKernel<X, Dy, kVectors>;
@@ -526,6 +530,7 @@ cudaError_t LaunchNormBackward(const NormParams& params, const NormBackwardParam
                                const DeviceLimits& limits, cudaStream_t stream) {
   if (params.rows == 0) return cudaSuccess;
   NormBackwardParams b = backward;
+  // Without parameter gradients, the kernels write no partial sums.
   if (b.gain_gradient == nullptr) b.partials = nullptr;
   const int64_t cols = params.x.cols;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(params.rows, limits.multiprocessors));

@@ -152,7 +152,7 @@ class SourceRows {
 
   // The compact row that Take() is about to return.
   __device__ __forceinline__ int64_t row() const { return row_; }
-  // The next raw row; -1 past the last row.
+  // Returns the next raw row, and goes on to the row after it; -1 past the last row.
   __device__ __forceinline__ int64_t Take() {
     const int64_t taken = raw_;
     row_ += step_;
@@ -224,7 +224,8 @@ inline int NormThreadsForAny(int64_t cols) {
 // The template parameter Row is a type that has `facts` (RowFacts), `offset` (unit = x r + offset is the
 // normalized value) and Load(i, x, dy), which loads the thread's vector i.
 
-// Values of a row that the backward pass needs, in addition to x and dy.
+// Values of a row that the backward pass needs, in addition to x and dy. keep: whether the row counts in the
+// parameter gradients. raw_row: the row's number in x (NormParams::source).
 struct alignas(16) RowFacts {
   float inverse_deviation;
   float mean;
@@ -411,8 +412,9 @@ inline absl::string_view WhyNotInVectors(const NormParams& p, const NormBackward
   return rare ? "a rare pair of dtypes" : "";
 }
 
-// Calls launch.IfFits<X, Dy>(error) for the dtypes of x and dy, if they are a pair that heads use (dy in the
-// compute dtype, for fp16 also in fp32) and rows are vectors. Otherwise returns false.
+// Calls launch.IfFits<X, Dy>(error) for the dtypes of x and dy, and returns its result: whether the rows fit.
+// Returns false if the dtypes are not a pair that heads use (dy in the compute dtype, for fp16 also in fp32),
+// or if rows cannot be processed as vectors.
 template <typename Launch>
 bool LaunchIfPaired(const Launch& launch, const NormParams& p, const NormBackwardParams& b,
                     cudaError_t* error) {

@@ -27,10 +27,12 @@ struct BlockParams {
   RowInputs in;
 };
 
+// The block, with terms that count classes from its first class.
 BlockParams Within(const ClassBlock& block, const LossTerms& terms, const RowInputs& in) {
   return {block.logits, block.gradient, terms.From(block.first_class), in};
 }
 
+// The row of the block as a RowPart that is not held in shared memory.
 __device__ __forceinline__ RowPart<false> WholeBlock(const LogitMatrix& logits, int64_t row) {
   return {static_cast<float*>(logits.data) + row * logits.ld, 0, 0, static_cast<int>(logits.ld / kDots)};
 }
@@ -68,7 +70,9 @@ __global__ __launch_bounds__(kThreads) void FoldBlockKernel(const __grid_constan
   if (all.arg != INT32_MAX) all.arg += first_class;
   float stored_target = first_class > 0 ? running[row].stored_target : 0.0f;
   if (target.column >= 0 && target.column < p.logits.classes) {
-    stored_target = map(part.row[target.column], target.column).z;  // LaunchTakeTargets does not mask it
+    // RowStats leaves the target out of the sums but does not overwrite it, and LaunchTakeTargets does not
+    // mask it.
+    stored_target = map(part.row[target.column], target.column).z;
   }
   if (first_class > 0) all = Join(ToStats(running[row]), all, map.f);
   running[row] = {all.max, all.sum, all.spread, all.weighted, all.arg, stored_target};
@@ -100,6 +104,7 @@ __global__ void SettleRulesKernel(const __grid_constant__ SettleParams p) {
   __syncthreads();  // all threads have read the rule
   if (threadIdx.x == 0) p.rules[row] = GradientRule{};
   if (padding) return;
+  // A hidden state that is not finite would make NaN even with a gradient of 0, so it becomes 0, too.
   const float zeros[8] = {};
   const int64_t first = row * p.hidden.ld;
   for (int64_t c = threadIdx.x * 8; c < p.hidden.ld; c += kThreads * 8) {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launchers of the row kernels of heads that recompute logits. The logits of a row come one block of classes
-// after the other. The kernels first compute the statistics of the rows over all blocks, and when these are
-// complete, the gradient of each block. docs/kernels/recomputed.md describes the whole path.
+// after the other. LaunchFoldBlock adds each block to the statistics of the rows (RunningRow). After the last
+// block, LaunchFinishRunning computes the results and the rules of the gradient (GradientRule). Then the
+// logits of each block are computed again, and LaunchGradientBlock turns them into the gradient.
+// docs/kernels/recomputed.md describes the whole path.
 //
 // All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_RECOMPUTED_ROWS_H_

@@ -38,6 +38,7 @@ constexpr int kListKeys = 2048;         // a power of two; at least kMostSelecte
 constexpr int kMostCount = 256;         // most given classes of a row
 static_assert(kListKeys >= kMostSelected + kSubTile);
 
+// A logit that is NaN counts as -infinity.
 __device__ __forceinline__ Key KeyOf(float z, int32_t place) {
   if (isnan(z)) z = NegativeInfinity();
   if (z == 0.0f) z = 0.0f;  // turns -0 into 0
@@ -55,6 +56,7 @@ __device__ __forceinline__ int32_t PlaceOf(Key key) {
   return static_cast<int32_t>(~static_cast<uint32_t>(key));
 }
 
+// The key of an entry for which there is no class.
 __device__ __forceinline__ Key NoKey() { return KeyOf(NegativeInfinity(), INT32_MAX); }
 
 // The dot product of two rows of n elements, computed by a warp; every lane gets it.
@@ -126,7 +128,7 @@ __global__ __launch_bounds__(kThreads) void SelectTopKernel(const __grid_constan
   const bool goes_on = p.before.logits != nullptr;
   if (threadIdx.x == 0) {
     list.count = goes_on ? p.k : 0;
-    list.threshold = 0;
+    list.threshold = 0;  // smaller than the key of any class
   }
   for (int i = static_cast<int>(threadIdx.x); goes_on && i < p.k; i += kThreads) {
     list.keys[i] = KeyOf(p.before.logits[row * p.k + i], p.before.places[row * p.k + i]);
@@ -152,6 +154,7 @@ __global__ __launch_bounds__(kThreads) void SelectTopKernel(const __grid_constan
         any = any || (here && KeyOf(z[v][i], first_place + column) > threshold);
       }
     }
+    // The threshold only grows, so no class of this tile comes into the list.
     if (__syncthreads_or(any ? 1 : 0) == 0) continue;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -200,6 +203,7 @@ struct ExponentialList {
 // The bits by which exponentials are compared. NaN counts as the smallest; it makes its row fail anyway.
 __device__ __forceinline__ uint32_t BitsOf(uint32_t half) { return half > kInfiniteBits ? 0u : half; }
 
+// The bits of exponential i of a vector, and the largest bits of a vector.
 __device__ __forceinline__ uint32_t HalfOf(const uint4& v, int i) {
   const uint32_t word = i < 4 ? (i < 2 ? v.x : v.y) : (i < 6 ? v.z : v.w);
   return (i & 1) != 0 ? word >> 16 : word & 0xffffu;
@@ -210,6 +214,7 @@ __device__ __forceinline__ uint32_t LargestHalf(const uint4& v) {
   return max(pair & 0xffffu, pair >> 16);
 }
 
+// The smallest bits of a class that may have a larger logit than a class with these bits.
 __device__ __forceinline__ uint32_t FloorOf(uint32_t bits) { return bits == 0 ? 0u : bits - 1; }
 
 // Computes the logits of the classes in the list. The first k of these classes and of `best` become `best`,
@@ -242,7 +247,8 @@ __device__ void Resolve(ExponentialList& list, const SelectTopOfExponentialsPara
   __syncthreads();
 }
 
-// Drops the classes below the floor that follows from the list itself. Called by all threads.
+// Drops the classes below the floor that follows from the list itself. If many remain, because of ties,
+// computes their logits and keeps the first k in `best` (Resolve). Called by all threads.
 __device__ void Prune(ExponentialList& list, const SelectTopOfExponentialsParams& p, int64_t row) {
   __syncthreads();
   const int count = list.count;
@@ -291,6 +297,8 @@ __global__ __launch_bounds__(kThreads) void SelectTopOfExponentialsKernel(
       if (is_class(column_of(0, i, e))) largest = max(largest, BitsOf(HalfOf(v[i], e)));
     }
   }
+  // The first floor. The memory of the list sorts the threads' maxima. At least k classes have the k-th of
+  // these bits or more, and the top k of the row may have bits that are smaller by one (FloorOf).
   list.keys[thread] = largest;
   __syncthreads();
   Sort(list.keys, kThreads);
@@ -326,6 +334,7 @@ __global__ __launch_bounds__(kThreads) void SelectTopOfExponentialsKernel(
   }
   Prune(list, p, row);
   if (thread == 0 && target >= 0 && target < classes) {
+    // Resolve() reads only the class of a key, so this key needs no bits of an exponential.
     list.keys[list.count++] = ~static_cast<uint32_t>(target);
   }
   Resolve(list, p, row);

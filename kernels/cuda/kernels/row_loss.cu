@@ -162,6 +162,7 @@ __device__ __forceinline__ Stats ReduceRow(const float* warp_words, float f, uin
 }
 
 // Sets the target and the padding of a plain row to -inf before it is read, so that the loops need no checks.
+// The target's element is written again with the gradient.
 template <bool kResident>
 __device__ __forceinline__ void MaskRow(const LogitMatrix& logits, const RowPart<kResident>& part,
                                         int target) {
@@ -205,7 +206,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
   const LogitMap<T, kGeneral> map(p.terms);
   Target target;
   target.column = target.place = p.in.targets[row];
-  const float stored_dot = row_logits[target.column];
+  const float stored_dot = row_logits[target.column];  // read before MaskRow overwrites it
   part.Fetch();
   if constexpr (!kGeneral) MaskRow(p.logits, part, target.column);
   target.logit = map(p.in.target_dots != nullptr ? p.in.target_dots[row] : stored_dot, target.column);
@@ -225,6 +226,7 @@ __global__ __launch_bounds__(kMaxThreads, kGeneral || !kResident ? 2 : 3) void R
       if (!p.with_uniform) shared_rule.uniform = 0.0f;
     }
   } else if (cluster > 1) {
+    // All threads have arrived at the cluster's barrier in Open(), so all must wait at it.
     mailbox.AwaitOpen();
   }
   if (row_gradient == nullptr) return;
@@ -266,6 +268,7 @@ __global__ void TargetDotsKernel(const __grid_constant__ TargetDotParams p) {
   p.dots[row] = p.bias == nullptr ? sum : isinf(sum) ? NAN : sum + p.bias[place];
 }
 
+// How a launch divides a row. cluster: blocks of a row. resident: the row is held in shared memory.
 struct LaunchPlan {
   int cluster = 1;
   bool resident = true;

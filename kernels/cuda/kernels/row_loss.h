@@ -28,8 +28,9 @@ struct TargetDotParams {
   const int32_t* targets = nullptr;  // [rows]
   float* dots = nullptr;             // [rows]
   // For a head that is split by vocabulary. Some `targets` may be on other devices; the dots of these rows
-  // are 0. All other dots include the bias.
-  // [rows], out: the target, or -1 if it is on another device. Null: all targets are here
+  // are 0. All other dots include `bias`.
+  //
+  // [rows], out: the target, or -1 if it is on another device. Null: all targets are here.
   int32_t* columns = nullptr;
   int64_t classes = 0;          // classes that are here
   const float* bias = nullptr;  // [classes] or null: none

@@ -2,6 +2,10 @@
 // The formulas that the row kernels share: from a dot product to a logit, from the sums over a row to its
 // loss, and from there to the factors of its gradient. row_loss.cu explains the formulas.
 //
+// A row passes through these types in this order: its dot products become logits (LogitMap), the logits
+// become sums without the target (Stats), the target is added (Finish...: RowResult), and MakeRule computes
+// the factors of the gradient (GradientRule).
+//
 // The template parameter kGeneral says whether the loss has a bias, softcap, class weights, smoothing or
 // entropy (LossTerms::IsGeneral). If not, z f is not computed explicitly (row_loss.cu).
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_LOSS_MATH_CUH_
@@ -14,7 +18,7 @@
 
 namespace lossd::kernels::cuda {
 
-// Running statistics of a part of a row, without the target.
+// Running statistics of a part of a row, without the target (row_loss.cu says why). u is the class weight.
 struct Stats {
   float max;       // of z
   float sum;       // of 2^(z f - M), M = Reference(max, f)
@@ -208,8 +212,10 @@ __device__ __forceinline__ RowResult FinishSums(const LossTerms& terms, const Ro
   return r;
 }
 
-// The result of row `row` with soft targets. `unnamed`: the statistics of all classes that the row does not
-// name, without the target (soft_rows.cu).
+// The result of row `row` with soft targets. soft_rows.cu has the formulas. `unnamed`: the statistics of all
+// classes that the row does not name, without the target. The rule that MakeRule computes from the result is
+// for classes that the row does not name; LaunchWriteTargets then overwrites the elements of the named
+// classes.
 __device__ __forceinline__ RowResult FinishSoft(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                 const Target& target, const Stats& unnamed, float f) {
   const NamedRow named = in.soft.named[row];
@@ -225,6 +231,8 @@ __device__ __forceinline__ RowResult FinishSoft(const LossTerms& terms, const Ro
   all.sum += tail.sum;
   all.spread += tail.spread;
   RowResult r = FinishSums<true>(terms, in, row, target, all, f);
+  // outside: T S, the sum over the classes that the row does not name. weights: the sum of q. dot: the sum of
+  // q d, with d relative to M instead of named.dot_reference.
   const float e_target = Exp2(fmaf(target.logit.z, f, -r.reference));
   const float outside = tail.sum + (named.has_target != 0 ? 0.0f : e_target);
   const float total = in.soft.total[row], rest = in.soft.rest[row];
@@ -244,6 +252,7 @@ __device__ __forceinline__ RowResult FinishSoft(const LossTerms& terms, const Ro
   return r;
 }
 
+// As FinishSums, but rebases `others` itself, and sets argmax.
 template <bool kGeneral>
 __device__ __forceinline__ RowResult Finish(const LossTerms& terms, const RowInputs& in, int64_t row,
                                             const Target& target, const Stats& others, float f) {
@@ -266,6 +275,9 @@ __device__ __forceinline__ void WriteRow(const RowResults& out, int64_t row, con
   out.argmax[row] = r.argmax;
 }
 
+// The rule of a row, in the symbols of row_loss.cu. `hard` is the factor of c in the terms of the target's
+// nll. `soft` is the sum of the other terms that p_v is multiplied by: c alpha U / V + 2 c lambda lse +
+// c_lse.
 template <bool kGeneral>
 __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const RowInputs& in, int64_t row,
                                                  const Target& target, const RowResult& r) {
@@ -275,12 +287,15 @@ __device__ __forceinline__ GradientRule MakeRule(const LossTerms& terms, const R
   const float share = terms.smoothing / static_cast<float>(terms.vocab + terms.elsewhere);
   const float soft = c * (share * terms.class_weight_sum + 2.0f * terms.z_loss * r.lse) + in.coef_lse[row];
   const float entropy = kGeneral ? in.coef_entropy[row] : 0.0f;
+  // dL/dz of a class is 2^d (rule.softmax - rule.entropy ((d - log2 S) ln 2 + H)) - rule.uniform u.
   rule.softmax = (c * hard + soft) * r.inverse_sum;
   rule.entropy = entropy * r.inverse_sum;
   rule.uniform = c * share;
   rule.reference = r.reference;
   rule.log2_sum = r.log2_sum;
   rule.row_entropy = r.entropy;
+  // dL/dz of the target is p_y (c hard + soft) - c hard, computed with 1 - p_y. With soft targets, nothing is
+  // subtracted: the target counts like any class that the row does not name.
   float target_grad = (terms.soft ? c * hard * r.p_target : -c * hard * r.p_others) + r.p_target * soft;
   if constexpr (kGeneral) {
     if (r.p_target > 0.0f) target_grad -= r.p_target * entropy * (r.entropy - r.nll);

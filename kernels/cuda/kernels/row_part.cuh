@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions with which a thread block works on a row of fp32 dot products, or on a part of a row: they
-// compute its statistics, and write its gradient in the compute dtype. The kernels for whole rows
-// (row_loss.cu) and for blocks of classes (recomputed_rows.cu) share them. row_loss.cu explains the formulas.
+// Functions with which a thread block works on a row of fp32 dot products, or on a part of a row (RowPart):
+// they compute its statistics (Stats), and write its gradient in the compute dtype, by the row's
+// GradientRule. The gradient may overwrite the dot products. The kernels for whole rows (row_loss.cu) and for
+// blocks of classes (recomputed_rows.cu) share them. row_loss.cu explains the formulas.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROW_PART_CUH_
 
@@ -13,7 +14,7 @@
 
 namespace lossd::kernels::cuda {
 
-// How many vectors are loaded ahead of their use.
+// How many vectors a thread loads ahead of their use, from shared and from device memory.
 inline constexpr int kSharedUnroll = 4;
 inline constexpr int kGlobalUnroll = 4;
 
@@ -140,7 +141,8 @@ __device__ __forceinline__ void ForEachVector(const Part& part, Body body) {
 }
 
 // The same, but all threads of the block wait for each other between the loads and the bodies. So a body may
-// overwrite memory that any thread has already loaded: the vectors up to its own, and some vectors behind it.
+// overwrite what any thread has loaded in this round or an earlier one. This is needed if a 16-bit gradient
+// overwrites its dot products: vector v of the gradient lies where vector v / 2 of the dot products was.
 template <typename Part, typename Body>
 __device__ __forceinline__ void ForEachVectorInStep(const Part& part, Body body) {
   constexpr int kUnroll = Part::kUnroll;
@@ -296,8 +298,8 @@ __device__ __forceinline__ void StoreElements(T* row, int v, const float (&x)[kD
 }
 
 // Writes element(logit, column) for each column of the part, and dL/ds of the target, to the row `to`. `to`
-// may begin where the row of dot products begins. In this case, and if the part is not resident, the part
-// must be the whole row.
+// may begin where the row of dot products begins. In this case, if the part is not resident, it must be the
+// whole row: the gradient of a part lies over the dot products of another part.
 template <typename T, bool kGeneral, bool kResident, typename Element>
 __device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
                                               const RowPart<kResident>& part, int classes,
@@ -322,8 +324,8 @@ __device__ __forceinline__ void WriteElements(const LogitMap<T, kGeneral>& map,
     ForEachVectorInStep(part, write);
   }
   if (part.Owns(target.column)) {
-    // This is rounded in the same way as rule.target, because the two must be equal if there is only one
-    // class.
+    // The uniform part is rounded in the same way as rule.target, because the two must be equal if there is
+    // only one class.
     const float uniform = __fmul_rn(__fmul_rn(rule.uniform, target.class_weight), rule.target_slope);
     to[target.column] = static_cast<T>(SaturateIf<T>(rule.target - uniform));
   }

@@ -58,7 +58,8 @@ __global__ void ScatterRowsKernel(DeviceMatrix from, DeviceMatrix to, const int3
   }
 }
 
-// Zeroes each row r with flags[r] < limit.
+// Zeroes each row r with flags[r] < limit: with limit 0 the rows that a map leaves out (-1), with limit 1 the
+// rows that are not kept (0).
 __global__ void ZeroRowsKernel(DeviceMatrix matrix, const int32_t* flags, int32_t limit, int64_t rows) {
   const bool aligned = Aligned(matrix);
   const float zeros[8] = {};
@@ -248,7 +249,7 @@ __global__ void HiddenGuardKernel(const __grid_constant__ HiddenGuardParams p) {
     }
   }
   if (__any_sync(0xffffffffu, bad) == 0 || lane != 0) return;
-  p.loss[row] = NAN;
+  p.loss[row] = NAN;  // the next guard finds the row by it
   const bool not_accumulated = p.accumulate != nullptr && p.accumulate[row] == 0;
   if (p.lost != nullptr && (p.keep[row] != 0 || not_accumulated)) *p.lost = 1;
 }

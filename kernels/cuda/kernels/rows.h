@@ -3,8 +3,9 @@
 // the rows that must not be accumulated: if a row of a slice has a value that is not finite, these are all
 // rows of the slice.
 //
-// All launchers enqueue on `stream`; all pointers are device memory unless said otherwise. Thread-safe.
-// "Raw" rows are the rows of all slices as the host has them; "compact" rows are those with a target.
+// All launchers enqueue on `stream`; all pointers are device memory unless said otherwise. Thread-safe. "Raw"
+// rows are the rows of all slices as the host has them; "compact" rows are those of them that have a target,
+// one after the other.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_ROWS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_ROWS_H_
 

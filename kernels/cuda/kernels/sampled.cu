@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of sampled gradients: the list of a chunk, the level at which it fits, dx from the list, and
 // the choice of hot classes. docs/math.md has the formulas.
+//
+// What the kernels share (loss_rows.h):
+// - The list has an entry for each class that a row has taken. A row's entries are consecutive; the rows are
+//   in any order.
+// - The threshold tau decides how many classes rows take. If the list of a chunk has too little room, it is
+//   made again at a higher level, with a larger threshold.
+// - Hot classes have no entries. Their elements are copied to a dense matrix.
 #include <algorithm>
 
 #include "kernels/cuda/device/device_memory.h"
@@ -22,7 +29,8 @@ inline int GroupsOf(const SampleRowsParams& p) {
   return static_cast<int>((p.elements.classes + kGroup - 1) / kGroup);
 }
 
-// Values of a row that all threads know. a is the size of an element, and w its width (see "the list" below).
+// Values of a row that all threads know. a is the size of an element, |element * factor| / kappa, and w its
+// width, min(a / threshold, 1) (see "the list" below).
 struct RowScale {
   float kappa;      // upper bound of the row's gradient, divided by the gradient unit
   float factor;     // factor of the elements
@@ -37,8 +45,8 @@ struct RowScale {
 // last level few classes are taken for any tau.
 __device__ __forceinline__ float BaseOf(float threshold) { return fmaxf(threshold, 0x1p-24f); }
 
-// At level 0 the threshold has a lower bound so that widths do not overflow: elements are up to 2^60 times as
-// large as sizes.
+// At level 0 the threshold has a lower bound so that widths do not overflow, even if tau is 0: elements are
+// up to 2^60 times as large as sizes.
 __device__ __forceinline__ float ThresholdAt(float threshold, int level) {
   return level == 0 ? fmaxf(threshold, 0x1p-60f) : ldexpf(BaseOf(threshold), level);
 }
@@ -62,6 +70,7 @@ __device__ __forceinline__ int64_t PaddedClasses(const SampleRowsParams& p) {
   return (p.elements.classes + 7) / 8 * 8;
 }
 
+// The elements of a group of kGroup classes of a row, in registers.
 template <typename T>
 struct GroupOf {
   static constexpr int kVectors = kGroup / Vec<T>::kSize;
@@ -90,8 +99,8 @@ struct GroupOf {
   }
 };
 
-// An upper bound of the number of entries of a row with this sum of widths: its points, the target, and
-// entries that rounding may add; at most all classes.
+// An upper bound of the number of entries of a row with this sum of widths: one entry for each point that
+// falls on the line of widths, the target, and entries that rounding may add; at most all classes.
 __device__ __forceinline__ int MostEntries(const SampleRowsParams& p, float width) {
   return min(static_cast<int>(fminf(width, 1e9f)) + kSpareEntries, static_cast<int>(p.elements.classes));
 }
@@ -101,8 +110,8 @@ __device__ __forceinline__ int MostEntries(const SampleRowsParams& p, float widt
 // Turns a matrix of ds into the list of sampled gradients, by the rule of docs/math.md. Grid: one block a
 // row. In units of the threshold tau a class is as wide as
 //   w = min(|element| * relative / tau, 1),   relative = |factor| / kappa.
-// The points omega, omega + 1, ... are on the line on which the classes lie side by side. The classes on
-// which a point falls are taken, and also the target.
+// The classes lie side by side on a line. The points omega, omega + 1, ... of this line take the classes on
+// which they fall (SystematicSampler in kernels/decision.h). The target is taken, too.
 //
 // 1. The row is divided into groups of 32 classes. A thread takes a group and writes the sum of its widths
 //    to shared memory: three instructions an element.
@@ -174,7 +183,8 @@ __device__ __forceinline__ Number ScanBlock(Number own, Number* words, Number& t
 
 static_assert(kGroup == kHotGroup, "a word of bits is a group");
 
-// Moves the hot classes of a group from its width to the dense part. Adds their squares to `square`.
+// Copies the elements of a group's hot classes to the dense part. Returns `width`, the width of the group,
+// without these classes. Adds the squares of their sizes to `square`.
 template <typename T>
 __device__ __forceinline__ float TakeHot(const HotPart& hot, const T* row, int64_t index, const RowScale& s,
                                          int g, float width, float& square) {
@@ -203,6 +213,7 @@ __device__ __forceinline__ void ClearHot(const HotPart& hot, int64_t index, int 
 
 // ---- the list: selection ----
 
+// The width of a group, without the element `masked`; -1: of all elements.
 template <typename T>
 __device__ __forceinline__ float WidthOf(const GroupOf<T>& group, const RowScale& s, int masked) {
   float sum[2] = {0.0f, 0.0f};
@@ -228,6 +239,7 @@ __device__ __forceinline__ void MeasureGroups(const SampleRowsParams& p, const T
       width = g == s.target_group ? WidthOf(group, s, s.target % kGroup) : WidthOf(group, s, -1);
     }
     if (has_hot) width = TakeHot(p.hot, row, index, s, g, width, square);
+    // PlaceGroups() turns the widths into the places where the groups begin.
     memory.begins[At(g)] = width;
   }
   __syncthreads();
@@ -301,7 +313,9 @@ __device__ __forceinline__ float ValueOf(const RowScale& s, bool target, float e
   return target || size >= s.threshold ? value : copysignf(s.threshold * s.kappa, value);
 }
 
-// A thread's part of the estimates of variance and square, divided by kappa squared.
+// A thread's part of the estimates of variance and square, divided by kappa squared. A taken class below the
+// threshold was taken with probability a / threshold. So each term of the exact sums (docs/math.md) is
+// divided by this probability.
 struct ErrorSums {
   float variance = 0.0f, square = 0.0f;
 
@@ -354,6 +368,7 @@ __device__ __forceinline__ void WriteErrors(const SampleList& to, int64_t row, c
   to.square[row] = (square > 0.0f ? square * kappa_square : 0.0f) + value * value;
 }
 
+// again: see Launch().
 template <typename T>
 __global__ __launch_bounds__(kThreads,
                              kResident) void SampleRowsKernel(const __grid_constant__ SampleRowsParams p,
@@ -394,6 +409,8 @@ __global__ __launch_bounds__(kThreads,
     if (threadIdx.x == 0) to.rows[row] = {0, 0};
     return;
   }
+  // Reserves the row's entries. If they lie past the end of the list, WriteEntries() leaves them out, and the
+  // chunk will take another level.
   if (threadIdx.x == 0) shared.begin = atomicAdd(&to.counters->used, most);
   const int picked = PickGroups(s, omega, groups, memory, shared);
   ErrorSums sums;
@@ -445,7 +462,8 @@ constexpr int kDecideThreads = 1024;
 // sum is enough.
 constexpr int kCounted = 3;
 
-// Counts the entries that the rows need at the next levels. Does nothing if all rows fit at level 0.
+// Counts the entries that the rows need at the next levels. Does nothing if all rows fit at level 0. The
+// counts include the target's width, so they are upper bounds.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_constant__ SampleRowsParams p,
                                                               int groups) {
@@ -456,6 +474,7 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   if (p.with_gradient[row] == 0) return;
   const T* elements = static_cast<const T*>(p.elements.data) + row * p.elements.ld;
   const RowScale s = ScaleOf(p, row, BaseOf(p.threshold));
+  // At level i, a width is at most 2^i in units of the base threshold. `sum` has no such limit.
   float widths[kCounted] = {};  // at levels 1, 2, ..., in units of the base threshold
   float sum = 0.0f;
   for (int g = static_cast<int>(threadIdx.x); g < groups; g += kThreads) {
@@ -470,6 +489,8 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
     });
   }
   for (int level = 1; level < kSampleLevels; ++level) {
+    // Up to level kCounted + 1, `width` is this thread's part, and the block adds it up. Then `sum` is the
+    // sum over the row, in all threads, which higher levels use.
     float width = sum;
 #pragma unroll
     for (int k = 0; k < kCounted; ++k) {
@@ -487,7 +508,10 @@ __global__ __launch_bounds__(kThreads) void CountLevelsKernel(const __grid_const
   }
 }
 
-// Launched with one warp. known: the number of levels whose counts are known.
+// Launched with one warp, twice: lane i tests whether all rows fit at level i. known: the number of levels
+// whose counts are known. The first launch knows only level 0. If the rows do not fit, it writes any level
+// but 0, which makes CountLevelsKernel count, and empties the list (`used`), because the list will be made
+// again. The second launch, with all counts, writes the level, or does nothing if that is 0.
 __global__ void ChooseLevelKernel(SampleList list, int known) {
   const int lane = static_cast<int>(threadIdx.x);
   SampleCounters& counters = *list.counters;
@@ -502,7 +526,7 @@ __global__ void ChooseLevelKernel(SampleList list, int known) {
 }
 static_assert(kSampleLevels == 32, "a warp has one lane for each");
 
-// Launched with one thread.
+// Launched with one thread. levels: the levels that the devices have chosen for the same rows.
 __global__ void RaiseLevelKernel(SampleCounters* counters, const int32_t* levels, int parts) {
   int32_t largest = 0;
   for (int part = 0; part < parts; ++part) largest = max(largest, levels[part]);
@@ -525,6 +549,7 @@ __global__ void DecideSampledKernel(const __grid_constant__ DecideSampledParams 
   __syncthreads();
   square = BlockSum(square, scratch);
   if (threadIdx.x != 0) return;
+  // The predicted relative error is sqrt(variance / square).
   const bool too_much = variance > p.max_error * p.max_error * square;
   *p.decision = too_much ? Decision::kTooMuchError : Decision::kAsPlanned;
   *p.chosen_threshold = ThresholdAt(p.threshold, p.list.counters->highest);
@@ -572,8 +597,9 @@ cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t 
 
 // ---- dx ----
 //
-// Computes dx of sampled gradients from the list. Grid: one block a row. Each thread holds its columns of dx
-// and adds the rows of W that the list names, a batch of loads at a time.
+// Computes dx of sampled gradients from the list. The part of the hot classes, `dense`, has been computed
+// before and is the initial value. Grid: one block a row. Each thread holds its columns of dx and adds the
+// rows of W that the list names, a batch of loads at a time.
 //
 // Bytes: entries * D * 2 of W, where popular classes come from L2, and 2 D of dx a row. FLOP: 2 D an entry.
 // Order: entries are added in the order of classes.
@@ -637,6 +663,7 @@ __device__ __forceinline__ void AddEntries(const SampledHiddenParams& p, const S
   }
 }
 
+// Sets the thread's columns of dx to the part of the hot classes.
 template <typename T, int kVectors>
 __device__ __forceinline__ void LoadDense(const SampledHiddenParams& p, int64_t row, int vectors,
                                           Accumulator<T, kVectors>& gradient) {
@@ -657,6 +684,7 @@ __device__ __forceinline__ void LoadDense(const SampledHiddenParams& p, int64_t 
   }
 }
 
+// Subtracts the uniform part of label smoothing (SampledHiddenParams), which is not sampled.
 template <typename T, int kVectors>
 __device__ __forceinline__ void SubtractUniform(const SampledHiddenParams& p, int64_t row, int vectors,
                                                 Accumulator<T, kVectors>& gradient) {
@@ -694,6 +722,7 @@ __global__ __launch_bounds__(
     __syncthreads();
     AddEntries(p, entries, count, vectors, gradient);
   }
+  // sampled.begin is -1 if the row has no gradient.
   if (p.weight_sum != nullptr && sampled.begin >= 0) SubtractUniform(p, row, vectors, gradient);
   StoreRow(gradient, p.gradient_scale, p.hidden_gradient, p.gradient_dtype, row, p.ld);
 }
@@ -712,9 +741,11 @@ cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t 
 
 // ---- the choice of hot classes ----
 //
-// Hot classes are the classes whose popularity falls into the highest bins of a histogram. Bins are added
-// from the highest one down, as long as they have at most kHotClasses classes together. Counts are integers,
-// so the same chunks in the same order give the same choice.
+// The popularity of a class is a count of the rows that have taken it; at each choice, the old popularity is
+// multiplied by kFading and the new count is added. Hot classes are the classes whose popularity falls into
+// the highest bins of a histogram. Bins are added from the highest one down, as long as they have at most
+// kHotClasses classes together. Counts are integers, so the same chunks in the same order give the same
+// choice.
 
 namespace {
 
@@ -731,6 +762,7 @@ __device__ __forceinline__ int BinOf(float popularity, float least) {
   return min(static_cast<int>(8.0f * log2f(popularity / least)), kHotBins - 1);
 }
 
+// Updates the popularity of each class, zeroes its count, and fills the histogram.
 __global__ void UpdatePopularityKernel(HotClasses hot, float least) {
   __shared__ int bins[kHotBins];
   for (int i = static_cast<int>(threadIdx.x); i < kHotBins; i += kThreads) bins[i] = 0;
@@ -759,7 +791,7 @@ __device__ __forceinline__ int LowestBin(const int32_t* histogram) {
   return bin;
 }
 
-// One warp for each group, one lane for each class.
+// Marks the hot classes in `bits`. One warp for each group, one lane for each class.
 __global__ void MarkHotKernel(HotClasses hot, float least) {
   __shared__ int32_t histogram[kHotBins];
   __shared__ int lowest;
@@ -773,7 +805,8 @@ __global__ void MarkHotKernel(HotClasses hot, float least) {
   if (v % kHotGroup == 0 && v < hot.vocab) hot.bits[v / kHotGroup] = bits;
 }
 
-// Launched with one block. Numbers the hot classes.
+// Launched with one block. Numbers the hot classes in ascending order: writes ids, bases and count. Each
+// thread has consecutive groups. Also zeroes the histogram for the next choice.
 __global__ __launch_bounds__(kNumberThreads) void NumberHotKernel(HotClasses hot, int groups) {
   __shared__ int warps[kNumberThreads / 32];
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = thread >> 5;
@@ -803,7 +836,7 @@ __global__ __launch_bounds__(kNumberThreads) void NumberHotKernel(HotClasses hot
   if (thread == 0) *hot.count = total;
 }
 
-// A thread sums one column over the block's rows.
+// A thread sums one column over the block's rows: the expected number of rows that would take the class.
 template <typename T>
 __global__ __launch_bounds__(kCountThreads) void CountHotKernel(const __grid_constant__ CountHotParams p) {
   const int slot = static_cast<int>(blockIdx.y * kCountThreads + threadIdx.x);

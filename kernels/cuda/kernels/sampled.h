@@ -7,6 +7,13 @@
 // Hot classes, which are taken most often, are not sampled: they are multiplied as a dense matrix of few
 // columns.
 //
+// Order of the launches for a chunk: LaunchSampleRows (or its steps) writes the list, and the elements of hot
+// classes. LaunchDecideSampled decides whether the list becomes the gradient. LaunchGatherHot and a product
+// compute the hot classes' part of dx; LaunchSampledHidden adds the part of the list, and copies the list in
+// the form of a KeptList (filtered/filtered.h), from which dW is computed. LaunchCountHot counts how often
+// sampling would have taken the hot classes. LaunchScatterHot adds their part of dW. At last, LaunchChooseHot
+// chooses the hot classes of the next chunk.
+//
 // All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_SAMPLED_H_
@@ -31,8 +38,8 @@ struct SampleList {
   SampledRow* rows = nullptr;      // [rows]
   SampleCounters* counters = nullptr;
   // [rows] each, divided by the gradient unit squared; 0 for rows without a gradient.
-  float* variance = nullptr;
-  float* square = nullptr;
+  float* variance = nullptr;  // estimate of the variance that sampling adds
+  float* square = nullptr;    // estimate of the square of the gradient
 };
 
 // ---- selection ----
@@ -57,9 +64,9 @@ struct SampleRowsParams {
   const float* target_logprob = nullptr;  // [rows]
   // [rows], only with a teacher; null: computed from `terms`, `in`, `lse` and `target_logprob`
   const float* kappas = nullptr;
-  const float* omega = nullptr;            // [rows]
+  const float* omega = nullptr;            // [rows]: the row's random number (SystematicSampler)
   const int32_t* with_gradient = nullptr;  // [rows]; rows where it is 0 have no entries
-  float threshold = 0.0f;                  // tau
+  float threshold = 0.0f;                  // tau; 0: at level 0, all elements but 0 are taken
   SampleList list;
   HotPart hot;
 };
@@ -86,11 +93,14 @@ struct DecideSampledParams {
   float threshold = 0.0f;
   float max_error = std::numeric_limits<float>::infinity();
   Decision* decision = nullptr;       // [1]
-  float* chosen_threshold = nullptr;  // [1]
+  float* chosen_threshold = nullptr;  // [1], out: the threshold of the highest level that was used
 };
 cudaError_t LaunchDecideSampled(const DecideSampledParams& params, cudaStream_t stream);
 
-// Decides kTooManyCandidates if one of the levels [parts] is not 0, and then zeroes dropped_mass [rows].
+// For filtered gradients that are listed by LaunchSampleRows, from a matrix in which the elements below
+// epsilon are 0. With a tau of 0, the list has all other elements as they are at level 0, but not at a higher
+// level. So this decides kTooManyCandidates if one of the levels [parts] is not 0, and then zeroes
+// dropped_mass [rows].
 struct DecideListedParams {
   const int32_t* levels = nullptr;
   int parts = 0;
@@ -128,7 +138,8 @@ cudaError_t LaunchSampledHidden(const SampledHiddenParams& params, cudaStream_t 
 
 // ---- hot classes ----
 
-// Chooses the hot classes: the most popular of the classes whose popularity is at least `least`.
+// Chooses the hot classes: the most popular of the classes whose popularity is at least `least`. The
+// popularity of a class is how often chunks have taken it, where earlier chunks count less (HotClasses).
 cudaError_t LaunchChooseHot(const HotClasses& hot, float least, cudaStream_t stream);
 
 // Adds to hot.taken how often sampling would have taken each hot class: the sum of min(width * |element|, 1)

@@ -33,7 +33,8 @@ __device__ __forceinline__ int ColumnOf(int32_t place, const LossTerms& terms, i
   return column >= 0 && column < classes ? static_cast<int>(column) : -1;
 }
 
-// Grid: one thread block a row. The terms are those of all classes here.
+// Takes the logits of the block's named classes, and masks their dot products. Grid: one thread block a row.
+// `terms` are for all classes on this device.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void TakeTargetsKernel(const __grid_constant__ LogitMatrix logits,
                                                               int64_t first_class,
@@ -49,15 +50,17 @@ __global__ __launch_bounds__(kThreads) void TakeTargetsKernel(const __grid_const
     const int64_t entry = row * in.soft.count + i;
     const int column = ColumnOf(in.soft.classes[entry], terms, first_class, logits.classes);
     if (column < 0) {
+      // The first block sets all logits that it does not have to 0; later blocks write theirs over the 0.
       if (first_class == 0) in.soft.logits[entry] = 0.0f;
       continue;
     }
     in.soft.logits[entry] = map(dots[column], column + static_cast<int>(first_class)).z;
+    // The target stays: it is kept out of the sums anyway, and its logit is still needed.
     if (column != target) dots[column] = __uint_as_float(kMaskedDot);
   }
 }
 
-// Grid: one warp a row.
+// Computes NamedRow. Grid: one warp a row.
 __global__ __launch_bounds__(kThreads) void NameRowsKernel(const __grid_constant__ LossTerms terms,
                                                            const __grid_constant__ RowInputs in,
                                                            NamedRow* named) {
@@ -108,7 +111,7 @@ __global__ __launch_bounds__(kThreads) void NameRowsKernel(const __grid_constant
   if (lane == 0) named[row] = result;
 }
 
-// Grid: one thread block a row.
+// Writes the gradient's elements of the named classes of the block. Grid: one thread block a row.
 template <typename T>
 __global__ __launch_bounds__(kThreads) void WriteTargetsKernel(const __grid_constant__ LogitMatrix gradient,
                                                                int64_t first_class,
@@ -121,6 +124,7 @@ __global__ __launch_bounds__(kThreads) void WriteTargetsKernel(const __grid_cons
   if (!rule.valid) return;
   T* const to = static_cast<T*>(gradient.data) + row * gradient.ld;
   const float c = in.coef_loss[row];
+  // The factor of p_k: c (s + r) + c_soft.
   const float factor = c * in.soft.total[row] + 2.0f * c * terms.z_loss * out.lse[row] + in.coef_lse[row];
   const float inverse_cap = terms.softcap > 0.0f ? 1.0f / terms.softcap : 0.0f;
   for (int i = static_cast<int>(threadIdx.x); i < in.soft.count; i += kThreads) {
@@ -132,6 +136,7 @@ __global__ __launch_bounds__(kThreads) void WriteTargetsKernel(const __grid_cons
     const float p = Exp2(d);
     float g = fmaf(p, factor, -c * in.soft.weights[entry]);
     if (p > 0.0f) g -= p * in.coef_entropy[row] * (d * kLn2 + rule.row_entropy);
+    // dz/ds = 1 - (z / softcap)^2.
     if (terms.softcap > 0.0f) g *= (1.0f - z * inverse_cap) * (1.0f + z * inverse_cap);
     to[column] = static_cast<T>(SaturateIf<T>(g));
   }

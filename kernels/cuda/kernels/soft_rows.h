@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launchers of the kernels for rows with soft targets (kernels/soft_targets.h). A row names few classes. The
-// kernels take these classes out of the row's logits before the sums over the other classes are computed, so
-// that the probability of the other classes is precise, however small it is. Afterwards they write the
-// gradient's elements of the named classes:
+// Launchers of the kernels for rows with soft targets (kernels/soft_targets.h). Each row names few classes,
+// its named classes. It also has a target, like other rows: the loss does not depend on it, but log p of the
+// target is a result. The target may be one of the named classes. The kernels take the named classes out of
+// the row's logits before the sums over the other classes are computed, so that the probability of the other
+// classes is precise, however small it is. Afterwards they write the gradient's elements of the named
+// classes:
 //
 //   LaunchTakeTargets    for each block of classes, before its statistics: takes and masks the named logits
 //   LaunchNameRows       after all blocks: computes NamedRow, which LaunchFinishRunning needs

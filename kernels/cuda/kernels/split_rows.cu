@@ -28,6 +28,7 @@ __device__ __forceinline__ int32_t Here(int32_t arg, const LossTerms& terms) {
   return arg == INT32_MAX ? arg : arg - static_cast<int32_t>(terms.first_class);
 }
 
+// The sums of row `row` over the classes of all devices.
 __device__ __forceinline__ RowRecord Merge(const RowRecord* all, int parts, int64_t rows, int64_t row) {
   RowRecord merged = all[row];
   merged.reference = NegativeInfinity();
@@ -37,7 +38,7 @@ __device__ __forceinline__ RowRecord Merge(const RowRecord* all, int parts, int6
     merged.max = fmaxf(merged.max, r.max);
     if (r.sum != 0.0f) merged.reference = fmaxf(merged.reference, r.reference);
   }
-  if (merged.reference == NegativeInfinity()) merged.reference = all[row].reference;
+  if (merged.reference == NegativeInfinity()) merged.reference = all[row].reference;  // no device has a sum
   merged.sum = merged.spread = merged.weighted = 0.0f;
   merged.arg = INT32_MAX;
   merged.has_target = 0;

@@ -141,8 +141,8 @@ struct AdamWRule {
   }
 };
 
-// A value of -infinity masks a class and must not change if there is no decay. But 0 times -infinity would be
-// NaN.
+// Returns decay * value. A value of -infinity masks a class and must not change if there is no decay; 0 times
+// -infinity would be NaN, and is 0 here.
 __device__ __forceinline__ float Decayed(float decay, float value) {
   return decay == 0.0f ? 0.0f : decay * value;
 }
@@ -175,6 +175,7 @@ struct StepPointers {
   bool copy_is_bf16;
 };
 
+// Four parameters as 16-bit elements.
 __device__ __forceinline__ uint2 Pack4(bool bf16, const float4& x) {
   const float wide[8] = {x.x, x.y, x.z, x.w, 0.0f, 0.0f, 0.0f, 0.0f};
   const uint4 raw = bf16 ? Vec<__nv_bfloat16>::Pack(wide) : Vec<__half>::Pack(wide);
@@ -238,6 +239,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The sum over the block, in every thread.
 __device__ __forceinline__ double BlockSumDouble(double value) {
   __shared__ double scratch[kThreads / 32];
   for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);

@@ -2,7 +2,12 @@
 // Launchers of the kernels of filtered gradients. The candidates of a row are the classes whose probability
 // may reach epsilon. From the candidates and the targets, the kernels compute the gradients of the hidden
 // states and of the weight; classes whose probability is below epsilon are left out. docs/kernels/filtered.md
-// says why, and what this costs.
+// says why, and what this costs. Order of the launches: LaunchSelectRows, LaunchDecide, LaunchFilterRows,
+// LaunchSortKept, LaunchFilteredWeight and, with label smoothing, LaunchUniformWeight.
+//
+// Three lists occur: the pool has the candidates of all rows. Kept elements are those candidates that reach
+// epsilon with the final sum, and the targets; KeptList has the elements of the gradient for them, as the
+// entries from which the weight gradient is computed. A run is the entries of one class, after the sort.
 //
 // All launchers enqueue on `stream`; all pointers are device memory. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_FILTERED_FILTERED_H_
@@ -27,7 +32,7 @@ struct RowSelection {
   float epsilon = 0.0f;
   int32_t* pool = nullptr;  // [capacity] classes
   int32_t capacity = 0;
-  // [1]: entries of the pool; 0 on entry; above `capacity` on return if the pool is too small.
+  // [1]: the number of classes in the pool; 0 on entry; above `capacity` on return if the pool is too small.
   int32_t* used = nullptr;
   SelectedRow* rows = nullptr;  // [rows]
 };
@@ -54,7 +59,8 @@ cudaError_t LaunchDecide(const DecideParams& params, cudaStream_t stream);
 
 // ---- rows ----
 
-// Kept elements, in any order. A key holds class and row, (class << row_bits) | row; each pair occurs once.
+// Elements of the gradient that are kept, in any order; each is an entry. A key holds class and row, (class
+// << row_bits) | row; each pair occurs once.
 struct KeptList {
   uint64_t* keys = nullptr;
   float* coefs = nullptr;    // dL/ds of the element divided by (scale * gradient unit)
@@ -64,7 +70,8 @@ struct KeptList {
 };
 
 // Computes, from the candidates of each row: row results with logits in fp32, the hidden gradient, the
-// dropped mass, and the list of kept elements. Does nothing if the candidates overflowed the pool.
+// dropped mass, and the list of kept elements. The dropped mass of a row is the probability of all classes
+// that are left out. Does nothing if the candidates overflowed the pool.
 struct FilterRowsParams {
   // The next four members have the values that LaunchSelectRows got in SelectRowsParams. The kernel does not
   // change the argmax that the selection has written.

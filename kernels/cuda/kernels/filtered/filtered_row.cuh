@@ -70,6 +70,7 @@ struct RowCandidates {
                 0.0f,
                 0.0f};
   }
+  // Adds a candidate, if the list has fewer than `most`; counts it in any case.
   __device__ __forceinline__ void Add(const CandidateColumns& list, int most, int column, float exponent) {
     const int at = atomicAdd(&count, 1);
     if (at >= most) return;
@@ -78,7 +79,8 @@ struct RowCandidates {
   }
 };
 
-// Copies the candidates to the pool, in the order of classes.
+// Copies the candidates to the pool, in the order of classes. The place of a candidate among the candidates
+// of the row is the number of candidates with a smaller class.
 template <int kThreads>
 __device__ __forceinline__ void RankCandidates(const RowSelection& selection, const CandidateColumns& list,
                                                RowCandidates& row) {
@@ -95,6 +97,8 @@ __device__ __forceinline__ void RankCandidates(const RowSelection& selection, co
   }
 }
 
+// Writes begin, count, listed_sum and listed_spread of the row. The sums are in the order of classes, so they
+// do not depend on the order in which candidates were found.
 template <bool kGeneral, int kThreads>
 __device__ __forceinline__ void SumCandidates(const float* sorted, RowCandidates& row) {
   float sum = 0.0f, spread = 0.0f;
@@ -116,7 +120,8 @@ __device__ __forceinline__ void SumCandidates(const float* sorted, RowCandidates
 }
 
 // Writes the row's entry of the selection from its candidates. If there are more than `most` candidates,
-// marks the lists as incomplete. Called by the whole block, after a barrier.
+// marks the selection as incomplete: `used` becomes larger than the capacity. Called by the whole block,
+// after a barrier.
 template <bool kGeneral, int kThreads>
 __device__ __forceinline__ void SelectCandidates(const RowSelection& selection, int64_t index,
                                                  const CandidateColumns& list, int most, RowCandidates& row) {

@@ -10,6 +10,10 @@
 // slope_v is dz/ds. A, target and uniform are the members softmax, target and uniform of the row's
 // GradientRule. The last sum is over all classes.
 //
+// Two sums decide what is kept: the selection's (RowStart), from logits of the tensor cores, and the final S
+// (RowEnd), from fp32 logits of the candidates. The "unlisted" classes of a row are neither candidates nor
+// the target; their part of both sums is that of the selection.
+//
 // Plan: candidates are processed in batches. Each thread holds its columns of x and of the batch's rows of W,
 // from the dot products until these rows are added to dx, so W is read once. S is known only after the last
 // batch. Until then the sum of the selection decides which candidates are kept; the few candidates for which
@@ -70,6 +74,7 @@ struct RowEnd {
   GradientRule rule;
 };
 
+// Reads what the selection has written for the row.
 template <typename T, bool kGeneral>
 __device__ __forceinline__ RowStart StartRow(const FilterRowsParams& p, const LogitMap<T, kGeneral>& map,
                                              int64_t row) {
@@ -98,8 +103,9 @@ __device__ __forceinline__ void LoadWeight(const FilterRowsParams& p, int64_t co
   columns.Load(static_cast<const T*>(p.weight) + column * p.ld, vectors);
 }
 
-// Processes one batch: computes dot products over the block, writes exponentials to `exps` (and slopes), and
-// adds the kept classes to the gradient.
+// Processes the candidates [first, first + kBatch): computes dot products over the block, writes exponentials
+// to `exps` (and slopes), and adds the kept classes to the gradient, still without the factor A. partials and
+// factors: scratch memory of the block.
 template <typename T, bool kGeneral, int kVectors, int kBatch>
 __device__ __forceinline__ void AddBatch(const FilterRowsParams& p, const LogitMap<T, kGeneral>& map,
                                          const RowStart& start, const Columns<T, kVectors>& x, int vectors,
@@ -138,7 +144,8 @@ __device__ __forceinline__ void AddBatch(const FilterRowsParams& p, const LogitM
   for (int b = 0; b < kBatch; ++b) gradient.Add(factors[b], w[b]);
 }
 
-// Computes the sums over the candidates, and from the sums the results of the row.
+// Computes the sums over the candidates, and from the sums the results of the row. The statistics of the
+// unlisted classes are relative to the selection's maximum, and so are `exps`; thus the sums can be added.
 template <typename T, bool kGeneral>
 __device__ __forceinline__ void FinishRow(const FilterRowsParams& p, int64_t row, const RowStart& start,
                                           const float* exps, float f, float* scratch, RowEnd& end) {
@@ -226,6 +233,7 @@ __device__ __forceinline__ void Reconsider(const FilterRowsParams& p, const RowS
   }
 }
 
+// Multiplies the sum by A, and adds the target and the uniform part.
 template <typename T, int kVectors>
 __device__ __forceinline__ void FinishGradient(const FilterRowsParams& p, const RowStart& start,
                                                const GradientRule& rule, int vectors,

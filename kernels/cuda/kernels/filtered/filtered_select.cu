@@ -28,7 +28,7 @@ namespace {
 
 // Long rows keep 512 threads busy. For short rows, the work before and after the scan takes much of the time.
 // So their blocks have half the size, with room for half as many candidates, and twice as many rows share a
-// multiprocessor.
+// multiprocessor. kThreads_ and kMost_: threads of a block, and the most candidates of a row.
 template <int kThreads_, int kMost_>
 struct Block {
   static constexpr int kThreads = kThreads_;
@@ -39,15 +39,15 @@ struct Block {
 };
 using LongRow = Block<512, kMaxRowCandidates>;
 using ShortRow = Block<256, kMaxRowCandidates / 2>;
-constexpr int64_t kShortVectors = 16'384;
-constexpr int kListedVectors = 4096;
+constexpr int64_t kShortVectors = 16'384;  // the most vectors of a short row
+constexpr int kListedVectors = 4096;       // room for vectors that are examined again
 
 constexpr int kUnroll = 4;         // vectors that a thread loads at once
 constexpr float kHighest = 64.0f;  // the most by which exponents may exceed the reference, in powers of two
 constexpr int kEagerRounds = 4;    // after these rounds the bound is updated only every kLazyRounds rounds
 constexpr int kLazyRounds = 4;
-constexpr float kBelow =
-    0x1p-14f;  // margin of the early bound; log2 of a sum varies less with the order of terms
+// The margin of the early bound. The log2 of a sum varies less than this with the order of the terms.
+constexpr float kBelow = 0x1p-14f;
 
 constexpr int kSize = Vec<float>::kSize;
 
@@ -56,7 +56,7 @@ constexpr int kSize = Vec<float>::kSize;
 template <bool kGeneral>
 using Map = LogitMap<__nv_bfloat16, kGeneral>;
 
-// The lists of a block, in shared memory.
+// The lists of a block, in shared memory: the vectors that are examined again, and then the candidates.
 struct List {
   int32_t* vectors;             // [kListedVectors]: vectors with a logit that passed, in any order
   CandidateColumns candidates;  // [most]; `sorted` uses the memory of `vectors`
@@ -108,7 +108,8 @@ __device__ __forceinline__ void MaskedLogits(const SelectRowsParams& p, const Ma
   }
 }
 
-// Running statistics of a thread; sums are relative to `reference`, which the warp shares.
+// Running statistics of a thread. The sums are relative to `reference`, which all lanes of the warp have in
+// common; it is in units of log 2, and -infinity before the first logit.
 struct Running {
   float reference;
   float max;
@@ -166,7 +167,8 @@ __device__ __forceinline__ float LargestOf(const float (&z)[kSize]) {
   return max;
 }
 
-// Publishes this warp's sum. Returns log2 of the sum of all sums that warps have published so far.
+// Publishes this warp's sum. Returns log2 of the sum of all sums that warps have published so far. wait:
+// first waits until all warps of the block have published one.
 template <int kWarps>
 __device__ __forceinline__ float PublishSum(const Running& s, float* logs, bool wait) {
   const int lane = threadIdx.x & 31;
@@ -279,6 +281,7 @@ __device__ __forceinline__ Running ScanRow(const SelectRowsParams& p, const Map<
       tops[u] = kGeneral ? LargestOf(z) : max;
     }
     if (round < kEagerRounds || round % kLazyRounds == 0) {
+      // The early bound: the threshold for a slightly smaller sum.
       const float sum = PublishSum<kWarps>(s, shared.logs, round == 0);
       threshold = Threshold(sum - kBelow * (1.0f + fabsf(sum)), log2_epsilon, map.f);
     }

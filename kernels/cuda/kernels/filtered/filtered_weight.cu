@@ -30,6 +30,7 @@ constexpr uint64_t kNoEntry = ~uint64_t{0};
 
 // ---- decision ----
 
+// Launched with one thread.
 __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
   const bool overflow = *p.selection.used > p.selection.capacity;
   *p.decision = overflow ? Decision::kTooManyCandidates : Decision::kAsPlanned;
@@ -37,7 +38,9 @@ __global__ void DecideKernel(const __grid_constant__ DecideParams p) {
 
 // ---- runs ----
 
-// runs[0 ... short_runs): where short runs begin. runs[count ... count + long_runs): where long runs begin.
+// Finds the runs among the sorted entries. Each thread looks at one entry. runs[0 ... short_runs): where
+// short runs begin. runs[count ... count + long_runs): where long runs begin. The runs are in any order; each
+// is added up by itself.
 __global__ void FindRunsKernel(const __grid_constant__ FilteredWeightParams p) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   const uint64_t key = i < p.count ? p.keys[i] : kNoEntry;
@@ -60,15 +63,16 @@ __global__ void FindRunsKernel(const __grid_constant__ FilteredWeightParams p) {
 
 // ---- sums ----
 
+// The columns of dW that a warp works on at a time: one 16-byte vector of x for each lane.
 template <typename T>
 struct Tile {
   static constexpr int kSize = Vec<T>::kSize;
   static constexpr int kColumns = 32 * kSize;
 };
 
-// Of the entries [begin, begin + 32), takes those that belong to the run of class `column`, and adds them to
-// `sums`, which has this lane's columns from `first` on. Adds their factors to `bias`. Returns true if the
-// run may have more entries.
+// Adds the entries of [begin, begin + 32) that belong to the run of class `column` to `sums`, which has this
+// lane's columns from `first` on. Each lane also adds its entry's factor to `bias`. Returns true if all 32
+// entries belong to the run, which may then have more.
 template <typename T>
 __device__ __forceinline__ bool AddEntries(const FilteredWeightParams& p, int64_t begin, int64_t column,
                                            int64_t first, float (&sums)[Vec<T>::kSize], float& bias) {
@@ -216,6 +220,7 @@ __global__ __launch_bounds__(kThreads, kBlocksPerMultiprocessor) void AddRunsKer
 
 // ---- label smoothing ----
 
+// A block adds to the rows of some classes.
 __global__ void UniformWeightKernel(const __grid_constant__ UniformWeightParams p) {
   for (int64_t v = blockIdx.x; v < p.vocab; v += gridDim.x) {
     const float factor = p.scale * (p.class_weights != nullptr ? __ldg(p.class_weights + v) : 1.0f);

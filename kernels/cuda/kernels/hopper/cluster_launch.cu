@@ -28,7 +28,8 @@ __global__ void ProbeKernel(uint32_t* multiprocessors) {
   }
 }
 
-// The multiprocessor of every block, cluster by cluster. Empty if such clusters cannot run.
+// The multiprocessor of every block, cluster by cluster. All blocks of a cluster run on one group of
+// multiprocessors, so neighbors in the result belong to one group. Empty if such clusters cannot run.
 std::vector<uint32_t> Probe() {
   cudaLaunchAttribute size = {};
   size.id = cudaLaunchAttributeClusterDimension;
@@ -57,7 +58,7 @@ std::vector<uint32_t> Probe() {
     }
     cudaFree(found);
   }
-  cudaGetLastError();
+  cudaGetLastError();  // forgets the error of a call that failed above
   return multiprocessors;
 }
 
@@ -88,6 +89,9 @@ CUtensorMapDataType TypeOf(DType dtype) {
 }  // namespace
 
 ClusterOrder FindClusterOrder() {
+  // A pair is the multiprocessors 2 i and 2 i + 1; a cluster of two blocks runs on one pair. Pairs get
+  // consecutive positions in the order in which the probe names them, group by group. The pairs that the
+  // probe has not named come last.
   ClusterOrder order;
   bool seen[kMostClusters] = {};
   int next = 0;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launches of a fused loss, in their order (fused_loss.h): rows are prepared, the logit pass runs over
-// all panels, its tiles are merged, both are repeated for marked panels, and the rows are finished.
+// all panels, its tiles are merged, both are repeated for marked panels, and the rows are finished. The
+// kernels mark panels on the device; so the host makes all launches, and a launch without marked panels ends
+// at once.
 #include "kernels/cuda/kernels/hopper/fused_loss.h"
 
 #include "kernels/cuda/kernels/hopper/fused_rows.h"
@@ -75,7 +77,8 @@ cudaError_t SumRowsStored(const FusedLossParams& params, void* exponentials, int
                  RecoverablePass{marked, coef, exponentials}, clusters, stream);
 }
 
-// Lists the candidates that the first pass could not list, now that the sums are complete.
+// Lists the candidates that the first pass could not list, now that the sums are complete. fused_rows.h says
+// why two more passes are needed.
 cudaError_t CompleteLists(const FusedLossParams& params, const CandidateLists& lists, int clusters,
                           cudaStream_t stream) {
   const LogitOperands operands = MakeOperands(params.operands, params.terms, params.in);

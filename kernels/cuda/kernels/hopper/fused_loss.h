@@ -2,7 +2,8 @@
 // The fused loss on Hopper: the logits product of a chunk, with the loss in its epilogue
 // (docs/kernels/hopper.md).
 //
-// Enqueues on `stream`; all pointers are device memory. Stateless and thread-safe.
+// `clusters` is the number of clusters that a launch uses, at most LogitPassClusters(). Enqueues on `stream`;
+// all pointers are device memory unless said otherwise. Stateless and thread-safe.
 #ifndef LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_LOSS_H_
 #define LOSSD_KERNELS_CUDA_KERNELS_HOPPER_FUSED_LOSS_H_
 

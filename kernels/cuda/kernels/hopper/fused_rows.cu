@@ -16,6 +16,9 @@
 // stored exponentials are at most 2^-48 e_y too small, and sums stay below 2^60 if the loss is below 75 nats.
 // Panels with rows of larger loss are computed again with c = max z f (LaunchMergeTiles). The launches for
 // this are always made, even if there are no such panels.
+//
+// Names in this file: w is the FusedRows of the chunk. A rule is the GradientRule of a row (loss_rows.h). The
+// statistics of a row never include its target; the functions that read them add it.
 #include <cfloat>
 #include <cstdint>
 
@@ -32,11 +35,13 @@ namespace {
 
 constexpr float kHeadroom = 48.0f;
 constexpr float kPaddingReference = 200.0f;  // 2^(0 - 200) is 0
-// Rounding may make a tile's maximum seem smaller than the target's logit although it is not. These are the
-// largest absolute difference, in units of log 2, and the largest relative difference.
+// Another kernel has computed the target's dot product, with other roundings than the logit pass. So a tile's
+// maximum may seem smaller than the target's logit although it is not. These are the largest absolute
+// difference, in units of log 2, and the largest relative difference.
 constexpr float kMargin = 0.25f;
 constexpr float kRelativeMargin = 0x1p-10f;
-// If the softmax factor is smaller than this times the target's gradient, the factor is left out.
+// If the gradients of all other classes together are smaller than this times the target's gradient, they
+// become 0.
 constexpr float kNegligible = 0x1p-20f;
 
 constexpr int kThreads = 256;
@@ -47,6 +52,7 @@ constexpr int kFinishWarps = 4;  // rows of a block
 
 // ---- values of a row when its tiles have been merged ----
 
+// The target of a row, from its dot product (in.target_dots).
 template <bool kGeneral>
 __device__ __forceinline__ Target MakeTarget(const LossTerms& terms, const RowInputs& in, int64_t row) {
   return MakeTargetOf(terms, in, LogitMap<__nv_bfloat16, kGeneral>(terms), row, 0);
@@ -60,6 +66,8 @@ struct FusedRow {
   float rescale;  // 2^shift
 };
 
+// Stored exponentials are relative to w.reference, the merged sums to w.sum_reference. The results are
+// relative to M, the reference of the row's largest logit.
 template <bool kGeneral>
 __device__ __forceinline__ FusedRow LoadFusedRow(const LossTerms& terms, const RowInputs& in,
                                                  const FusedRows& w, int64_t row) {
@@ -89,8 +97,8 @@ __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
   if (row >= in.padded_rows) return;
   if (lists.entries != nullptr) {
     lists.counts[row] = 0;
-    // The target's term is a first lower bound of the sum. If the bound is infinite, no candidates are
-    // listed.
+    // The target's term, 2^(z_y f - c) = 2^-kHeadroom, is a first lower bound of the sum. For padding rows
+    // the bound is infinite, so that no candidates are listed.
     lists.sum_bound[row] = row < in.rows ? Exp2(-kHeadroom) : -NegativeInfinity();
   }
   if (row >= in.rows) {
@@ -100,6 +108,7 @@ __global__ void PrepareRowsKernel(const __grid_constant__ LossTerms terms,
   }
   const Target target = MakeTarget<kGeneral>(terms, in, row);
   const float f = LogitMap<__nv_bfloat16, kGeneral>(terms).f;
+  // s: the target's logit before the softcap. The row's largest logit is at least as large, but for rounding.
   float s = in.target_dots[row];
   if constexpr (kGeneral) {
     const bool add_bias = terms.bias != nullptr && !terms.bias_in_targets;
@@ -126,7 +135,8 @@ __device__ __forceinline__ void Add(Merged& into, const Merged& other) {
 }
 
 // A block has kMergeRows rows, one for each lane. Each of its warps adds every kMergeWarps-th tile; then the
-// warps are added in order.
+// warps are added in order. Without `again`, marks the panels that must be computed again. With `again`, only
+// merges the tiles of these panels, after they have been computed again.
 __global__ void MergeTilesKernel(const __grid_constant__ FusedRows w, int64_t rows, int tiles, float f,
                                  bool with_spread, bool again) {
   __shared__ Merged shared[kMergeWarps][kMergeRows];
@@ -151,6 +161,8 @@ __global__ void MergeTilesKernel(const __grid_constant__ FusedRows w, int64_t ro
   w.arg[row] = own.max == NegativeInfinity()
                    ? INT32_MAX
                    : own.tile * kVocabTile + w.partials.arg[own.tile * w.partials.ld + row];
+  // If the maximum is not finite, another reference would not help; the row fails. Several threads may write
+  // the same mark.
   if (!again && own.sum > kLargestSum && fabsf(own.max) <= FLT_MAX) {
     w.reference[row] = own.max * f;
     w.marked_panels[1 + panel] = 1;
@@ -173,6 +185,7 @@ __device__ __forceinline__ float EntropyFactor(const GradientRule& rule, float e
   return rule.softmax - rule.entropy * ((exponent - rule.log2_sum) * kLn2 + rule.row_entropy);
 }
 
+// How the exponentials of a row become its gradient, if its entropy has an upstream gradient.
 __device__ __forceinline__ EntropyRow MakeEntropyRow(const FusedRows& w, int64_t row, const FusedRow& fused,
                                                      const GradientRule& rule, int64_t classes) {
   if (!rule.valid) return {0.0f, 0.0f, 0.0f, -1};  // all elements of the row are 0
@@ -185,9 +198,13 @@ __device__ __forceinline__ EntropyRow MakeEntropyRow(const FusedRows& w, int64_t
   return r;
 }
 
+// The same, if its entropy has none.
 __device__ __forceinline__ RowGradient MakeGradient(const GradientRule& rule, const RowResult& r,
                                                     float rescale) {
   if (!rule.valid) return {0.0f, 0.0f, true};
+  // The softmax factor without 1 / S: an upper bound of the gradient of the other classes. If it is
+  // negligible, the row's only element is the target's: 1, with the target's gradient as the factor of the
+  // row.
   const float others = rule.softmax / r.inverse_sum;
   if (!(fabsf(others) > kNegligible * fabsf(rule.target))) return {rule.target, 1.0f, true};
   const float factor = rule.softmax * rescale;
@@ -215,6 +232,8 @@ __device__ __forceinline__ RowGradient FinishRow(const FinishParams& p, int64_t 
   const FusedRow fused = LoadFusedRow<kGeneral>(p.terms, p.in, w, row);
   const Target& target = fused.target;
   RowResult r = FinishSums<kGeneral>(p.terms, p.in, row, target, fused.others, fused.f);
+  // The target is compared with the other classes by its logit from the logit pass, which has their
+  // roundings.
   r.argmax = target.place;
   const float same_way = w.partials.target[row];
   if (w.max[row] > same_way || (w.max[row] == same_way && w.arg[row] < r.argmax)) r.argmax = w.arg[row];
@@ -319,15 +338,17 @@ cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in
 
 // ---- from the lists of the logit pass to filtered gradients ----
 //
-// Classes that were listed before the row's sum was known are tested again with the sum. Bytes: 8 for each
-// listed class.
+// fused_rows.h says in which order the lists are made. LaunchSelectListed tests all listed classes again with
+// the complete sum, because some were listed with a lower bound of the sum. Bytes: 8 for each listed class.
 
 namespace {
 
 constexpr int kSelectThreads = 128;
 
 // A block has a panel, a thread has a row. If a list of the panel is incomplete and the panel is not `done`,
-// empties all lists of the panel, marks the panel, and returns true in all threads.
+// empties all lists of the panel, marks the panel, and returns true in all threads. Otherwise removes the
+// mark. `done`: the panel's lists were already made with complete sums; if they are incomplete, there is no
+// room for them.
 __device__ __forceinline__ bool Reopen(const FusedRows& w, const CandidateLists& lists, int64_t row,
                                        bool exists, bool done) {
   const bool incomplete = __syncthreads_or(exists && lists.counts[row] > lists.capacity) != 0;
@@ -345,6 +366,7 @@ __global__ void PrepareSecondListingKernel(const __grid_constant__ LossTerms ter
   const int64_t row = blockIdx.x * int64_t{kPanelRows} + threadIdx.x;
   const bool exists = row < in.rows;
   Reopen(w, lists, row, exists, false);
+  // The second listing reads only the marks of the panels; LaunchPrepareLastListing sets the first word.
   if (row == 0) w.marked_panels[0] = 0;
   if (!exists) return;
   const Target target = MakeTarget<kGeneral>(terms, in, row);
@@ -379,6 +401,7 @@ __global__ __launch_bounds__(kSelectThreads) void SelectListedKernel(
   __syncthreads();
   const int listed = lists.counts[row];
   if (listed > lists.capacity) {
+    // Tells SelectCandidates that the list is incomplete.
     if (threadIdx.x == 0) shared.count = listed;
   } else {
     const Candidate* entries = lists.entries + row * lists.capacity;
@@ -419,7 +442,8 @@ cudaError_t LaunchSelectListed(const LossTerms& terms, const RowInputs& in, cons
 
 // ---- gradients of rows with an upstream gradient of their entropy ----
 //
-// Turns 2^d into (factor + tilt d) 2^d slope; d and the slope are recovered from the 16 bits of 2^d.
+// Turns 2^d into (factor + tilt d) 2^d slope (EntropyRow); d and the slope are recovered from the 16 bits of
+// 2^d (recoverable.cuh).
 //
 // Plan: a block has kBlockVectors vectors of eight elements of one row. A thread loads all its vectors before
 // it uses the first. Blocks whose row has no upstream gradient of the entropy end at once.
@@ -450,6 +474,7 @@ struct Row {
   int target;
 };
 
+// top: the class is EntropyRow::top, whose gradient is known except for the slope.
 template <bool kCapped>
 __device__ __forceinline__ float GradientOf(const Params& p, const Row& row, float stored, bool top) {
   const Recovered r = kCapped ? RecoverCapped(stored, row.reference, p.softcap) : RecoverPlain(stored);
@@ -458,6 +483,8 @@ __device__ __forceinline__ float GradientOf(const Params& p, const Row& row, flo
   return fmaf(row.entropy.tilt, r.exponent, row.entropy.factor) * r.exponential * r.slope;
 }
 
+// The gradients of vector `v` of the row. The target's element does not change: FinishRowsKernel has written
+// it.
 template <bool kCapped>
 __device__ __forceinline__ uint4 GradientsOf(const Params& p, const Row& row, const uint4& raw, int v) {
   constexpr int kSize = Elements::kSize;

@@ -50,6 +50,13 @@ cudaError_t LaunchFinishExponentials(const LossTerms& terms, const RowInputs& in
                                      cudaStream_t stream);
 
 // ---- from the lists of the logit pass (CandidateLists) to the candidates of filtered gradients ----
+//
+// The lists of candidates are made in up to three passes. The first, ListingPass, computes the sums and lists
+// candidates at the same time, by lower bounds of the sums; it leaves out the first tiles, where the bounds
+// are too low. When the sums are complete, SecondListingPass lists the candidates of the first tiles. It also
+// makes the lists of a panel anew if one of them is incomplete, because too many classes passed the lower
+// bounds. LastListingPass does so for panels in which the second pass has found that a list has too little
+// room.
 
 // Call after the marked panels have been merged. Sets sum_bound to the row's sum. Marks in marked_panels, for
 // SecondListingPass::anew, the panels that have a row with an incomplete list, and empties the lists of these

@@ -11,6 +11,11 @@
 // reads C, and the products of the next tile begin at once. Each element of C is stored once or gets one
 // addition, so results do not depend on the order of clusters.
 //
+// The work of the clusters comes in units (Unit): a whole tile or, for the last tiles, a segment of a tile's
+// inner dimension (plan.h). The cluster of the last segment stores the tile. The clusters of the earlier
+// segments only leave partial sums for it in device memory (PartialSums). All clusters run at the same time
+// and begin the units in order, so the segment for which a cluster waits has always been begun.
+//
 // FLOP: 2 rows columns inner. Bytes from L2 for each block and stage: 16 + 16 KB for 4.2 MFLOP, as in the
 // logit pass.
 #include <cstdint>
@@ -26,7 +31,7 @@ namespace {
 
 // ---- pace ----
 //
-// The clusters of a persistent grid are kept within a few stages of each other. So bytes that one cluster
+// Pace keeps the clusters of a persistent grid within a few stages of each other. So bytes that one cluster
 // brings to L2 are still in L2, or on their way, when other clusters need them. This affects only the time,
 // not the result; a cluster that has waited long goes on alone.
 
@@ -35,14 +40,16 @@ constexpr int kPaceCounters = 4;
 constexpr int kPaceCounterWords = 32;  // one cache line for each counter
 constexpr int kPaceWords = kPaceCounters * kPaceCounterWords;
 
-// Used by one thread of a cluster.
+// Used by one thread of a cluster. Each of the counters counts the clusters that have begun an epoch. It is
+// used again, without being reset, every kPaceCounters epochs.
 class Pace {
  public:
   // begun: [kPaceWords], 0 when the kernel starts.
   __device__ __forceinline__ Pace(uint32_t* begun, int clusters)
       : begun_(begun), clusters_(static_cast<uint32_t>(clusters)) {}
 
-  // Call before stage `i` of a unit, if all clusters have a unit with the same number of stages.
+  // Call before stage `i` of a unit, if all clusters have a unit with the same number of stages. At the
+  // beginning of an epoch, waits until all clusters have begun the epoch before.
   __device__ __forceinline__ void Keep(int i) {
     if (i % kPaceStages != 0) return;
     if (epoch_ > 0 && patient_) Await(epoch_ - 1);
@@ -106,7 +113,7 @@ struct Maps {
 // ---- the work of a cluster ----
 
 // A unit of work: the stages [first, first + stages) of the inner dimension of a tile. These are all stages
-// unless the tile is segmented.
+// unless the tile is segmented. `panel`: the tile's columns of C. `row_tile`: the tile's rows of C.
 struct Unit {
   int panel, row_tile;
   int first, stages;
@@ -141,13 +148,15 @@ __device__ __forceinline__ Unit UnitAt(const GradientGemmPlan& plan, int index) 
   return unit;
 }
 
-// Returns which of `clusters` consecutive units the cluster at `position` computes. The units are arranged in
-// rows of `size` units. Consecutive positions get the units of a block that has two rows and half the
-// columns. The units that remain at the end are taken in order.
+// Returns which of `clusters` consecutive units the cluster at `position` computes, so that clusters with
+// neighboring positions share panels and row tiles. Imagine the units as a table with `size` units in each
+// line: if the first unit begins a panel, a line has the row tiles of one panel. Two lines are a band. A band
+// is cut in the middle into a left and a right block. Consecutive positions get the units of one block. Units
+// after the last whole band are taken in order.
 __device__ __forceinline__ int UnitInRound(int position, int size, int clusters) {
   const int band = position / (2 * size);
   if ((band + 1) * 2 * size > clusters) return position;
-  const int left = (size + 1) / 2;  // columns of a band's first block
+  const int left = (size + 1) / 2;  // columns of a band's left block
   int within = position - band * 2 * size;
   const bool second = within >= 2 * left;
   if (second) within -= 2 * left;
@@ -166,6 +175,8 @@ __device__ __forceinline__ void ForEachUnit(const GradientGemmPlan& plan, int po
   }
 }
 
+// The main loop computes C^T = B^T A^T, so B is its first operand and A its second. kMajorA: which dimension
+// of A in `Maps` is contiguous.
 template <Major kMajorA>
 __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
                                         int position) {
@@ -182,7 +193,9 @@ __device__ __forceinline__ void Produce(const Maps& maps, const KernelParams& p,
 
 // ---- from the sums to C ----
 
-// The sums of a tile's earlier segments, for one warpgroup. They are added up in the order of the segments.
+// The partial sums of a segmented tile in device memory, for one warpgroup. They are added up in the order of
+// the segments: each segment adds the sums of the segments before it to its own and, unless it is the last,
+// puts the total back. `added`: the number of segments in the sums.
 struct PartialSums {
   float4* vectors;  // this thread's vectors, kWarpgroup apart
   uint32_t* added;
@@ -290,7 +303,8 @@ __device__ __forceinline__ void FillBox(const OutBoxes& out, int i, int first_gr
   }
 }
 
-// Stores the tile of a warpgroup to C, where it begins at `column` and `row`.
+// Stores the tile of a warpgroup to C, where it begins at `column` and `row`. add: adds it to C. With fp32, a
+// box in shared memory is sent by two copies, so that their boxes have 128 bytes a row (SendPair).
 template <typename Out>
 __device__ __forceinline__ void Store(const OutBoxes& out, const float (&sums)[128], int column, int row,
                                       bool add) {
@@ -309,6 +323,8 @@ __device__ __forceinline__ void Store(const OutBoxes& out, const float (&sums)[1
 template <typename T, typename Out, Major kMajorA>
 __device__ __forceinline__ void Consume(const Maps& maps, const KernelParams& p, Ring ring, uint32_t rank,
                                         int position, int consumer, uint32_t boxes) {
+  // The number of this warpgroup in the cluster. The warpgroup has kProductRows columns of C's tile, because
+  // the product is transposed.
   const int part = static_cast<int>(rank) * kConsumers + consumer;
   const OutBoxes out(maps.c, boxes, consumer);
   float sums[128];

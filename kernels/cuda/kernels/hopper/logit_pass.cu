@@ -15,6 +15,10 @@
 //
 // Exponents are relative to a reference that the caller knows in advance. So one pass over the sums is
 // enough, and stored values need no correction for each tile. docs/kernels/hopper.md says more.
+//
+// Names in this file: s is a logit before the softcap, z the logit itself, and d = z f - reference its
+// exponent (logit_pass.h). A `logits` array has a thread's 128 elements of a tile: first dot products, then
+// s. e is 2^d. Candidates and their lists are explained in plan.h.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -59,6 +63,8 @@ constexpr bool kStores =
 // The operands and the type of a pass, in the form that the kernel gets. Members that the type of pass does
 // not use are null.
 struct LogitKernelParams {
+  // last_bias: the last column from which two biases may be read. group: PanelsPerGroup(). small_slope:
+  // SmallSlope() (recoverable.cuh). largest_bias: BoundedBias().
   int rows, classes, last_bias, first_class;
   int inner_tiles, vocab_tiles, panels, group;
   float f, scale, softcap, inverse_cap, small_slope, largest_bias;
@@ -74,7 +80,7 @@ struct LogitKernelParams {
   int dots_ld;
   SoftmaxPart* softmax_parts;
   CandidateLists lists;
-  int first_listed;            // a tile
+  int first_listed;            // FirstListedTile()
   const int32_t* listed_anew;  // panels whose tiles are all listed again; null: sums are not complete yet
   ClusterPositions positions;
 };
@@ -99,7 +105,8 @@ struct RowPair {
   float entry[2];
 };
 
-// Sets factor, tilt and entry of half `h`.
+// Sets factor, tilt and entry of half `h`. By the rule of the row (GradientRule), the gradient of a class is
+//   2^d (softmax - entropy ((d - log2_sum) ln 2 + row_entropy)).
 template <Form kForm>
 __device__ __forceinline__ void SetRule(const GradientRule& rule, int h, RowPair& r) {
   r.factor[h] = rule.softmax;
@@ -147,6 +154,7 @@ __device__ __forceinline__ void LoadSumBounds(const LogitKernelParams& p, const 
   const bool lists = p.listed_anew != nullptr || tile.vocab_tile >= p.first_listed;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    // Minus NegativeInfinity() is +infinity: no class can be a candidate.
     r.sum_bound[h] = lists && r.row[h] < p.rows ? __ldcg(p.lists.sum_bound + r.row[h]) : -NegativeInfinity();
   }
 }
@@ -175,6 +183,7 @@ __device__ __forceinline__ float BoundedBias(const LogitKernelParams& p, float b
 template <Form kForm>
 __device__ __forceinline__ void ScaleAndShift(const LogitKernelParams& p, const LogitTile& tile,
                                               float (&logits)[128]) {
+  // Columns past the last bias get that bias; Mask() removes them.
   const int first = tile.vocab_tile * kVocabTile + LaneColumn();
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
@@ -236,7 +245,8 @@ __device__ __forceinline__ int QuadMin(int x) {
   return min(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
-// Turns each lane's maximum of a half into the quad's maximum, and finds the first column that has it.
+// Turns each lane's maximum of a half into the quad's maximum, and finds the first column that has it. The
+// loop goes backwards, so the smallest column is found last.
 __device__ __forceinline__ void FindMax(const float (&logits)[128], float (&max)[2], int (&arg)[2]) {
   int found[2] = {kVocabTile, kVocabTile};
 #pragma unroll
@@ -260,8 +270,8 @@ constexpr int kBoxColumns = kBoxRowBytes / 2;
 constexpr int kGroups = kBoxColumns / 8;
 
 // Turns pairs of neighboring elements into words, word = body(s0, s1, half). With kStore, sends the words out
-// one box at a time. end_box(box) is called before a box is sent, when the warp has written its words to the
-// box.
+// one box (OutBoxes in main_loop.cuh) at a time; without kStore, a box is only a group of kBoxColumns
+// columns. end_box(box) is called before a box is sent, when the warp has written its words to the box.
 template <bool kStore, typename Body, typename EndBox>
 __device__ __forceinline__ void ForEachBox(const float (&logits)[128], const OutBoxes& out, int column,
                                            int row, Body body, EndBox end_box) {
@@ -301,7 +311,8 @@ struct ThreadSums {
   }
 };
 
-// Lower bound of d in products with 2^d: 2^d is 0 there, and the product with -inf would be NaN.
+// A lower bound of d in products of d and 2^d. 2^d is 0 there. Without the bound, the product of 0 and d =
+// -inf would be NaN.
 constexpr float kNothing = -1000.0f;
 
 // Processes two neighboring elements of a half: adds them to the sums, and returns the exponentials to be
@@ -326,13 +337,13 @@ __device__ __forceinline__ uint32_t TakePair(const LogitKernelParams& p, float s
   return PackBf16(e0, e1);
 }
 
-// The largest error of an exponent by all roundings between here and the last test: absolute, in units of log
-// 2, and relative.
+// The largest error of an exponent by all roundings between this test of a class and the last one, which the
+// filtered gradients make with fp32 logits: absolute, in units of log 2, and relative.
 constexpr float kListMargin = 0.02f;
 constexpr float kRelativeListMargin = 0x1p-14f;
 
-// The smallest logit before the softcap with which a class of the row may reach epsilon. NaN if `sum_bound`
-// is infinite or the row is not finite; no class reaches NaN.
+// The smallest logit before the softcap with which a class of the row may reach epsilon: 2^d must be at least
+// epsilon * sum_bound. NaN if `sum_bound` is infinite or the row is not finite; no class reaches NaN.
 template <Form kForm>
 __device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, float sum_bound,
                                                 float reference) {
@@ -343,13 +354,16 @@ __device__ __forceinline__ float LeastCandidate(const LogitKernelParams& p, floa
   const float margin = own_margin + kRelativeListMargin * fabsf(log2_sum);
   float least = (log2_sum + p.lists.log2_epsilon - margin) / p.f;
   if constexpr (kForm == Form::kCapped) {
+    // `least` is a bound for z. A z at or above the softcap is never reached, and one at or below its
+    // negative always.
     const float t = least * p.inverse_cap;
     least = t >= 1.0f ? -NegativeInfinity() : t <= -1.0f ? NegativeInfinity() : p.softcap * atanhf(t);
   }
   return least < -FLT_MAX ? -FLT_MAX : least;  // masked logits are below it
 }
 
-// Lists the candidates of a box: elements that are not below `least`.
+// Lists the candidates of a box: elements that are not below `least`. The count of a row may exceed the
+// capacity; then the list is incomplete, and it is made again (fused_rows.h).
 template <Form kForm>
 __device__ __forceinline__ void ListBox(const LogitKernelParams& p, const float (&logits)[128],
                                         const RowPair& rows, const float (&least)[2], int column, int box) {
@@ -390,7 +404,8 @@ __device__ __forceinline__ ThreadSums Exponentials(const LogitKernelParams& p, c
   return sums;
 }
 
-// Writes the statistics that a quad has computed for its two rows of a tile.
+// Writes the statistics that a quad has computed for its two rows of a tile. When candidates are listed, also
+// raises the rows' lower bounds by the tile's sums, for the tiles that come later.
 template <Form kForm, Output kOutput>
 __device__ __forceinline__ void WritePartials(const LogitKernelParams& p, const LogitTile& tile,
                                               const RowPair& rows, const float (&logits)[128],
@@ -454,7 +469,7 @@ __device__ __forceinline__ float GradientOf(const LogitKernelParams& p, const Ro
   return kForm == Form::kCapped ? g * logit.slope : g;
 }
 
-// A row whose factors are 0 gets a gradient of 0 for any logits.
+// Writes the gradients of a tile. A row whose factors are 0 gets a gradient of 0 for any logits, even NaN.
 template <typename T, Form kForm>
 __device__ __forceinline__ void Gradients(const LogitKernelParams& p, const float (&logits)[128],
                                           const RowPair& rows, const OutBoxes& out, int column, int row) {
@@ -493,8 +508,8 @@ __device__ __forceinline__ void StoreDots(const LogitKernelParams& p, const RowP
   }
 }
 
-// Writes the tile's parts of the softmaxes. p.f is log2(e) / temperature. `logits` are before the softcap.
-// Each half has several sums, because each addition to a sum waits for the previous one.
+// Writes the tile's parts of the softmaxes (SoftmaxPart). p.f is log2(e) / temperature. `logits` are before
+// the softcap. Each half has several sums, because each addition to a sum waits for the previous one.
 template <Form kForm>
 __device__ __forceinline__ void WriteSoftmax(const LogitKernelParams& p, const LogitTile& tile,
                                              const RowPair& rows, float (&logits)[128]) {
@@ -646,6 +661,8 @@ struct Kernel {
   }
 };
 
+// Recoverable exponentials exist only with a softcap, and softmaxes only in the general form; so the kernels
+// of other forms are not built for them.
 template <typename T, Output kOutput>
 cudaError_t LaunchForm(const Maps& maps, const LogitKernelParams& p, bool general, int clusters,
                        cudaStream_t stream) {
@@ -681,6 +698,7 @@ LogitKernelParams MakeKernelParams(const LogitOperands& o) {
   p.softcap = o.form.softcap;
   p.inverse_cap = o.form.softcap > 0.0f ? 1.0f / o.form.softcap : 0.0f;
   p.small_slope = SmallSlope(o.form.softcap);
+  // So that scale * bias is finite in fp32.
   p.largest_bias = 1e37f / std::max(1.0f, std::fabs(o.form.scale));
   p.bias = o.form.bias;
   p.targets = o.targets;
@@ -784,7 +802,7 @@ cudaError_t LaunchLogitPass(const LogitOperands& operands, const ExponentialsPas
 
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const RecoverablePass& pass, int clusters,
                             cudaStream_t stream) {
-  if (operands.form.softcap == 0.0f) {  // all exponentials are recoverable
+  if (operands.form.softcap == 0.0f) {  // the slope is 1, so all exponentials are recoverable
     return LaunchLogitPass(operands, ExponentialsPass{pass.statistics, pass.exponentials}, clusters, stream);
   }
   LogitKernelParams p = MakeKernelParams(operands);

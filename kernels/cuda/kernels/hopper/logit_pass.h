@@ -26,8 +26,8 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// The largest sum of 2^d that is used. If the sum of a row is larger, its panel is computed again with
-// another reference.
+// The largest sum of 2^d (d: TilePartials in plan.h) that is used. If the sum of a row is larger, its panel
+// is computed again with another reference.
 inline constexpr float kLargestSum = 0x1p60f;
 
 // ---- operands of every pass ----
@@ -74,10 +74,12 @@ struct MarkedPanels {
 
 // ---- the purpose of a pass ----
 
-// Values of each row that must be known before the pass, [rows] each.
+// Values of each row that must be known before the pass, [rows] each. LaunchPrepareRows (fused_rows.h)
+// computes them.
 struct RowReferences {
   const float* reference = nullptr;  // in units of log 2
-  // A bound for z before the softcap. The pass need not find a maximum that is smaller.
+  // A lower bound of the row's largest logit, before the softcap. If all logits of a tile are below it, the
+  // pass does not look for the tile's maximum.
   const float* threshold = nullptr;
 };
 
@@ -112,8 +114,8 @@ struct ListingPass {
   AllPanels panels;
 };
 
-// For the two passes that list candidates when the sums are complete. The only statistic that they write is
-// `target`, which does not change.
+// For the two passes that list candidates when the sums are complete (fused_rows.h says when each is used).
+// The only statistic that they write is `target`, with the value that it already has.
 struct CompleteSums {
   const float* reference = nullptr;  // [rows]
   float* target = nullptr;           // TilePartials::target
@@ -155,8 +157,9 @@ struct SoftmaxPass {
 // The number of clusters that the current device runs at once; 0 if it cannot run the pass.
 int LogitPassClusters();
 
-// Errors: cudaErrorNotSupported if the driver cannot describe the operands to the copy engine;
-// cudaErrorInvalidValue for operands that the pass does not support.
+// clusters: the number of clusters of the grid, at most LogitPassClusters(). Errors: cudaErrorNotSupported if
+// the driver cannot describe the operands to the copy engine; cudaErrorInvalidValue for operands that the
+// pass does not support.
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const StatisticsPass& pass, int clusters,
                             cudaStream_t stream);
 cudaError_t LaunchLogitPass(const LogitOperands& operands, const ExponentialsPass& pass, int clusters,

@@ -40,7 +40,11 @@ inline constexpr int kPartColumns = kColumnTile / kClusterBlocks;
 inline constexpr int kRingBytes = kStages * kStageBytes;
 inline constexpr int kRingBarrierBytes = 2 * kStages * 8;
 
-// The ring of stages in shared memory, and the position in the ring of one of its users.
+// The ring of stages in shared memory. Each user of the ring (the producer thread, or a thread of a consumer)
+// has a copy of this struct with its own position: the next stage, `index`, and the parity of the phase of
+// its barriers, which changes with each turn around the ring. A phase of `full` ends when all bytes of the
+// stage have arrived. A phase of `empty` ends when the consumers of both blocks have read the stage: the
+// other block also writes to this block's stages, so a stage must be free in both.
 struct Ring {
   uint32_t stages;  // [kStages][kStageBytes]
   uint32_t full;    // [kStages] barriers of 8 bytes; the same for `empty`
@@ -56,7 +60,8 @@ struct Ring {
   __device__ __forceinline__ void Start() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        InitBarrier(full + 8 * i, 1);
+        InitBarrier(full + 8 * i, 1);  // the producer of this block
+        // One arrival for each consumer warp of both blocks.
         InitBarrier(empty + 8 * i, kClusterBlocks * kConsumers * (kWarpgroup / 32));
       }
       FenceBarrierInit();
@@ -83,8 +88,8 @@ template <Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void Fetch(const CUtensorMap& a, const CUtensorMap& b, int row, int column, int k,
                                       uint32_t rank, Ring& ring) {
   constexpr uint16_t kAllBlocks = (1 << kClusterBlocks) - 1;
-  Wait(ring.Empty(), ring.parity ^ 1);
-  ArriveExpecting(ring.Full(), kStageBytes);
+  Wait(ring.Empty(), ring.parity ^ 1);        // in the first turn, returns at once
+  ArriveExpecting(ring.Full(), kStageBytes);  // A, and both halves of B
   if constexpr (kMajorA == Major::kInner) {
     CopyBoxIn(ring.A(), a, k, row, ring.Full());
   } else {
@@ -118,6 +123,7 @@ __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, f
     const uint64_t b = MatrixDescriptor<kMajorB>(ring.B());
     Wait(ring.Full(), ring.parity);
     BeginProducts();
+    // The first product of this call overwrites `sums`, the others add to it.
 #pragma unroll
     for (int i = 0; i < kInnerTile / kInnerStep; ++i) {
       Mma64x256x16<T, kMajorA, kMajorB>(sums, a + i * kDescriptorStep<kMajorA>,
@@ -125,6 +131,8 @@ __device__ __forceinline__ void Multiply(int stages, int consumer, Ring& ring, f
     }
     CommitProducts();
     if (k == max(stages - 2, 0)) before_last();
+    // Only the products of this stage may still run, so the previous stage is free. Lane 0 of each warp tells
+    // block 0, lane 1 tells block 1.
     WaitProducts<1>();
     if (k > 0 && lane < kClusterBlocks) ArriveAt(last_empty, lane);
     last_empty = ring.Empty();
@@ -148,9 +156,10 @@ struct ClusterPositions {
   uint32_t* claimed = nullptr;  // [kMostClusters], 0 when the kernel starts; null: clusters in any order
 };
 
-// Called by one thread of the cluster, before the cluster synchronizes. Takes a position below `clusters`:
-// the preferred position of its multiprocessors, if no other cluster has taken it. There are as many
-// positions as clusters, so each cluster gets a position of its own.
+// Called by one thread of block 0 of the cluster, before the cluster synchronizes. Writes a position below
+// `clusters` to the address `word` in shared memory: the preferred position of its multiprocessors, if no
+// other cluster has taken it. There are as many positions as clusters, so each cluster gets a position of its
+// own.
 __device__ __forceinline__ void TakePosition(const ClusterPositions& positions, int clusters, uint32_t word) {
   int position = static_cast<int>(blockIdx.x) / kClusterBlocks;
   if (positions.claimed != nullptr) {
@@ -168,17 +177,19 @@ __device__ __forceinline__ int Position(uint32_t word) { return static_cast<int>
 // Boxes in shared memory are filled while the copy engine stores earlier ones. The comment at kProductRows
 // (ptx.cuh) says which elements of the warpgroup's kProductRows x kColumnTile a thread holds.
 
-// A box has kProductRows rows of 128 bytes, with the 128-byte swizzle. Each warpgroup has two boxes, used in
-// turn.
+// A box has kProductRows rows of 128 bytes. Each warpgroup has two boxes, used in turn. The 128-byte swizzle
+// avoids conflicts of banks: piece c of 16 bytes of row r lies at the place c ^ (r % 8) of the row.
 inline constexpr int kBoxRowBytes = 128;
 inline constexpr int kBoxBytes = kProductRows * kBoxRowBytes;
 inline constexpr int kOutBytes = kConsumers * 2 * kBoxBytes;
 
-// The boxes of one consumer warpgroup, through which its tile goes to device memory.
+// The boxes of one consumer warpgroup, through which its tile goes to device memory. For each box in turn,
+// all threads of the warpgroup call Open(), write elements with a function Put...(), and call Send(). `i` is
+// the box, 0 or 1. A "half" is one of the two rows of a thread: h = 0 or 1.
 struct OutBoxes {
   const CUtensorMap* map;
   uint32_t boxes;    // this warpgroup's boxes, [2][kBoxBytes]
-  uint32_t barrier;  // the warpgroup's named barrier
+  uint32_t barrier;  // the warpgroup's named barrier; 0 is __syncthreads()
   bool leader;       // this thread is the one that starts the copies
 
   __device__ __forceinline__ OutBoxes(const CUtensorMap& out, uint32_t all_boxes, int consumer)
@@ -187,8 +198,8 @@ struct OutBoxes {
         barrier(1 + consumer),
         leader(threadIdx.x % kWarpgroup == 0) {}
 
-  // Waits until the box that was sent before the last one may be written again. kCopies: the number of copies
-  // that send a box.
+  // Waits until the next box may be written: until the copy engine has read it since it was last sent.
+  // kCopies: the number of copies that send a box.
   template <int kCopies = 1>
   __device__ __forceinline__ void Open() const {
     if (leader) WaitBoxesRead<kCopies>();
@@ -228,6 +239,7 @@ struct OutBoxes {
                    ((chunk ^ (row & 7)) << 4) + column % 4 * 4,
                value);
   }
+  // Sends box `i` to device memory, where it begins at `column` and `row` of the matrix.
   __device__ __forceinline__ void Send(int i, int column, int row) const {
     FenceAsyncProxy();
     SyncNamed(barrier, kWarpgroup);
@@ -248,7 +260,8 @@ struct OutBoxes {
       }
     }
   }
-  // Call before the block ends.
+  // Waits until the copy engine has read all boxes. Call before the block ends, and with it its shared
+  // memory.
   __device__ __forceinline__ void Finish() const {
     if (leader) WaitBoxesRead<0>();
   }

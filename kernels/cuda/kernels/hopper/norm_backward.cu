@@ -6,11 +6,16 @@
 // whole rows into the group's ring. Second, a thread keeps its part of a row in registers between the two
 // passes; so after the barrier for the row's sums, the row's place in the ring is free.
 //
+// As in ../norm_rows.cuh, a vector is eight columns, and a group is the threads of a block that work on one
+// row. The groups of all clusters take rows in turn. A group's n-th row is its turn n.
+//
 // Two blocks of a cluster may share rows; each then has half of the columns. Rows with fewer than 10240
 // columns are shared so that a block works on several rows at a time: it computes on one row while another
 // row waits for its sums. Rows with more than 12288 columns are shared because one block has no room for
 // them. Rows between these limits are not shared. Up to 8192 columns a thread has two vectors, above that
-// three, which needs fewer instructions a column.
+// three, which needs fewer instructions a column, and four only if rows do not fit otherwise. These numbers
+// are for x and dy of 16 bits. Rows with an fp32 matrix have two vectors a thread, and rows of at least 2048
+// columns are shared.
 #include <algorithm>
 #include <cstdint>
 
@@ -30,10 +35,10 @@ constexpr int kMostGroupWarps = 16;  // of a group
 constexpr int kStages = 2;           // rows of a ring; with more the first rows arrive later
 constexpr int kMostSums = 64;        // for all warps of a cluster; a multiple of four for each group
 
-// The rows of a group: kStages of them are in shared memory or on their way. `turn` counts the rows that the
-// group has processed. One thread fetches the rows; it fetches the facts of a row (RowFacts) one turn before
-// the row itself. `Copy`: copy(to, barrier, row, raw_row) starts the copies of a row, row_units units of 16
-// bytes in all.
+// The next rows of a group: kStages of them are in shared memory or on their way. `turn` counts the group's
+// rows from 0; the row of a turn lies at the place turn % kStages. One thread fetches the rows; it fetches
+// the facts of a row (RowFacts) one turn before the row itself. `Copy`: copy(to, barrier, row, raw_row)
+// starts the copies of a row, row_units units of 16 bytes in all.
 template <typename Copy>
 class RowRing {
  public:
@@ -114,10 +119,11 @@ class RowRing {
   Copy copy_;
 };
 
-// Sums two values at once over the groups with the same index in all blocks of a cluster, with the same bits
-// in all threads. There are two sets of places and barriers, used in turn. So a thread may write to a place
-// again for the next sum but one: all threads have read it by then, because all threads had to take part in
-// the sum between.
+// Sums two values, a and b, at once over the groups with the same index in all blocks of a cluster, with the
+// same bits in all threads. Each warp writes its sums to a place of its own, in every block; then each thread
+// adds up all places. There are two sets of places and barriers, used in turn. So a thread may write to a
+// place again for the next sum but one: all threads have read it by then, because all threads had to take
+// part in the sum between.
 template <int kBlocks>
 class PairSum {
  public:
@@ -145,6 +151,7 @@ class PairSum {
     }
   }
 
+  // count: the number of sums before this one; all threads of the groups call it.
   __device__ __forceinline__ float2 operator()(uint32_t count, float a, float b) {
     // The lower half of the warp sums a, the upper half sums b.
     const int which = group_.lane / 16;
@@ -302,7 +309,7 @@ __global__ __launch_bounds__(kThreads,
   WritePartials(sums, reinterpret_cast<float4*>(shared), vectors, group, p.centred, b.scale, to);
 }
 
-// groups == 0: such rows do not fit.
+// The plan of a launch. If the rows do not fit, its `groups` is 0.
 template <typename X, typename Dy, int kBlocks, int kVectors, int kThreads>
 Plan MakePlan(const NormParams& p, const DeviceLimits& limits) {
   Plan plan;
@@ -336,6 +343,8 @@ struct Launch {
   int64_t* partial_rows;
   bool asks = false;  // only tests whether rows fit; launches nothing
 
+  // Returns false if the rows do not fit. Otherwise launches the kernel, unless `asks`, and *error is the
+  // error of the launch.
   template <typename X, typename Dy, int kBlocks, int kVectors, int kThreads>
   bool IfFits(cudaError_t* error) const {
     const Plan plan = MakePlan<X, Dy, kBlocks, kVectors, kThreads>(p, limits);
@@ -377,6 +386,7 @@ absl::string_view WhyNoNormBackward(const NormParams& params, const NormBackward
   if (params.rows > kMostRows) return "many rows";
   cudaError_t error = cudaSuccess;
   const Launch launch = {params, backward, limits, nullptr, nullptr, /*asks=*/true};
+  // LaunchIfPaired (norm_rows.cuh) calls launch.IfFits for the dtypes of x and dy.
   return LaunchIfPaired(launch, params, backward, &error) ? "" : "long rows";
 }
 

@@ -66,7 +66,9 @@ absl::string_view WhyNotFaster(int64_t padded_rows, int64_t vocab) {
 }
 
 int64_t RowTilesPerGroup(int64_t row_tiles) {
-  constexpr int64_t kMost = 10;  // 66 tiles at a time then come from at least six panels
+  // An H200 works on 66 tiles at a time, one for each cluster. They then come from ten row tiles and about
+  // seven panels: nearly a square, which needs the fewest bytes.
+  constexpr int64_t kMost = 10;
   return CeilDiv(row_tiles, CeilDiv(row_tiles, kMost));
 }
 
@@ -83,6 +85,8 @@ GradientGemmPlan PlanGradientGemm(int64_t rows, int64_t columns, int64_t inner, 
   plan.inner_tiles = static_cast<int>(CeilDiv(inner, kInnerTile));
   plan.group = static_cast<int>(RowTilesPerGroup(plan.row_tiles));
   plan.whole = plan.panels * plan.row_tiles;
+  // The clusters compute the tiles in rounds of `clusters` tiles. `left` tiles remain for the last round, in
+  // which some clusters would have no tile. They are divided into segments if that ends sooner.
   const int left = plan.whole % clusters;
   int64_t fewest = StagesFor(left, 1, plan.inner_tiles, clusters);
   const int64_t most_segments = left > kMostPartials ? 1 : std::min<int64_t>(kMostSegments, plan.inner_tiles);

@@ -55,8 +55,9 @@ constexpr int64_t PanelsPerGroup(int64_t panels, int64_t inner) {
 
 // ---- candidates ----
 
-// The candidates of a row are the classes whose probability may reach epsilon. The logit pass fills the lists
-// of candidates while it computes the tiles (docs/kernels/recomputed.md).
+// Filtered gradients leave out the classes whose probability is below a limit, epsilon. The candidates of a
+// row are the classes whose probability may reach epsilon. The logit pass fills the lists of candidates while
+// it computes the tiles (docs/kernels/recomputed.md).
 
 // The least and the most room for the candidates of a row. For the default epsilon, 1 / epsilon is four times
 // kLeastListed.
@@ -98,7 +99,8 @@ constexpr int64_t FirstListedTile(int64_t vocab_tiles) { return CeilDiv(vocab_ti
 // ---- what the logit pass (logit_pass.h) and the kernels around it keep of rows and tiles ----
 
 // The statistics of a row over one tile of classes, at [tile * ld + row], without the row's target. z is the
-// logit, z f its value in units of log 2, and d = z f - reference.
+// logit, z f its value in units of log 2, and d = z f - reference. The reference of a row is chosen before
+// the pass, so that 2^d neither overflows nor vanishes (fused_rows.cu).
 struct TilePartials {
   int64_t ld = 0;           // at least the rows
   float* max = nullptr;     // of z; -inf if all are below the row's threshold
@@ -127,8 +129,9 @@ struct EntropyRow {
 // The memory in which the logit pass and the kernels around it keep values of a chunk's rows. Arrays have
 // `capacity` rows.
 struct FusedRows {
-  TilePartials partials;  // free when the results are computed
-  float* reference = nullptr;
+  // Free when the results are computed and, with lists of candidates, the last lists have been written.
+  TilePartials partials;
+  float* reference = nullptr;  // RowReferences in logit_pass.h, like `threshold`
   float* threshold = nullptr;
   // Statistics over all tiles, and later also over the classes on other devices. d is as in TilePartials, but
   // relative to sum_reference.
@@ -180,14 +183,14 @@ struct GradientGemmPlan {
 
 // The memory of a tile's partial sums while its segments are computed.
 inline constexpr int64_t kPartialBytes = int64_t{kPanelRows} * kColumnTile * 4;
-inline constexpr int kMostPartials = 126;
+inline constexpr int kMostPartials = 126;  // the most tiles that are computed in segments
 
 // The number of row tiles in a group, which is worked on together. All groups of the `row_tiles` have about
 // the same size.
 int64_t RowTilesPerGroup(int64_t row_tiles);
 
-// The number of stages of the main loop until the last cluster is done, if each of `tiles` tiles is divided
-// into `segments` segments.
+// An estimate of the time until the last cluster is done, in stages of the main loop, if each of `tiles`
+// tiles is divided into `segments` segments.
 int64_t StagesFor(int64_t tiles, int64_t segments, int64_t inner_tiles, int64_t clusters);
 
 // The plan for C [rows, columns] with an inner dimension of `inner`; all sizes are above 0.

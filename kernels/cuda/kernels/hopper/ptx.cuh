@@ -42,6 +42,10 @@ __device__ __forceinline__ void ClusterSync() {
 }
 
 // ---- barriers in shared memory ----
+//
+// A barrier (mbarrier) counts arrivals, and the bytes that copies bring. Its phase ends when all expected
+// arrivals and bytes have come; then the next phase begins. Phases have the parities 0, 1, 0, ... A thread
+// that waits for parity 1 on a new barrier goes on at once, as if a phase before the first had ended.
 
 __device__ __forceinline__ void InitBarrier(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -173,6 +177,9 @@ __device__ __forceinline__ void FenceAsyncProxy() {
 }
 
 // ---- registers ----
+//
+// A warpgroup that needs few registers gives some of them back (LowerRegisters), so that another warpgroup of
+// the block can have more (RaiseRegisters). kRegisters: registers of a thread afterwards.
 
 template <int kRegisters>
 __device__ __forceinline__ void RaiseRegisters() {
@@ -247,7 +254,9 @@ __device__ __forceinline__ uint64_t MatrixDescriptor(uint32_t address) {
 template <Major kMajor>
 inline constexpr uint64_t kDescriptorStep = kMajor == Major::kOuter ? 16 * 128 >> 4 : 16 * 2 >> 4;
 
-// After BeginProducts, the accumulator registers may be used again only after WaitProducts.
+// A warpgroup calls BeginProducts, starts its products, and closes their group with CommitProducts.
+// WaitProducts waits until at most kPending groups are not complete. Between BeginProducts and WaitProducts
+// no thread may use the accumulator registers.
 __device__ __forceinline__ void BeginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void CommitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -1,13 +1,15 @@
-// SPDX-License-Identifier: Apache-2.0
-// A 16-bit encoding of exponentials 2^d from which logits can be recovered. The exponentials that other rows
-// store, 2^d times the slope of a softcap, do not allow this, because two logits on either side of softcap -
-// 1 may give the same product.
+// SPDX-License-Identifier: Apache-2.0 A 16-bit encoding of exponentials 2^d from which d and the slope of the
+// softcap, dz/ds, can be recovered (logit_pass.h defines z and s, plan.h defines d). Rows with an upstream
+// gradient of their entropy need both values, when their sums are complete. Other rows store 2^d times the
+// slope. From this product the logit cannot be recovered under a softcap: a logit below softcap - 1 and one
+// above it may give the same product.
 //
 // There are two cases:
 // - If the slope is not small, 2^d alone is stored, rounded to bf16. This gives d within 0.003, and the slope
 //   within 0.004 / softcap.
 // - If the slope is small, the slope is stored instead of 2^d: as a negative number, and multiplied by 2^64
-//   if the logit is positive. Then z = +-softcap sqrt(1 - slope) is known within softcap * slope / 1000.
+//   if the logit is positive. The slope is 1 - (z / softcap)^2, so z = +-softcap sqrt(1 - slope) is known
+//   within softcap * slope / 1000.
 //
 // With the limit between the two cases (SmallSlope), both errors are at most 0.003 for softcaps of at least
 // 4. Rounding to bf16 alone has an error of up to 0.002.
@@ -52,9 +54,12 @@ __device__ __forceinline__ Recovered RecoverCapped(float stored, float reference
   if (stored == 0.0f) return {};
   if (stored > 0.0f) {
     const float d = __log2f(stored);
+    // t = z / softcap, so the slope is 1 - t^2.
     const float t = (d + reference) * kLn2 / softcap;
     return {stored, d, fmaxf(1.0f - t * t, 0.0f)};
   }
+  // Stored slopes are below 1/2. If they are multiplied by kPositiveLogit, they are at least 16, because of
+  // kLeastSlope.
   const bool positive = -stored >= 1.0f;
   const float slope = positive ? -stored / kPositiveLogit : -stored;
   const float z = copysignf(softcap * sqrtf(1.0f - slope), positive ? 1.0f : -1.0f);
