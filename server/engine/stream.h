@@ -253,8 +253,8 @@ struct StreamSummary {
 };
 
 // Receives the results of a stream. Called on the engine's threads and on threads that give memory back;
-// OnSlice and OnFinished of a stream are called one at a time. An observer must not block and must not call
-// back into the engine.
+// OnSlice and OnFinished of a stream are called one at a time and without a lock, so they may call functions
+// of the engine that do not block, such as Stream::Receive. An observer must not block.
 class StreamObserver {
  public:
   virtual ~StreamObserver() = default;
