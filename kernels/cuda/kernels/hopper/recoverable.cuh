@@ -1,8 +1,8 @@
-// SPDX-License-Identifier: Apache-2.0 A 16-bit encoding of exponentials 2^d from which d and the slope of the
-// softcap, dz/ds, can be recovered (logit_pass.h defines z and s, plan.h defines d). Rows with an upstream
-// gradient of their entropy need both values, when their sums are complete. Other rows store 2^d times the
-// slope. From this product the logit cannot be recovered under a softcap: a logit below softcap - 1 and one
-// above it may give the same product.
+// SPDX-License-Identifier: Apache-2.0
+// A 16-bit encoding of exponentials 2^d from which d and the slope of the softcap, dz/ds, can be recovered
+// (logit_pass.h defines z and s, plan.h defines d). Rows with an upstream gradient of their entropy need both
+// values, when their sums are complete. Other rows store 2^d times the slope. From this product the logit
+// cannot be recovered under a softcap: a logit below softcap - 1 and one above it may give the same product.
 //
 // There are two cases:
 // - If the slope is not small, 2^d alone is stored, rounded to bf16. This gives d within 0.003, and the slope
