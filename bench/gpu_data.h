@@ -58,15 +58,17 @@ DataKind ParseDataKind(const std::string& name);
 LossData MakeData(DataKind kind, const DataShape& shape, uint64_t seed);
 void Free(LossData& data);
 
-// Compares the first 256 rows with the measured profile, in double precision from the 16-bit values.
+// Computes the logits of the first 256 rows in double precision, from the 16-bit hidden states and weight,
+// and says how well these rows match the measured softmax.
 data::ProfileCheck CheckProfile(const DataShape& shape, const LossData& data);
 
 // The logits [rows, vocab] of some rows, in double precision, on the host.
 std::vector<double> ComputeLogits(const DataShape& shape, const LossData& data,
                                   const std::vector<int32_t>& rows);
 
-// The upstream gradients of a deferred backward, on the host, [rows] each: with respect to the row's loss
-// (divided by the scale that all rows share), its log-sum-exp and its entropy.
+// The upstream gradients of a deferred backward, on the host, [rows] each: with respect to the row's loss,
+// its log-sum-exp and its entropy. The gradient of the loss is `loss` times ReferenceQuery::scale, which all
+// rows share; the other two have no such factor.
 struct RowGradients {
   std::vector<float> loss, lse, entropy;
 };

@@ -38,14 +38,14 @@ namespace lossd::client::internal {
 // The shape of a parameter of a head. INVALID_ARGUMENT if `param` is not a parameter.
 absl::StatusOr<TensorShape> ParamShape(const v1::HeadSpec& spec, v1::Param param);
 
-// Checks a write to a parameter with the shape `whole`. INVALID_ARGUMENT, naming "rows", if the parameter
-// does not have these rows (null: all rows). INVALID_ARGUMENT, naming "values", if `values`, the shape of the
-// caller's array, does not fit the rows; empty: the shape is not known.
+// Checks a write to a parameter with the shape `whole`. `rows`: the rows to write; null: all rows. `values`:
+// the shape of the caller's array; empty: not known, and not checked. INVALID_ARGUMENT, naming "rows", if the
+// parameter does not have these rows; or naming "values", if the array does not have the shape of these rows.
 absl::Status CheckShape(absl::string_view head, v1::Param param, const v1::RowRange* rows, TensorShape whole,
                         absl::Span<const uint64_t> values);
 
-// Reads the rows that `request` names into `out`. `tensor_rows` is the number of rows of the tensor, if the
-// caller knows it; ABORTED if the tensor has another shape by now.
+// Reads the rows that `request` names into `out`, and returns the shape of what was read. `tensor_rows` is
+// the number of rows of the tensor, if the caller knows it; ABORTED if the tensor has another shape by now.
 absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorRequest& request,
                                        absl::Span<char> out, absl::Time deadline,
                                        std::optional<uint64_t> tensor_rows = std::nullopt);
@@ -110,8 +110,9 @@ class TensorReader {
   TensorReader(const v1::ReadTensorRequest& request, absl::Span<char> out,
                std::optional<uint64_t> tensor_rows = std::nullopt);
 
-  // Handles one message. If the message says that its rows lie in the region, they lie in `in_region`, which
-  // begins with row `first_row`. If `in_region` is empty, the message must not say so.
+  // Handles one message. Its rows are in the message, or the message says that the server has written them to
+  // shared memory (a region). `in_region` is the part of the region that the call offered for its rows, and
+  // begins with row `first_row`. Empty: the call offered none, so rows in a region are an error.
   absl::Status Handle(const grpc::ByteBuffer& message, absl::Span<const uint8_t> in_region = {},
                       uint64_t first_row = 0);
   // The shape that was read. Call it when the server has ended the last call with OK.

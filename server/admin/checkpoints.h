@@ -82,8 +82,8 @@ class NamedLocks {
 class CheckpointDeletions {
  public:
   static constexpr size_t kMostRemembered = 1000;
-  // The most deleted checkpoints that wait until their files are not in use. Files of further ones are
-  // removed by the next save or start.
+  // How many deleted checkpoints may wait until their files are no longer in use. The files of further ones
+  // are removed by the next save or start.
   static constexpr size_t kMostUnremoved = 1000;
 
   // The arguments outlive the object.
@@ -156,8 +156,8 @@ class Checkpoints {
   // Creates the directory if it does not exist.
   absl::Status PrepareDirectory() ABSL_LOCKS_EXCLUDED(directory_mutex_);
 
-  // PERMISSION_DENIED naming the field if a save asks to keep fewer checkpoints than --keep_checkpoints. Only
-  // admins may ask for that. If the flag is 0, each save may choose the number.
+  // Call for callers that are not admins. PERMISSION_DENIED naming the field if an automatic save asks to
+  // keep fewer checkpoints than --keep_checkpoints. If the flag is 0, each save may choose the number.
   absl::Status CheckKeep(const v1::SaveCheckpointRequest& request) const;
   // PERMISSION_DENIED if a deletion would delete an automatic checkpoint, and --keep_checkpoints is not 0.
   // Reads the manifest of the checkpoint.

@@ -532,9 +532,9 @@ LocalRanks::~LocalRanks() {
   }
 }
 
-// The thread of one rank. It closes the rank's stream here and not in the destructor, because the leader
-// waits until the stream is closed. If the rank is lost, the thread reports the end before it closes the
-// stream, because closing may hang.
+// The thread of one rank. It closes the rank's gRPC stream to the leader here and not in the destructor,
+// because the leader may wait until this stream is closed. If the rank is lost, the thread reports the end
+// before it closes the stream, because closing may hang.
 void LocalRanks::Run(Rank* rank, News& news) {
   const absl::Status status = rank->worker->Run();
   const RanksEnd end = {status, rank->worker->joined()};

@@ -50,9 +50,12 @@ struct EngineContext {
   absl::Mutex mutex;                               // the engine's lock
   VersionCounter versions ABSL_GUARDED_BY(mutex);  // versions of all heads
   FairShare stream_places ABSL_GUARDED_BY(mutex);  // places for open streams, shared by peer
-  RowMemory row_memory ABSL_GUARDED_BY(mutex);
+  RowMemory row_memory ABSL_GUARDED_BY(mutex);     // the budget for what is remembered of rows
+  // The next two members are for deterministic mode. A contribution that waits for its turn has a ticket, by
+  // which the wait can be dropped (Engine::AwaitTurn); this is the last ticket that was given.
   uint64_t last_turn_ticket ABSL_GUARDED_BY(mutex) = 0;
-  // Deterministic mode: how many slices hold a place in a group's area, while they are received, computed or
+  // An area is memory with a place for each row of a group, in which the group is put together and computed
+  // (GroupAssembly). This counts the slices that hold places in an area, while they are received, computed or
   // sent.
   int64_t area_buffers_lent ABSL_GUARDED_BY(mutex) = 0;
 

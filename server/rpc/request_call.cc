@@ -151,7 +151,7 @@ void RequestCall::Receive() {
     return Finish(Failed(*environment_, method_, std::move(admitted)));
   }
   absl::MutexLock lock(&mutex_);
-  if (ended_) return;  // another call got its place already
+  if (ended_) return;  // EndWaiting has ended it already: another call got its place, or the request is late
   StartRead(&request_);
 }
 

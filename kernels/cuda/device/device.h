@@ -125,7 +125,8 @@ class Device {
   static constexpr int kMaxChunksInFlight = 2;
   static constexpr absl::Duration kDrainLimit = absl::Seconds(10);
 
-  // Fills in the limits of the current device that only kernels know: fused_clusters and cluster_order.
+  // Fills in the limits of the current device that depend on the kernels of Hopper, so that Device cannot
+  // find them by itself: fused_clusters and cluster_order.
   using FindKernelLimits = void (*)(DeviceLimits&);
   // Options and errors as of CreateCudaBackend.
   static absl::StatusOr<std::unique_ptr<Device>> Open(const CudaBackendOptions& options,
@@ -218,7 +219,7 @@ class ClassExchange {
  public:
   virtual ~ClassExchange() = default;
 
-  // data [n] becomes the sum over all parts. `kind`: the clock that counts the time.
+  // data [n] becomes the sum over all parts. `kind`: the kind of exchange that the time is counted for.
   virtual absl::Status Sum(ExchangeKind kind, float* data, int64_t n) = 0;
   // all [parts, bytes] receives `own` [bytes] of each part.
   virtual absl::Status Gather(const void* own, void* all, int64_t bytes) = 0;
@@ -228,8 +229,8 @@ class ClassExchange {
   // `data` needs room for `rows` rounded up to a multiple of the number of parts.
   virtual absl::Status SumRows(float* data, int64_t rows, int64_t cols) = 0;
 
-  // Calls `enqueue`, which enqueues a chunk. Ends the exchanges if `enqueue` does not return in time because
-  // another part takes no part in them.
+  // Calls `enqueue`, which enqueues a chunk and its exchanges. `enqueue` can hang if another part does not
+  // make the same calls; after a timeout, Watched then ends the exchanges.
   virtual absl::Status Watched(absl::FunctionRef<absl::Status()> enqueue) = 0;
   // Waits until the event has happened, or until it can no longer happen.
   virtual absl::Status Wait(const Event& event) = 0;
@@ -249,7 +250,8 @@ class SoleExchange final : public ClassExchange {
   void Abort(const absl::Status&) override {}
 };
 
-// The exchange of a head. It is replaced when the head is connected, after it has been made.
+// The exchange of a head: a SoleExchange when the head is made. If the head has other parts, the exchange is
+// replaced when the parts are connected.
 struct ClassLink {
   std::unique_ptr<ClassExchange> exchange = std::make_unique<SoleExchange>();
 };

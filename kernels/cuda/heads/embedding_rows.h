@@ -40,7 +40,8 @@ class EmbeddingRows {
   absl::Status Enqueue(const ChunkJob& job, const ChunkSlot& slot) const;
 
  private:
-  // Where the raw rows of a chunk lie on the device: [raw_rows, D] of the chunk's hidden_dtype.
+  // Where the raw rows of a chunk lie on the device: [raw_rows, D] of the chunk's hidden_dtype. Raw rows are
+  // all rows of the chunk's slices, in order; compact rows leave out the rows without a target.
   RawRows PlaceOf(const ChunkJob& job, const ChunkSlot& slot) const;
   // Whether part of the raw rows lies in Region::kHiddenGradient, which chunks share.
   bool SharesRegion(const ChunkJob& job) const;
@@ -51,16 +52,20 @@ class EmbeddingRows {
   using PieceFn = absl::FunctionRef<absl::Status(uint8_t* at, int64_t first, int64_t count)>;
   absl::Status ForPieces(const RawRows& place, int64_t begin, int64_t rows, PieceFn fn) const;
 
+  // Enqueues a chunk that reads rows of the weight: gathers them, and delivers them to the slices.
   absl::Status LookUp(const ChunkJob& job, const ChunkSlot& slot) const;
   // Copies rows of the weight for the raw rows [begin, begin + rows) to `to`, on the download stream.
   absl::Status Gather(const ChunkJob& job, const ChunkSlot& slot, int64_t begin, int64_t rows,
                       void* to) const;
-  // The next two are for a head that is split by vocabulary.
+  // As LookUp, for a head that is split by vocabulary: each part has some of the rows, so the parts add up
+  // their rows first. DownloadPart delivers those rows of one slice whose sums are on this device.
   absl::Status LookUpParts(const ChunkJob& job, const ChunkSlot& slot) const;
   absl::Status DownloadPart(const ChunkJob& job, const ChunkSlot& slot, const SliceLayout& place) const;
   // The weight from which rows of `dtype` are made: [classes here, D].
   DeviceMatrix SourceFor(DType dtype) const;
 
+  // Enqueues a chunk that adds gradients to rows of the weight gradient, by the three functions below.
+  // GuardGradients finds slices with a row that is not finite; AddGradients leaves these slices out.
   absl::Status TakeGradients(const ChunkJob& job, const ChunkSlot& slot) const;
   absl::Status UploadGradients(const ChunkJob& job, const ChunkSlot& slot) const;
   absl::Status GuardGradients(const ChunkJob& job, const ChunkSlot& slot) const;

@@ -36,7 +36,8 @@ inline constexpr int kChunkSlots = 2;  // chunks of a head that may be in flight
 // limit is the arena, the memory for blocks of logits; slots do not count. If the config sets no limit, the
 // limit is at most kRecomputedWorkspaceBytes.
 //
-// `fused`: whether the device can compute fused losses, for a 16-bit compute dtype.
+// `fused`: whether the device can compute fused losses, i.e. the loss as a part of the logits product
+// (hopper/plan.h). It has an effect only if the compute dtype has 16 bits.
 //
 // All parts of a head that is split by vocabulary get the same number of rows.
 HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t max_chunk_rows,
@@ -44,20 +45,23 @@ HeadSizes SizesFor(const HeadConfig& config, int64_t workspace_bytes, int64_t ma
 
 // The device memory of one chunk slot.
 struct SlotMemory {
-  // [chunk_rows, padded_hidden] compute dtype; one matrix for all slots if the head has a norm
+  // [chunk_rows, padded_hidden] compute dtype: the rows as the products read them. If the head has a norm,
+  // these are the normalized rows, made from `raw`, and all slots share one matrix.
   void* hidden = nullptr;
   void* raw = nullptr;         // [chunk_rows, D] hidden dtype of the chunk; only if the head has a norm
   uint8_t* inputs = nullptr;   // RowInputBlock
   uint8_t* outputs = nullptr;  // RowOutputBlock
 };
 
-// The device memory of chunks: MemoryKind::kSlots (slots and Region::kHiddenGradient) and kWorkspace.
+// The device memory of a head's chunks, in two buffers. The first one has the slots and
+// Region::kHiddenGradient, and counts as MemoryKind::kSlots. The second one has everything else, and counts
+// as MemoryKind::kWorkspace.
 struct Workspace {
   SlotMemory slots[kChunkSlots];
   PathMemory paths;
   uint8_t* upload_buffer = nullptr;    // [transfer_bytes]
   uint8_t* download_buffer = nullptr;  // [transfer_bytes]
-  int32_t* keep = nullptr;             // [chunk_rows], PathContext::keep
+  int32_t* keep = nullptr;             // [chunk_rows], 0: the row adds nothing (PathContext::keep)
   float* mean = nullptr;               // [chunk_rows], of the raw row; only for heads with a norm
   float* inverse_deviation = nullptr;  // [chunk_rows], of the raw row; only for heads with a norm
   double* square_sums = nullptr;       // [kSquareSumPartials + 1], for GradNorm: partial sums, then the sum

@@ -92,7 +92,7 @@ absl::Status HeadTensors::ForEachBlock(const DeviceMatrix& tensor, int64_t rows,
 absl::Status HeadTensors::Read(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                absl::Span<uint8_t> out) {
   LOSSD_RETURN_IF_ERROR(Begin(id, row_begin, rows, dtype, out.size()));
-  if (host_ != nullptr) {
+  if (host_ != nullptr) {  // a head in host memory is frozen, so its tensors are all values
     host_->Read(id.param, row_begin, rows, dtype, out);
     return absl::OkStatus();
   }

@@ -58,8 +58,8 @@ inline absl::string_view Name(NormRows rows) {
 // device.
 struct NormPlan {
   NormRows rows = NormRows::kNowhere;
-  // Why the launch does not use the kernel that comes before `rows` in NormRows. "": `rows` is the best
-  // kernel.
+  // Why the launch does not use a faster kernel of the same direction (forward or backward). "": `rows` is
+  // the fastest kernel of its direction.
   absl::string_view reason;
 };
 

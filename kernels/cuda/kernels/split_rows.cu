@@ -3,9 +3,11 @@
 // sums over the classes of one device. The second kind computes the sums over the classes of all devices from
 // these records. Grid: one thread a row.
 //
-// Each sum is relative to a reference. Merged sums are relative to the largest reference of the devices that
-// have a sum. So sums with a smaller reference are scaled down, and no sum overflows. A device without a sum
-// (all its logits are -infinity) adds nothing.
+// `sum` adds up 2^d over the classes, and `spread` adds up 2^d d, where d is the logit in units of log 2,
+// minus a reference of the row. Merged sums are relative to the largest reference of the devices that have a
+// sum. So sums with a smaller reference are scaled down, and no sum overflows. The new d is the old one plus
+// `shift`, the difference of the references. A device without a sum (all its logits are -infinity) adds
+// nothing. `weighted` has no exponentials (Stats in row_loss_math.cuh) and is added as it is.
 //
 // Bytes: 32 a row written, and 32 for each row and device read.
 #include <cstdint>
@@ -89,7 +91,8 @@ __global__ void MergeFusedKernel(const __grid_constant__ LossTerms terms,
   w.partials.target[row] = r.target;
 }
 
-// For rows in the general form, in which z log2(e) is the logit in units of log 2.
+// For rows in the general form (LogitForm in hopper/logit_pass.h), in which z log2(e) is the logit in units
+// of log 2.
 __global__ void RecordRunningKernel(const __grid_constant__ LossTerms terms,
                                     const __grid_constant__ RowInputs in, const RunningRow* rows,
                                     RowRecord* records) {

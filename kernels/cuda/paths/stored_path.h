@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The paths (chunk_path.h) of exact gradients for a head that stores logits: StoredPath for every GPU,
-// FusedStoredPath for Hopper. The paths of stored logits share two classes. StoredGradients computes dx = ds
-// W and dW += ds^T x from a matrix of ds (dL/ds) in device memory. The plan of the chunk says whether
-// cuBLASLt (LibraryGemms) or this library's own kernels (OwnGemms, hopper/gradient_gemm.h) compute these
-// products. StagedLogits computes fp32 logits for StoredPath and for FilteredStoredPath.
+// FusedStoredPath for Hopper. The paths of stored logits share two classes. StoredGradients computes the
+// products dx = ds W and dW += ds^T x from a matrix of ds in device memory (dL/ds; s is the logit before the
+// softcap). The plan of the chunk says whether cuBLASLt (LibraryGemms) or this library's own kernels
+// (OwnGemms, hopper/gradient_gemm.h) compute these products. StagedLogits computes fp32 logits for StoredPath
+// and for FilteredStoredPath.
 //
 // Each function enqueues its work on the device's compute stream. All functions are called by the backend's
 // driving thread.
@@ -191,9 +192,10 @@ class StoredPath final : public ChunkPath {
   // not 0, this memory holds `rows` rows of the teacher's logits, and behind them `rows` rows of the
   // student's logits. If `rows` is 0, the student's logits lie in the student's own memory (StagedLogits).
   //
-  // The student's own memory is worse: gradients of earlier rows fill it, so blocks get smaller and smaller,
-  // and a product of few rows reads the whole weight just as a product of many rows does. The softmaxes
-  // (`known`) lie in the memory of dx, like the partial sums of a fused loss.
+  // The teacher's memory is the better place. In the student's own memory, the gradients of the rows that are
+  // done take more and more room, so each block of logits is smaller than the one before. A small block is
+  // expensive, because its product reads the whole weight just as the product of a large block does. The
+  // softmaxes (`known`) lie in the memory of dx, like the partial sums of a fused loss.
   struct TeacherRoom {
     int64_t rows = 0;  // of each head; a multiple of 8
     float* student = nullptr;

@@ -26,8 +26,14 @@
 
 namespace lossd::kernels::cuda::hopper {
 
-// The largest sum of 2^d (d: TilePartials in plan.h) that is used. If the sum of a row is larger, its panel
-// is computed again with another reference.
+// Terms of this file (plan.h has more of them). A panel is kPanelRows (256) rows, over all classes. A tile is
+// the part of a panel with 256 classes, which a cluster of two blocks computes at a time. Exponentials are
+// 2^d, where d is the logit in units of log 2, minus the reference of the row. The reference is chosen before
+// the pass, so that 2^d neither overflows nor vanishes. A candidate is a class whose probability may reach
+// epsilon, the limit of filtered gradients.
+
+// The largest sum of 2^d of a row that is used. If the sum of a row is larger, its panel is computed again
+// with another reference.
 inline constexpr float kLargestSum = 0x1p60f;
 
 // ---- operands of every pass ----
@@ -59,8 +65,10 @@ struct LogitOperands {
 
 // ---- the rows of a pass ----
 
-// All rows. `order`: the device's order, in host memory; `claimed_positions` [kMostClusters] must then be 0
-// on entry. If `order` is null, clusters take tiles in any order.
+// All rows. `order`, in host memory: which position in the order of the grid a cluster prefers, by the
+// multiprocessors on which it runs (ClusterOrder). Clusters mark the positions that are taken in
+// `claimed_positions` [kMostClusters], which must be 0 on entry. If `order` is null, clusters take tiles in
+// any order.
 struct AllPanels {
   const ClusterOrder* order = nullptr;
   uint32_t* claimed_positions = nullptr;
@@ -77,7 +85,7 @@ struct MarkedPanels {
 // Values of each row that must be known before the pass, [rows] each. LaunchPrepareRows (fused_rows.h)
 // computes them.
 struct RowReferences {
-  const float* reference = nullptr;  // in units of log 2
+  const float* reference = nullptr;  // subtracted from the logits, in units of log 2
   // A lower bound of the row's largest logit, before the softcap. If all logits of a tile are below it, the
   // pass does not look for the tile's maximum.
   const float* threshold = nullptr;
@@ -105,8 +113,9 @@ struct RecoverablePass {
   void* exponentials = nullptr;         // [rows, padded_classes] bf16, out
 };
 
-// Statistics, and lists of the candidates among the classes of the tiles from FirstListedTile() on. The lower
-// bound of each row's sum grows with each tile.
+// Statistics, and lists of the candidates among the classes of the tiles from FirstListedTile() on. A class
+// is listed by comparing it with a lower bound of the row's sum (CandidateLists), which grows with each tile.
+// In the first tiles the bound is too low to be useful, so SecondListingPass lists their candidates later.
 struct ListingPass {
   RowReferences references;
   TilePartials partials;

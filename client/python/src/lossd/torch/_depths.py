@@ -53,7 +53,8 @@ def any_part(hidden: Any) -> torch.Tensor:
 
 
 def shifted(labels: NDArray[np.int32], by: int, ignore_index: int) -> NDArray[np.int32]:
-    """The labels moved `by` positions forward along the last dimension, with ignore_index in the last positions."""
+    """Labels in which each position has the label that is `by` positions later in the last dimension. The last `by` positions
+    have ignore_index."""
     if by == 0:
         return labels
     found = np.full_like(labels, ignore_index)
@@ -64,7 +65,11 @@ def shifted(labels: NDArray[np.int32], by: int, ignore_index: int) -> NDArray[np
 def read(head: str, hidden_size: int, hidden: Any, targets: Any, row_weights: Any, weights: Any, *, shift: bool,
          vocab_size: int, ignore_index: int) -> DepthRows:
     """Checks the arguments of depth_losses and returns their rows. TypeError, ValueError or lossd.InvalidArgument names the
-    argument that is wrong."""
+    argument that is wrong.
+
+    `targets` and `row_weights` have a first dimension for the K depths, or belong to one sequence of rows that all depths share.
+    Depth k then has the same row weights, and the targets from k positions later, because it predicts k tokens further ahead.
+    `shift`: each position first gets the target of the next position."""
     parts = _parts(hidden)
     views = parts if len(parts) > 1 else parts[0].unbind(0)
     count = len(views)

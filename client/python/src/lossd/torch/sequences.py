@@ -90,8 +90,9 @@ def kto(logprobs: torch.Tensor, reference: torch.Tensor, desirable: torch.Tensor
       logprobs: [B], the present log-probabilities of sequences, as sums() returns them.
       reference: [B], their log-probabilities under the reference policy.
       desirable: [B], true where a sequence is good.
-      divergence: the divergence of the batch from the reference, estimated from mismatched sequences as the mean of their
-        logprobs - reference. A negative value counts as 0. The argument gets no gradient.
+      divergence: an estimate of the KL divergence of the policy from the reference policy: the mean of logprobs - reference
+        over mismatched sequences, which join a prompt with the answer to another prompt. A negative value counts as 0. The
+        argument gets no gradient.
     """
     _check(desirable, logprobs)
     rest = torch.as_tensor(divergence, dtype=logprobs.dtype, device=logprobs.device).detach().clamp(min=0)
