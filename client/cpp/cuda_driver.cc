@@ -46,9 +46,6 @@ constexpr unsigned kNonBlocking = 1;       // CU_STREAM_NON_BLOCKING
 constexpr unsigned kForAllGpus = 1;        // CU_MEMHOSTREGISTER_PORTABLE
 constexpr unsigned kSleeping = 0x1 | 0x2;  // CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
 
-// How long Await asks for the end of a copy again and again, before it sleeps.
-constexpr absl::Duration kAsked = absl::Microseconds(200);
-
 Address ToAddress(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
 uint8_t* ToPointer(Address address) { return reinterpret_cast<uint8_t*>(address); }
 
@@ -421,12 +418,12 @@ absl::StatusOr<CudaDriver::Lane> CudaDriver::TakeLane(int device) {
 
 absl::Status CudaDriver::Await(const Lane& lane) const {
   LOSSD_RETURN_IF_ERROR(Check(functions_->record_event(lane.end, lane.stream), "cuEventRecord"));
-  // A short copy is done before a thread that sleeps would continue.
-  const absl::Time end = clocks::SteadyNow() + kAsked;
-  while (clocks::SteadyNow() < end) {
-    const Result state = functions_->query_event(lane.end);
-    if (state != kNotReady) return Check(state, "cuEventQuery");
-  }
+  Result state = kNotReady;
+  const auto happened = [&] {
+    state = functions_->query_event(lane.end);
+    return state != kNotReady;
+  };
+  if (clocks::AskBeforeSleeping(happened)) return Check(state, "cuEventQuery");
   return Check(functions_->await_event(lane.end), "cuEventSynchronize");
 }
 

@@ -159,4 +159,17 @@ void WaitFor(absl::CondVar& changed, absl::Mutex& mutex, absl::Duration timeout)
   changed.Wait(&mutex);
 }
 
+bool AskBeforeSleeping(absl::FunctionRef<bool()> happened) {
+  constexpr auto kAsked = std::chrono::microseconds(200);
+  constexpr auto kPause = std::chrono::microseconds(2);  // a query of a GPU's driver takes about as long
+  Steady::time_point now = Steady::now();
+  const Steady::time_point end = now + kAsked;
+  while (!happened()) {
+    if (now >= end) return false;
+    const Steady::time_point again = now + kPause;
+    while (now < again) now = Steady::now();
+  }
+  return true;
+}
+
 }  // namespace lossd::clocks

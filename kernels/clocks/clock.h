@@ -12,6 +12,7 @@
 #include <chrono>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 
@@ -49,6 +50,11 @@ bool AwaitFor(absl::Mutex& mutex, const absl::Condition& condition, absl::Durati
 // Waits, without the mutex, until `changed` is signalled or the timeout has passed. May return earlier.
 void WaitFor(absl::CondVar& changed, absl::Mutex& mutex, absl::Duration timeout)
     ABSL_SHARED_LOCKS_REQUIRED(mutex);
+
+// Calls `happened` again and again, at least once, without sleeping, until it returns true, but for 0.2 ms at
+// most. Returns whether it has returned true. Use it before a wait that sleeps, for what often happens within
+// that time: a thread that sleeps continues tens of microseconds later.
+bool AskBeforeSleeping(absl::FunctionRef<bool()> happened);
 
 // Something that happens once.
 class Event {

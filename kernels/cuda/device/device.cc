@@ -95,15 +95,12 @@ absl::StatusOr<Event> Event::Create(bool timing) {
 }
 
 absl::Status WaitFor(const Event& event) {
-  constexpr absl::Duration kAsked = absl::Microseconds(200);  // short chunks take no longer
-  constexpr absl::Duration kPause = absl::Microseconds(2);
-  const absl::Time end = clocks::SteadyNow() + kAsked;
-  for (absl::Time now = clocks::SteadyNow(); now < end;) {
-    const cudaError_t state = cudaEventQuery(event.get());
-    if (state != cudaErrorNotReady) return ToStatus(state, "cudaEventQuery");
-    const absl::Time again = now + kPause;
-    while (now < again) now = clocks::SteadyNow();
-  }
+  cudaError_t state = cudaErrorNotReady;
+  const auto happened = [&] {
+    state = cudaEventQuery(event.get());
+    return state != cudaErrorNotReady;
+  };
+  if (clocks::AskBeforeSleeping(happened)) return ToStatus(state, "cudaEventQuery");
   return ToStatus(cudaEventSynchronize(event.get()), "cudaEventSynchronize");
 }
 

@@ -79,8 +79,7 @@ inline absl::Status Record(const Event& event, cudaStream_t stream) {
   return ToStatus(cudaEventRecord(event.get(), stream), "cudaEventRecord");
 }
 
-// Blocks until the event has happened. Asks for it again and again at first, because a thread that sleeps
-// continues tens of microseconds after the event.
+// Blocks until the event has happened (clocks::AskBeforeSleeping).
 absl::Status WaitFor(const Event& event);
 
 // Work that is enqueued on `stream` from now on waits for the event.

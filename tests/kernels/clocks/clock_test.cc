@@ -37,6 +37,13 @@ TEST(ClockTest, InfiniteTimesStay) {
   EXPECT_EQ(OnTheWall(absl::InfinitePast()), absl::InfinitePast());
 }
 
+TEST(ClockTest, AsksBeforeSleepingAtLeastOnceAndNotForEver) {
+  int asked = 0;
+  EXPECT_TRUE(AskBeforeSleeping([&] { return ++asked > 0; }));
+  EXPECT_EQ(asked, 1);
+  EXPECT_FALSE(AskBeforeSleeping([] { return false; }));
+}
+
 TEST(HeartbeatTest, SilenceIsTheTimeSinceTheLastBeat) {
   Heartbeat beating;
   Heartbeat silent;
