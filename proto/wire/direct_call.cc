@@ -316,7 +316,7 @@ void DirectCall::Advance() {
   if (!status_.has_value()) AdvanceMessages();
   if (finish_.has_value() && server_write_ == nullptr && !status_.has_value()) status_ = finish_;
   if (is_cancelled_ && !is_finished_ && !std::exchange(is_cancel_posted_, true)) {
-    React(&server_reactions_, 0, ClientWork::kLittle, [reactor = server_reactor_] { reactor->OnCancel(); });
+    React(&server_reactions_, 0, [reactor = server_reactor_] { reactor->OnCancel(); });
   }
   if (status_.has_value()) FailOperations();
   const bool is_client_idle = client_write_ == nullptr && client_read_ == nullptr && client_reactions_ == 0;
@@ -335,47 +335,42 @@ void DirectCall::AdvanceMessages() {
     const grpc::ByteBuffer* const from = std::exchange(client_write_, nullptr);
     grpc::ByteBuffer* const to = std::exchange(server_read_, nullptr);
     ++client_reactions_;  // keeps the client's side open until its reaction is posted, after the copy
-    React(&server_reactions_, from->Length(), ClientWork::kLittle,
-          [this, from, to, client, server = server_reactor_] {
-            *to = CopyOf(*from);
-            {
-              absl::MutexLock lock(&mutex_);
-              --client_reactions_;
-              React(&client_reactions_, 0, options_.sending, [client] { client->OnWriteDone(true); });
-            }
-            server->OnReadDone(true);
-          });
+    React(&server_reactions_, from->Length(), [this, from, to, client, server = server_reactor_] {
+      *to = CopyOf(*from);
+      {
+        absl::MutexLock lock(&mutex_);
+        --client_reactions_;
+        React(&client_reactions_, 0, options_.sending, [client] { client->OnWriteDone(true); });
+      }
+      server->OnReadDone(true);
+    });
   }
   if (server_read_ != nullptr && is_last_write_) {
     server_read_ = nullptr;
-    React(&server_reactions_, 0, ClientWork::kLittle,
-          [server = server_reactor_] { server->OnReadDone(false); });
+    React(&server_reactions_, 0, [server = server_reactor_] { server->OnReadDone(false); });
   }
   if (client_read_ != nullptr && server_write_ != nullptr) {
     *std::exchange(client_read_, nullptr) = *server_write_;
     const size_t bytes = std::exchange(server_write_, nullptr)->Length();
     React(&client_reactions_, bytes, options_.receiving, [client] { client->OnReadDone(true); });
     if (!is_finished_)
-      React(&server_reactions_, 0, ClientWork::kLittle,
-            [server = server_reactor_] { server->OnWriteDone(true); });
+      React(&server_reactions_, 0, [server = server_reactor_] { server->OnWriteDone(true); });
   }
 }
 
 void DirectCall::FailOperations() {
   DirectServer::ClientReactor* const client = client_side_.reactor();
   if (std::exchange(client_write_, nullptr) != nullptr) {
-    React(&client_reactions_, 0, ClientWork::kLittle, [client] { client->OnWriteDone(false); });
+    React(&client_reactions_, 0, [client] { client->OnWriteDone(false); });
   }
   if (std::exchange(client_read_, nullptr) != nullptr) {
-    React(&client_reactions_, 0, ClientWork::kLittle, [client] { client->OnReadDone(false); });
+    React(&client_reactions_, 0, [client] { client->OnReadDone(false); });
   }
   if (std::exchange(server_read_, nullptr) != nullptr) {
-    React(&server_reactions_, 0, ClientWork::kLittle,
-          [server = server_reactor_] { server->OnReadDone(false); });
+    React(&server_reactions_, 0, [server = server_reactor_] { server->OnReadDone(false); });
   }
   if (std::exchange(server_write_, nullptr) != nullptr && !is_finished_) {
-    React(&server_reactions_, 0, ClientWork::kLittle,
-          [server = server_reactor_] { server->OnWriteDone(false); });
+    React(&server_reactions_, 0, [server = server_reactor_] { server->OnWriteDone(false); });
   }
 }
 

@@ -233,6 +233,10 @@ class DirectCall final : public CallContext, public std::enable_shared_from_this
   // that the reaction copies, and `work` what else it takes time for.
   void React(int* reactions, size_t bytes, ClientWork work, absl::AnyInvocable<void()> reaction)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void React(int* reactions, size_t bytes, absl::AnyInvocable<void()> reaction)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    React(reactions, bytes, ClientWork::kLittle, std::move(reaction));
+  }
   // Posts OnDone, the last reaction of a side.
   void PostDone(absl::AnyInvocable<void()> reaction) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
