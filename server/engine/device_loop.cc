@@ -252,7 +252,7 @@ void Notifier::RunBatch() {
     }
   }
   running_ = false;
-  changed_.Signal();
+  if (stopping_) changed_.Signal();
 }
 
 void Notifier::Run() {

@@ -203,21 +203,22 @@ class Notifier final : public Runtime::Loop {
 
   // Queues an event. Events run in the order of Post, and one after another.
   void Post(Event event) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Runs the queued events on this thread, unless the notifier's thread is running some: then it also runs
-  // these. So events are delivered without the time of waking that thread. Call it without a lock, on a
-  // thread that nothing waits for. Does nothing if the runtime lets no thread do so.
+  // Runs the queued events on this thread, unless another thread is running some: then that one also runs
+  // these. So events are delivered without the time of waking the notifier's thread. Call it without a lock,
+  // on a thread that nothing waits for. Does nothing if the runtime lets no thread do so.
   void RunQueued() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   void Run() override ABSL_LOCKS_EXCLUDED(mutex_);
   Progress RunSome() override ABSL_LOCKS_EXCLUDED(mutex_);
   bool HasNews() override ABSL_LOCKS_EXCLUDED(mutex_);
-  // Runs the events that are queued now, with the lock released meanwhile.
+  // Runs the events that are queued now, with the lock released meanwhile. The caller goes on until the queue
+  // is empty.
   void RunBatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   Runtime* const runtime_;
   absl::Mutex mutex_;
-  absl::CondVar changed_;  // events came, or the end, or `running_` became false
+  absl::CondVar changed_;  // events came, or the end, or `running_` became false after the end
   std::deque<Event> events_ ABSL_GUARDED_BY(mutex_);
   bool running_ ABSL_GUARDED_BY(mutex_) = false;  // a thread runs events
   bool news_ ABSL_GUARDED_BY(mutex_) = false;     // events came, or the end, since the queue was last read
