@@ -16,6 +16,7 @@
 #include "client/cli/context.h"
 #include "client/cli/options.h"
 #include "client/cli/usage.h"
+#include "kernels/clocks/clock.h"
 
 namespace lossd::cli {
 namespace {
@@ -72,6 +73,7 @@ absl::Status Act(const Context& context) {
 
 int Main(int argc, char** argv) {
   OccupyStandardStreams();
+  clocks::TakeLocksWithoutSearch();
   // gRPC's log lines about failed handshakes say less than lossctl's own errors, and would be printed before
   // them.
   setenv("GRPC_VERBOSITY", "NONE", /*overwrite=*/0);

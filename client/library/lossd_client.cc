@@ -813,7 +813,10 @@ void lossd_client_complete(const char* const* options, lossd_call* call) {
                                    wanted->client.transport, wanted->client.run}));
 }
 
-lossd_client* lossd_client_new() { return new lossd_client(); }
+lossd_client* lossd_client_new() {
+  lossd::clocks::TakeLocksWithoutSearch();
+  return new lossd_client();
+}
 
 void lossd_client_connect(lossd_client* client, const char* const* options, lossd_call* call) {
   const std::shared_ptr<client::CallState> state = call->state;

@@ -56,6 +56,12 @@ void WaitFor(absl::CondVar& changed, absl::Mutex& mutex, absl::Duration timeout)
 // that time: a thread that sleeps continues tens of microseconds later.
 bool AskBeforeSleeping(absl::FunctionRef<bool()> happened);
 
+// For programs and libraries, at their start: locks are taken without a search for cycles in their order.
+// Abseil searches at every lock if it was compiled for debugging, as Debian's packages are, in one graph that
+// all threads share. The search takes up to a quarter of the time of a short call. Test programs keep it,
+// since they do not call this function.
+void TakeLocksWithoutSearch();
+
 // Something that happens once.
 class Event {
  public:

@@ -387,6 +387,7 @@ bool lossd_server::Stop() {
 const char* lossd_version() { return LOSSD_VERSION; }
 
 lossd_server* lossd_start(const char* const* options, int* code, char** error) {
+  lossd::clocks::TakeLocksWithoutSearch();
   absl::StatusOr<std::unique_ptr<lossd_server>> started =
       absl::ResourceExhaustedError("the system has no thread for the server");
   lossd::app::RunApart(absl::InfiniteDuration(), [&] { started = lossd_server::Start(options); });

@@ -237,6 +237,7 @@ int Run() {
 }  // namespace
 
 int main(int argc, char** argv) {
+  lossd::clocks::TakeLocksWithoutSearch();
   const std::vector<char*> rest = ParseFlags(argc, argv);
   if (rest.size() > 1) {
     std::cerr << "lossd: unexpected argument " << rest[1] << " (flags start with --)" << std::endl;
