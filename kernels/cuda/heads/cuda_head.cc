@@ -155,7 +155,9 @@ HeadSizes SizesOn(const Device& device, const HeadConfig& config) {
                   device.options().replica);
 }
 
-RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const float* target_dots) {
+RowInputs InputsOf(const ChunkLayout& layout, const LossOptions& options, const RowInputBlock& block,
+                   const float* target_dots) {
+  const bool objective = options.objective.active();
   return {.rows = layout.compact_rows,
           .padded_rows = layout.padded_rows,
           .targets = block.target,
@@ -164,9 +166,9 @@ RowInputs InputsOf(const ChunkLayout& layout, const RowInputBlock& block, const 
           .coef_loss = block.coef_loss,
           .coef_lse = block.coef_lse,
           .coef_entropy = block.coef_entropy,
-          .advantages = block.advantages,
-          .old_logprobs = block.old_logprobs,
-          .ref_logprobs = block.ref_logprobs};
+          .advantages = objective ? block.advantages : nullptr,
+          .old_logprobs = objective ? block.old_logprobs : nullptr,
+          .ref_logprobs = objective ? block.ref_logprobs : nullptr};
 }
 
 LossTerms TermsOf(const HeadSizes& sizes, const HeadTensors& tensors, const Chunk& chunk,
@@ -438,7 +440,7 @@ absl::Status CudaHead::Allocate() {
 absl::Status CudaHead::Place(uint8_t* workspace, uint8_t* slots) {
   workspace_ = Workspace::Carve(config_, sizes_, device_->limits().multiprocessors, workspace, slots);
   tensors_.Use({workspace_.upload_buffer, workspace_.square_sums});
-  slots_.Place(sizes_, workspace_);
+  slots_.Place(workspace_);
   transfers_.emplace(device_, config_, sizes_, workspace_);
   LOSSD_RETURN_IF_ERROR(transfers_->Start());
   norm_.emplace(device_, config_, sizes_, workspace_, &tensors_, &link_);
@@ -576,6 +578,7 @@ CudaHead::Lesson::Lesson(CudaHead* teacher, const Chunk& chunk)
   chunk_.accumulate_gradients = false;
   chunk_.slices = absl::MakeSpan(slices_);
   job_.chunk = &chunk_;
+  slot_->LayOut(chunk_);
   job_.layout = LayOutChunk({config, config.compute_dtype, sizes.chunk_rows, 1.0f, sizes.first_class}, chunk_,
                             slot_->host_in);
   job_.hidden = slot_->memory.hidden;
@@ -610,6 +613,7 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
   const LayoutHead layout_head = {config_, config_.compute_dtype, sizes_.chunk_rows,
                                   chunk->options.use_class_weights ? tensors_.largest_class_weight() : 1.0f,
                                   sizes_.first_class};
+  slot.LayOut(*chunk);
   job.layout = LayOutChunk(layout_head, *chunk, slot.host_in);
   if (chunk->options.is_embedding()) {
     DivideRows(*link_.exchange, slot, job);
@@ -625,7 +629,8 @@ absl::Status CudaHead::Prepare(Chunk* chunk, Pending& pending) {
     if (copied != nullptr) pending.copied.push_back(std::move(copied));
   }
   job.terms = TermsOf(sizes_, tensors_, *chunk, job.layout);
-  job.in = InputsOf(job.layout, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
+  job.in =
+      InputsOf(job.layout, chunk->options, slot.device_in, workspace_.paths.At<float>(Region::kTargetDots));
   if (sizes_.is_split()) {
     job.in.all_targets = job.in.targets;
     job.in.targets = SplitRows::Carve(sizes_, workspace_.paths[Region::kSplitRows]).columns;

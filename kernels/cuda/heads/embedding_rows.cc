@@ -48,7 +48,7 @@ void EmbeddingRows::Prepare(ChunkJob& job, ChunkSlot& slot) const {
 absl::Status EmbeddingRows::Enqueue(const ChunkJob& job, const ChunkSlot& slot) const {
   if (job.options().embedding == Embedding::kGradients) return TakeGradients(job, slot);
   const cudaStream_t upload = device_->upload();
-  LOSSD_RETURN_IF_ERROR(Copy(slot.memory.inputs, slot.host_inputs.data(), slot.host_inputs.bytes(), upload));
+  LOSSD_RETURN_IF_ERROR(Copy(slot.memory.inputs, slot.host_inputs.data(), slot.input_bytes, upload));
   LOSSD_RETURN_IF_ERROR(Record(slot.uploaded, upload));
   return sizes_.is_split() ? LookUpParts(job, slot) : LookUp(job, slot);
 }
@@ -231,7 +231,7 @@ absl::Status EmbeddingRows::UploadGradients(const ChunkJob& job, const ChunkSlot
   const RawRows place = PlaceOf(job, slot);
   const int64_t row_bytes = place.cols * static_cast<int64_t>(SizeOf(place.dtype));
   if (SharesRegion(job)) LOSSD_RETURN_IF_ERROR(AwaitRegion(slot, stream));
-  LOSSD_RETURN_IF_ERROR(Copy(slot.memory.inputs, slot.host_inputs.data(), slot.host_inputs.bytes(), stream));
+  LOSSD_RETURN_IF_ERROR(Copy(slot.memory.inputs, slot.host_inputs.data(), slot.input_bytes, stream));
   for (const SliceLayout& slice : job.layout.slices) {
     if (slice.compact_rows == 0) continue;
     const auto* const from = static_cast<const uint8_t*>(slice.slice->hidden);

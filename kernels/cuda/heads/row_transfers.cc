@@ -12,6 +12,20 @@
 
 namespace lossd::kernels::cuda {
 
+void ChunkSlot::LayOut(const Chunk& chunk) {
+  int64_t rows = 0;
+  for (const Slice& slice : chunk.slices) rows += slice.rows;
+  const int64_t capacity = PadRows(rows);
+  Carver in(host_inputs.data()), in_device(memory.inputs), out(host_outputs.data()),
+      out_device(memory.outputs);
+  host_in = RowInputBlock::Carve(in, capacity);
+  device_in = RowInputBlock::Carve(in_device, capacity);
+  host_out = RowOutputBlock::Carve(out, capacity);
+  device_out = RowOutputBlock::Carve(out_device, capacity);
+  input_bytes = in.used();
+  output_bytes = out.used();
+}
+
 absl::Status ChunkSlots::Allocate(MemoryLedger* ledger, const HeadSizes& sizes) {
   const int64_t rows = sizes.chunk_rows;
   for (ChunkSlot& slot : slots_) {
@@ -20,9 +34,6 @@ absl::Status ChunkSlots::Allocate(MemoryLedger* ledger, const HeadSizes& sizes) 
     LOSSD_RETURN_IF_ERROR(Take(PinnedBuffer::Allocate(ledger, ClassBlockBytes(rows)), slot.host_classes));
     Carver classes(slot.host_classes.data());
     slot.classes = RowClassBlock::Carve(classes, rows);
-    Carver host_in(slot.host_inputs.data()), host_out(slot.host_outputs.data());
-    slot.host_in = RowInputBlock::Carve(host_in, rows);
-    slot.host_out = RowOutputBlock::Carve(host_out, rows);
     for (Event* event :
          {&slot.uploaded, &slot.row_results, &slot.hidden_gradient, &slot.results, &slot.done}) {
       LOSSD_RETURN_IF_ERROR(Take(Event::Create(), *event));
@@ -31,14 +42,8 @@ absl::Status ChunkSlots::Allocate(MemoryLedger* ledger, const HeadSizes& sizes) 
   return absl::OkStatus();
 }
 
-void ChunkSlots::Place(const HeadSizes& sizes, const Workspace& workspace) {
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    ChunkSlot& slot = slots_[i];
-    slot.memory = workspace.slots[i];
-    Carver device_in(slot.memory.inputs), device_out(slot.memory.outputs);
-    slot.device_in = RowInputBlock::Carve(device_in, sizes.chunk_rows);
-    slot.device_out = RowOutputBlock::Carve(device_out, sizes.chunk_rows);
-  }
+void ChunkSlots::Place(const Workspace& workspace) {
+  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = workspace.slots[i];
 }
 
 ChunkSlot& ChunkSlots::Next() {
@@ -59,7 +64,7 @@ bool RowTransfers::IsDirect(const ChunkJob& job, const SliceLayout& place, int64
 
 absl::Status RowTransfers::Upload(const ChunkJob& job, const ChunkSlot& slot) {
   const cudaStream_t stream = device_->upload();
-  LOSSD_RETURN_IF_ERROR(Copy(slot.memory.inputs, slot.host_inputs.data(), slot.host_inputs.bytes(), stream));
+  LOSSD_RETURN_IF_ERROR(Copy(slot.memory.inputs, slot.host_inputs.data(), slot.input_bytes, stream));
   for (const SliceLayout& place : job.layout.slices) {
     if (place.compact_rows > 0) LOSSD_RETURN_IF_ERROR(UploadSlice(job, slot, place));
   }
@@ -117,8 +122,7 @@ absl::Status RowTransfers::Download(const ChunkJob& job, const ChunkSlot& slot) 
   const cudaStream_t stream = device_->download();
   // If hidden gradients are wanted, wait for their guard, because it can still change the rows' results.
   LOSSD_RETURN_IF_ERROR(Await(job.wants_hidden_gradient ? slot.hidden_gradient : slot.row_results, stream));
-  LOSSD_RETURN_IF_ERROR(
-      Copy(slot.host_outputs.data(), slot.memory.outputs, slot.host_outputs.bytes(), stream));
+  LOSSD_RETURN_IF_ERROR(Copy(slot.host_outputs.data(), slot.memory.outputs, slot.output_bytes, stream));
   if (job.layout.want_hidden_gradient) {
     for (const SliceLayout& place : job.layout.slices) {
       if (place.compact_rows == 0 || place.slice->grad_hidden == nullptr) continue;

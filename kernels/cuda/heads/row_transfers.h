@@ -24,8 +24,11 @@ struct ChunkSlot {
   PinnedBuffer host_inputs;
   PinnedBuffer host_outputs;
   PinnedBuffer host_classes;
+  // The inputs and results of the rows of the slot's chunk (LayOut), and how many bytes they take.
   RowInputBlock host_in, device_in;
   RowOutputBlock host_out, device_out;
+  int64_t input_bytes = 0;
+  int64_t output_bytes = 0;
   RowClassBlock classes;
   // `uploaded`: inputs and hidden states are on the device. `row_results`: the row results are complete, and
   // the guard has seen them. `hidden_gradient`: dx is complete, and the guard has seen it. `results`: row
@@ -36,6 +39,10 @@ struct ChunkSlot {
   // Set if the slot's chunk tries to be filtered or sampled (FilterBackoff): the options of the chunk.
   // host_out.decision then says whether the trial succeeded.
   std::optional<LossOptions> trial;
+
+  // Divides the memory for inputs and results of rows among the arrays for the rows of `chunk`. So the copies
+  // of a chunk with few rows are short. host_out.decision stays where it is.
+  void LayOut(const Chunk& chunk);
 };
 
 // The slots of a head. Called by the backend's driving thread.
@@ -43,7 +50,7 @@ class ChunkSlots {
  public:
   absl::Status Allocate(MemoryLedger* ledger, const HeadSizes& sizes);
   // Sets the place of the slots on the device. May be called again while no chunk is in flight.
-  void Place(const HeadSizes& sizes, const Workspace& workspace);
+  void Place(const Workspace& workspace);
   // Returns the slots in turn. The slot's last chunk must have left the device.
   ChunkSlot& Next();
   const ChunkSlot& first() const { return slots_[0]; }

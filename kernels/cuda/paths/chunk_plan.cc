@@ -176,6 +176,13 @@ double SlopeOf(const LossOptions& options, const Slice& slice, int64_t row) {
   return options.rest == Rest::kOneClass ? std::max(sum, 1.0) : sum;
 }
 
+// Whether all rows of the slice that have a target get the same inputs, apart from `target` and `omega`.
+bool IsUniform(const LossOptions& options, const Slice& slice) {
+  return slice.row_weights == nullptr && slice.accumulate == nullptr && slice.grad_loss == nullptr &&
+         slice.grad_lse == nullptr && slice.grad_entropy == nullptr && !options.objective.active() &&
+         !options.has_soft_targets();
+}
+
 // The power of two that brings the largest factor of the chunk to about 1 (for fp16: kHalfHeadroom).
 float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   if (chunk.options.is_embedding()) return 1.0f;  // no gradient is stored in 16 bits
@@ -189,6 +196,7 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
       const double row_slope = SlopeOf(chunk.options, slice, r);
       const double size = std::fabs(f.loss) * (slope + row_slope) + std::fabs(f.lse) + std::fabs(f.entropy);
       if (std::isfinite(size)) largest = std::max(largest, size);
+      if (IsUniform(chunk.options, slice)) break;
     }
   }
   if (largest == 0.0) return 1.0f;
@@ -205,12 +213,33 @@ RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool a
   return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
 }
 
-// Fills the inputs of a row. Returns whether the entropy of the row has a gradient. An embedding row has no
-// loss, so only its first three inputs are filled.
+// Adds the slice's rows to the layout, which must have the rows of the slices before, and fills the inputs
+// that say where each row is. Returns the slice's place, without its absent rows.
+SliceLayout PlaceRows(Slice& slice, int32_t first_class, const RowInputBlock& inputs, ChunkLayout& layout) {
+  int64_t compact = layout.compact_rows;
+  for (int64_t r = 0; r < slice.rows; ++r) {
+    const int64_t raw = layout.raw_rows + r;
+    const bool has_target = slice.targets[r] != kIgnoredTarget;
+    inputs.compact_of_raw[raw] = inputs.gradient_of_raw[raw] =
+        has_target ? static_cast<int32_t>(compact) : -1;
+    if (!has_target) continue;
+    inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
+    inputs.target[compact++] = slice.targets[r] - first_class;
+  }
+  const SliceLayout place{.slice = &slice,
+                          .raw_begin = layout.raw_rows,
+                          .compact_begin = layout.compact_rows,
+                          .compact_rows = compact - layout.compact_rows};
+  layout.raw_rows += slice.rows;
+  layout.compact_rows = compact;
+  return place;
+}
+
+// Fills the other inputs of a row, except `checks` and `omega`. Returns whether the entropy of the row has a
+// gradient. An embedding row has no loss, so only its first two inputs are filled.
 bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool accumulate, double inverse,
-             int32_t first_class, const RowInputBlock& inputs, int64_t compact) {
+             const RowInputBlock& inputs, int64_t compact) {
   const RowFactors f = FactorsOf(options.objective, slice, row);
-  inputs.target[compact] = slice.targets[row] - first_class;
   inputs.accumulate[compact] = accumulate ? 1 : 0;
   inputs.coef_loss[compact] = static_cast<float>(f.loss * inverse);
   if (options.is_embedding()) return false;
@@ -224,10 +253,26 @@ bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool a
   inputs.coef_lse[compact] = static_cast<float>(f.lse * inverse);
   const auto coef_entropy = static_cast<float>(f.entropy * inverse);
   inputs.coef_entropy[compact] = coef_entropy;
-  inputs.advantages[compact] = ValueOr(slice.advantages, row, 0.0f);
-  inputs.old_logprobs[compact] = ValueOr(slice.old_logprobs, row, 0.0f);
-  inputs.ref_logprobs[compact] = ValueOr(slice.ref_logprobs, row, 0.0f);
+  if (options.objective.active()) {
+    inputs.advantages[compact] = ValueOr(slice.advantages, row, 0.0f);
+    inputs.old_logprobs[compact] = ValueOr(slice.old_logprobs, row, 0.0f);
+    inputs.ref_logprobs[compact] = ValueOr(slice.ref_logprobs, row, 0.0f);
+  }
   return coef_entropy != 0.0f;
+}
+
+// Gives rows [first + 1, end) the inputs of row `first` that FillRow and CheckOf determine. Whole arrays are
+// filled one after another, which takes a fraction of the time of filling them row by row.
+void RepeatRow(bool is_embedding, int64_t first, int64_t end, const RowInputBlock& inputs) {
+  const auto repeat = [first, end](auto* values) {
+    std::fill(values + first + 1, values + end, values[first]);
+  };
+  repeat(inputs.accumulate);
+  repeat(inputs.coef_loss);
+  repeat(inputs.checks);
+  if (is_embedding) return;
+  repeat(inputs.with_gradient);
+  for (float* const values : {inputs.weight, inputs.coef_lse, inputs.coef_entropy}) repeat(values);
 }
 
 // Sets the results of an absent row: its loss is 0, and its other results are kept only if its logits are
@@ -240,6 +285,13 @@ void SettleAbsentRow(int64_t compact, const RowOutputBlock& outputs) {
   outputs.argmax[compact] = -1;
 }
 
+// Whether results of single rows are wanted.
+bool WantsRows(const Slice& slice) {
+  const RowOutputs& out = slice.out;
+  return out.loss != nullptr || out.lse != nullptr || out.entropy != nullptr ||
+         out.target_logprob != nullptr || out.argmax != nullptr || slice.class_count > 0 || slice.top_k > 0;
+}
+
 void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutputBlock& outputs) {
   const RowOutputs& out = slice.out;
   const bool valid = compact >= 0;
@@ -250,21 +302,22 @@ void UnpackRow(const Slice& slice, int64_t row, int64_t compact, const RowOutput
   if (out.argmax != nullptr) out.argmax[row] = valid ? outputs.argmax[compact] : -1;
 }
 
-// Adds the divergence and the loss with the target of a row with a teacher to the slice's sums. The row's
+// Adds the divergence and the loss with the target of a row with a teacher to `sums`. The row's
 // loss is weight * divergence + target_weight * target loss, each times the row weight. The device returns
 // only `loss` and `divergence`, so the loss with the target is computed back from them.
-void AddDivergence(const Distillation& distillation, Slice& slice, int64_t row, double divergence,
-                   double loss) {
+void AddDivergence(const Distillation& distillation, const Slice& slice, int64_t row, double divergence,
+                   double loss, LossSums& sums) {
   const double weighted = static_cast<double>(ValueOr(slice.row_weights, row, 1.0f)) * divergence;
-  slice.sums.divergence += weighted;
+  sums.divergence += weighted;
   if (distillation.target_weight == 0.0f) return;
-  slice.sums.target_loss += (loss - static_cast<double>(distillation.weight) * weighted) /
-                            static_cast<double>(distillation.target_weight);
+  sums.target_loss += (loss - static_cast<double>(distillation.weight) * weighted) /
+                      static_cast<double>(distillation.target_weight);
 }
 
-void AddToSums(const LossOptions& options, Slice& slice, int64_t row, int64_t compact,
-               const ChunkLayout& layout, const RowInputBlock& inputs, const RowOutputBlock& outputs) {
-  LossSums& sums = slice.sums;
+// Adds the results of row `row` of the slice to `sums`.
+void AddToSums(const LossOptions& options, const Slice& slice, int64_t row, int64_t compact,
+               const ChunkLayout& layout, const RowInputBlock& inputs, const RowOutputBlock& outputs,
+               LossSums& sums) {
   const Objective& objective = options.objective;
   if (objective.active() && !IsAbsent(slice, row)) {
     sums.objective.Add(EvaluateObjective(objective, -static_cast<double>(outputs.target_logprob[compact]),
@@ -280,7 +333,7 @@ void AddToSums(const LossOptions& options, Slice& slice, int64_t row, int64_t co
   sums.loss += static_cast<double>(outputs.loss[compact]);
   if (options.distillation.used() && !IsAbsent(slice, row)) {
     AddDivergence(options.distillation, slice, row, static_cast<double>(outputs.divergence[compact]),
-                  static_cast<double>(outputs.loss[compact]));
+                  static_cast<double>(outputs.loss[compact]), sums);
   }
   sums.z_loss += static_cast<double>(outputs.z_loss[compact]);
   if (slice.out.entropy != nullptr && std::isfinite(outputs.entropy[compact])) {
@@ -328,6 +381,10 @@ RowInputBlock RowInputBlock::Carve(Carver& carver, int64_t capacity) {
 
 RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   RowOutputBlock block;
+  // Their places do not depend on the capacity.
+  block.sample_threshold = carver.Take<float>(1);
+  block.lost = carver.Take<int32_t>(1);
+  block.decision = carver.Take<Decision>(1);
   block.loss = carver.TakeRows<float>(capacity);
   block.z_loss = carver.TakeRows<float>(capacity);
   block.lse = carver.TakeRows<float>(capacity);
@@ -338,10 +395,7 @@ RowOutputBlock RowOutputBlock::Carve(Carver& carver, int64_t capacity) {
   block.variance = carver.TakeRows<float>(capacity);
   block.square = carver.TakeRows<float>(capacity);
   block.divergence = carver.TakeRows<float>(capacity);
-  block.sample_threshold = carver.Take<float>(1);
   block.first_bad = carver.TakeRows<int32_t>(capacity);
-  block.lost = carver.Take<int32_t>(1);
-  block.decision = carver.Take<Decision>(1);
   return block;
 }
 
@@ -383,34 +437,31 @@ ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInp
   const double inverse = 1.0 / static_cast<double>(layout.unit);
   const bool samples = MaySample(chunk.options.gradients);
   for (Slice& slice : chunk.slices) {
-    SliceLayout place{.slice = &slice, .raw_begin = layout.raw_rows, .compact_begin = layout.compact_rows};
-    for (int64_t r = 0; r < slice.rows; ++r) {
-      const int64_t raw = layout.raw_rows + r;
-      if (slice.targets[r] == kIgnoredTarget) {
-        inputs.compact_of_raw[raw] = inputs.gradient_of_raw[raw] = -1;
-        continue;
-      }
-      const int64_t compact = layout.compact_rows++;
+    SliceLayout place = PlaceRows(slice, static_cast<int32_t>(head.first_class), inputs, layout);
+    const bool uniform = IsUniform(chunk.options, slice);
+    const int64_t first = place.compact_begin;
+    const int64_t end = uniform ? std::min(first + 1, layout.compact_rows) : layout.compact_rows;
+    for (int64_t compact = first; compact < end; ++compact) {
+      const int64_t raw = inputs.raw_of_compact[compact], r = raw - place.raw_begin;
       const bool absent = IsAbsent(slice, r);
       const bool accumulate =
           chunk.accumulate_gradients && !absent && (slice.accumulate == nullptr || slice.accumulate[r] != 0);
-      place.absent_rows += absent ? 1 : 0;
-      inputs.compact_of_raw[raw] = static_cast<int32_t>(compact);
-      inputs.gradient_of_raw[raw] = absent ? -1 : static_cast<int32_t>(compact);
-      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
-      inputs.raw_of_compact[compact] = static_cast<int32_t>(raw);
-      layout.any_coef_entropy |= FillRow(chunk.options, slice, r, accumulate, inverse,
-                                         static_cast<int32_t>(head.first_class), inputs, compact);
-      if (samples) {
-        inputs.omega[compact] = SampleOf(slice.sample_seed, static_cast<uint64_t>(slice.first_row + r),
-                                         static_cast<uint64_t>(head.first_class));
+      if (absent) {
+        ++place.absent_rows;
+        inputs.gradient_of_raw[raw] = -1;
       }
+      inputs.checks[compact] = CheckOf(head, slice, r, accumulate);
+      layout.any_coef_entropy |= FillRow(chunk.options, slice, r, accumulate, inverse, inputs, compact);
       layout.accumulate |= accumulate;
       // An absent row has a gradient of 0, so it need not be zeroed before the product for dW.
       layout.accumulate_all &= accumulate || absent;
     }
-    layout.raw_rows += slice.rows;
-    place.compact_rows = layout.compact_rows - place.compact_begin;
+    if (uniform && first < end) RepeatRow(chunk.options.is_embedding(), first, layout.compact_rows, inputs);
+    for (int64_t compact = first; samples && compact < layout.compact_rows; ++compact) {
+      const int64_t row = slice.first_row + inputs.raw_of_compact[compact] - place.raw_begin;
+      inputs.omega[compact] =
+          SampleOf(slice.sample_seed, static_cast<uint64_t>(row), static_cast<uint64_t>(head.first_class));
+    }
     layout.absent_rows += place.absent_rows;
     if (place.compact_rows > 0) {
       place.device_index = layout.device_slices;
@@ -576,15 +627,21 @@ void UnpackResults(Chunk& chunk, const ChunkLayout& layout, const RowInputBlock&
   }
   for (const SliceLayout& place : layout.slices) {
     Slice& slice = *place.slice;
-    slice.sums = LossSums();
-    for (int64_t r = 0; r < slice.rows; ++r) {
+    const int64_t first = place.compact_begin, end = first + place.compact_rows;
+    for (int64_t compact = first; place.absent_rows > 0 && compact < end; ++compact) {
+      if (inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
+    }
+    for (int64_t r = 0; WantsRows(slice) && r < slice.rows; ++r) {
       const int64_t compact = inputs.compact_of_raw[place.raw_begin + r];
-      // kNothing: the row is absent.
-      if (compact >= 0 && inputs.checks[compact] == RowCheck::kNothing) SettleAbsentRow(compact, outputs);
       UnpackRow(slice, r, compact, outputs);
       UnpackClasses(slice, r, compact, layout, outputs, classes);
-      if (compact >= 0) AddToSums(chunk.options, slice, r, compact, layout, inputs, outputs);
     }
+    LossSums sums;
+    for (int64_t compact = first; compact < end; ++compact) {
+      AddToSums(chunk.options, slice, inputs.raw_of_compact[compact] - place.raw_begin, compact, layout,
+                inputs, outputs, sums);
+    }
+    slice.sums = sums;
     slice.first_nonfinite_row = FirstBadRow(place, inputs, outputs);
   }
 }

@@ -118,7 +118,8 @@ struct RowInputBlock {
   float* coef_loss = nullptr;     // grad_scale * grad_loss * row weight / unit
   float* coef_lse = nullptr;      // grad_lse / unit
   float* coef_entropy = nullptr;  // GradEntropyOf() / unit
-  float* advantages = nullptr;    // the inputs of the objective; 0 if the objective does not need them
+  // The inputs of the objective, 0 if it does not need them; filled only if there is an objective.
+  float* advantages = nullptr;
   float* old_logprobs = nullptr;
   float* ref_logprobs = nullptr;
   float* target_total = nullptr;  // SoftRow::total; the next member is SoftRow::rest; only with soft targets
@@ -137,7 +138,8 @@ struct RowInputBlock {
   static RowInputBlock Carve(Carver& carver, int64_t capacity);
 };
 
-// The results of the compact rows, and the decisions about the whole chunk.
+// The results of the compact rows, and the decisions about the whole chunk. Arrays of one element lie before
+// the others, so their places do not depend on the capacity.
 struct RowOutputBlock {
   float* loss = nullptr;
   float* z_loss = nullptr;

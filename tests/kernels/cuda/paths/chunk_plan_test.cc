@@ -563,6 +563,74 @@ TEST(ChunkLayout, AbsentRowsHaveResultsAndNoGradient) {
   EXPECT_EQ(slice.sums.correct_rows, 0);
 }
 
+// The inputs of rows [0, rows), one vector for each array that every chunk has.
+std::vector<std::vector<float>> InputsOf(const RowInputBlock& in, int64_t rows) {
+  std::vector<std::vector<float>> values;
+  const auto add = [&](const auto* array) { values.emplace_back(array, array + rows); };
+  for (const int32_t* array : {in.raw_of_compact, in.target, in.accumulate, in.with_gradient}) add(array);
+  for (const float* array : {in.weight, in.coef_loss, in.coef_lse, in.coef_entropy, in.omega}) add(array);
+  for (int64_t row = 0; row < rows; ++row) values.front().push_back(static_cast<float>(in.checks[row]));
+  return values;
+}
+
+// A slice with arrays whose values are all the same has the inputs of a slice without these arrays.
+TEST(ChunkLayout, ArraysOfEqualValuesAreAsGoodAsNone) {
+  std::mt19937_64 rng(std::random_device{}());
+  for (int repetition = 0; repetition < 50; ++repetition) {
+    std::vector<std::vector<int32_t>> targets(1 + rng() % 3);
+    std::vector<Slice> plain;
+    std::vector<float> gradient(4 * kCapacity);
+    for (std::vector<int32_t>& each : targets) {
+      each.resize(1 + rng() % 20);
+      for (int32_t& target : each)
+        target = rng() % 3 == 0 ? kIgnoredTarget : static_cast<int32_t>(rng() % 10);
+      plain.push_back({.rows = static_cast<int64_t>(each.size()),
+                       .targets = each.data(),
+                       .grad_scale = std::ldexp(1.0f + static_cast<float>(rng() % 8) / 8.0f,
+                                                static_cast<int>(rng() % 9) - 4),
+                       .sample_seed = rng(),
+                       .first_row = static_cast<int64_t>(rng() % 1000),
+                       .grad_hidden = rng() % 2 == 0 ? gradient.data() : nullptr});
+    }
+    const std::vector<float> ones(kCapacity, 1.0f), zeros(kCapacity, 0.0f);
+    const std::vector<uint8_t> all(kCapacity, 1);
+    std::vector<Slice> with_arrays = plain;
+    for (Slice& slice : with_arrays) {
+      slice.row_weights = slice.grad_loss = ones.data();
+      slice.grad_lse = slice.grad_entropy = zeros.data();
+      slice.accumulate = all.data();
+    }
+    Chunk chunk;
+    chunk.options.gradients = Gradients::kSampled;
+    chunk.accumulate_gradients = rng() % 2 == 0;
+    Blocks blocks, other_blocks;
+    chunk.slices = absl::MakeSpan(plain);
+    const ChunkLayout layout = LayOutChunk(Head(DType::kBFloat16), chunk, blocks.inputs);
+    Chunk other = chunk;
+    other.slices = absl::MakeSpan(with_arrays);
+    const ChunkLayout same = LayOutChunk(Head(DType::kBFloat16), other, other_blocks.inputs);
+    ASSERT_EQ(layout.compact_rows, same.compact_rows);
+    EXPECT_EQ(layout.unit, same.unit);
+    EXPECT_EQ(layout.accumulate, same.accumulate);
+    EXPECT_EQ(layout.accumulate_all, same.accumulate_all);
+    EXPECT_EQ(layout.want_hidden_gradient, same.want_hidden_gradient);
+    EXPECT_EQ(InputsOf(blocks.inputs, layout.compact_rows), InputsOf(other_blocks.inputs, same.compact_rows));
+    for (int64_t raw = 0; raw < layout.raw_rows; ++raw) {
+      EXPECT_EQ(blocks.inputs.compact_of_raw[raw], other_blocks.inputs.compact_of_raw[raw]);
+      EXPECT_EQ(blocks.inputs.gradient_of_raw[raw], other_blocks.inputs.gradient_of_raw[raw]);
+    }
+  }
+}
+
+// A chunk's decision is read when the slot has its next chunk, which may have another number of rows.
+TEST(ChunkLayout, TheDecisionHasOnePlaceForAnyNumberOfRows) {
+  std::vector<uint8_t> memory(static_cast<size_t>(OutputBlockBytes(1024)));
+  Carver few(memory.data()), many(memory.data());
+  const RowOutputBlock small = RowOutputBlock::Carve(few, 8), large = RowOutputBlock::Carve(many, 1024);
+  EXPECT_EQ(small.decision, large.decision);
+  EXPECT_LT(few.used(), many.used());
+}
+
 // What the guard looks at: dx only where it is wanted, or goes into the gradients of a norm.
 TEST(ChunkLayout, HiddenGradientsAreCheckedWhereTheyGoSomewhere) {
   const std::vector<int32_t> targets = {1, 2};
