@@ -177,9 +177,8 @@ def _classes(name: str, values: ArrayLike, form: str, has_form: Callable[[NDArra
     if not has_form(array) or (array.dtype.kind not in "iu" and array.size):
         raise errors.InvalidArgument(f"{name} has shape {array.shape} and dtype {array.dtype}; it must be {form}")
     classes = array.astype("<i4", order="C")
-    beyond = np.flatnonzero(classes != array) if array.dtype != np.int32 else classes[:0]  # they do not fit into 32 bits
-    if len(beyond):
-        worst = int(beyond[0])
+    if array.dtype != np.int32 and not np.array_equal(classes, array):  # it has numbers that do not fit into 32 bits
+        worst = int(np.flatnonzero(classes != array)[0])
         raise errors.InvalidArgument(f"{name}[{worst}] is {int(array.reshape(-1)[worst])}: not a class")
     return classes
 

@@ -350,6 +350,8 @@ class Pending(Generic[R]):
 
         if ready is None and not asked.streams:
             return begin()
+        if getattr(ready, "by_caller", False):  # this thread waits for the result next
+            return begin_when_ready()
         try:
             _thread.start_new_thread(begin_when_ready, ())  # Thread.start() takes a lock that an interrupt may keep
         except RuntimeError:  # the interpreter is ending

@@ -384,6 +384,6 @@ class Client(HeadCalls):
 
 def _per_depth(gradient: Any, depths: Sequence[Depth]) -> tuple[Any, list[Any]]:
     """The gradients of all rows (None if each depth has an array of its own), and the gradients of each depth."""
-    if not isinstance(gradient, np.ndarray):  # an array on a GPU can only be divided by the library that made it
+    if not depths or not isinstance(gradient, np.ndarray):  # an array on a GPU can only be divided by the library that made it
         return (None, gradient) if isinstance(gradient, list) else (gradient, [])
     return gradient, np.split(gradient, np.cumsum([depth.rows for depth in depths], dtype=np.int64)[:-1])

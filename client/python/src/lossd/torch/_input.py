@@ -133,12 +133,12 @@ def check_tensors(hidden: Any, targets: Any, optional: dict[str, Any]) -> None:
 
 
 def _is_transformed(tensor: torch.Tensor) -> bool:
-    functorch = getattr(torch._C, "_functorch", None)  # torch 1.13 lacks some of these functions
-    for name in ("is_functorch_wrapped_tensor", "is_batchedtensor", "is_gradtrackingtensor"):
-        is_so = getattr(functorch, name, None)
-        if is_so is not None and is_so(tensor):
-            return True
-    return False
+    return any(is_so(tensor) for is_so in _TRANSFORMS)
+
+
+# The functions that recognize tensors of a function transform. torch 1.13 lacks some of them.
+_TRANSFORMS = [getattr(torch._C._functorch, name) for name in ("is_functorch_wrapped_tensor", "is_batchedtensor", "is_gradtrackingtensor")
+               if hasattr(getattr(torch._C, "_functorch", None), name)]
 
 
 def check_shapes(head: str, hidden_size: int, shift: bool, hidden: torch.Tensor, targets: torch.Tensor,
@@ -163,8 +163,8 @@ def check_shapes(head: str, hidden_size: int, shift: bool, hidden: torch.Tensor,
 
 def check_labels(labels: NDArray[np.int32], vocab_size: int, ignore_index: int) -> None:
     """Raises the error that the server would raise if a label is neither a class nor ignore_index."""
-    wrong = ((labels < 0) | (labels >= vocab_size)) & (labels != ignore_index)
-    if not wrong.any():
+    beyond = labels.view(np.uint32) >= vocab_size  # negative numbers are large as unsigned ones
+    if not beyond.any() or not (wrong := beyond & (labels != ignore_index)).any():
         return
     index = int(wrong.argmax())
     field, value = f"open.targets[{index}]", str(labels[index])
@@ -186,7 +186,7 @@ def check_ids(ids: Any) -> None:
 def ids_of_rows(ids: torch.Tensor, vocab_size: int) -> NDArray[np.int32]:
     """The ids as a flat array. InvalidArgument names the first id that is not in [0, vocab_size)."""
     array: NDArray[Any] = ids.detach().to("cpu").numpy()
-    wrong = (array < 0) | (array >= vocab_size)
+    wrong = array.astype(np.int64, copy=False).view(np.uint64) >= vocab_size  # negative numbers are large as unsigned ones
     if wrong.any():
         place = tuple(int(each) for each in np.argwhere(wrong)[0])
         field, value = f"ids[{', '.join(map(str, place))}]", str(array[place])
@@ -301,8 +301,13 @@ class Ready:
     """Work on GPUs that must end before some memory may be read or written. Calling the object blocks until it has ended."""
 
     events: tuple[torch.cuda.Event, ...]  # recorded after the work
+    # Whether the thread that begins a computation calls the object, because it waits for the result next. Else the client
+    # has a thread for it.
+    by_caller: bool = False
 
     def __call__(self) -> None:
+        if self.by_caller:
+            return self.await_here()
         for event in self.events:
             event.synchronize()
 
@@ -403,14 +408,14 @@ _DTYPES_ON_GPU: dict[torch.dtype, np.dtype[Any]] = {
 
 def settle(memory: torch.Tensor | None) -> None:
     """Blocks until newly allocated memory may be written. torch may give out memory that enqueued GPU work still uses."""
-    wait = None if memory is None else settled(memory)
+    wait = None if memory is None else settled(memory, by_caller=True)
     if wait is not None:
-        wait.await_here()
+        wait()
 
 
-def settled(memory: torch.Tensor) -> Ready | None:
+def settled(memory: torch.Tensor, by_caller: bool) -> Ready | None:
     """The work that settle() waits for; None if there is none."""
-    return _work_so_far(memory.device) if memory.device.type == "cuda" else None
+    return Ready(_work_so_far(memory.device).events, by_caller) if memory.device.type == "cuda" else None
 
 
 def _work_so_far(device: torch.device) -> Ready:

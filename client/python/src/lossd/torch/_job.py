@@ -250,8 +250,7 @@ class Job:
             beside = _input.to_send(self.taught.reshape(-1, self.taught.shape[-1]), place)
             teacher, ready = beside.array, _input.both(ready, beside.ready)
         if (self.is_waited_for or in_backward) and ready is not None:
-            ready.await_here()
-            ready = None
+            ready = _input.Ready(ready.events, by_caller=True)
         rows: list[RowOutput] = [name for name in _ROW_EXTRAS if name in module.extras and not in_backward]
         if self.row_losses and not in_backward:
             rows.insert(0, "loss")
@@ -269,9 +268,8 @@ class Job:
             depths=self.depths, **self.numbers, **module.transport)
 
     def _gradient_memory(self, place: _input.Place) -> Any:
-        shape = torch.Size((self.hidden.numel() // self.module.hidden_size, self.module.hidden_size))
-        self._gradient = [_input.empty(shape, part.dtype, part.device, place) for part in self.parts]
-        sent = [_input.as_sent(gradient) for gradient in self._gradient]
+        self._gradient = [_input.empty(part.shape, part.dtype, part.device, place) for part in self.parts]
+        sent = [_input.as_sent(gradient.view(-1, self.module.hidden_size)) for gradient in self._gradient]
         return sent[0] if len(sent) == 1 else sent
 
     def result(self) -> LossResult:
@@ -316,25 +314,29 @@ class Job:
             loss = self.output()
             assert isinstance(loss, torch.Tensor)
             return loss
-        lazy: torch.Tensor = Direct.apply(self._anchor.tensor, self, None, *self.parts)
+        return self._loss_without_value()
+
+    def _loss_without_value(self) -> torch.Tensor:
+        lazy: torch.Tensor = Direct.apply(self._anchor.tensor, self, *self.parts)
         self._lazy_loss = lazy.detach()
         return lazy
 
-    def fill_lazy_loss(self) -> None:
-        """If lazy_output() returned a loss without a value, waits for the value and writes it into that loss."""
+    def fill_lazy_loss(self, result: LossResult | None = None) -> None:
+        """If there is a loss without a value, writes the value into that loss. Waits for the result if it is not given."""
         if self._lazy_loss is not None:
-            self._lazy_loss.fill_(self.result().loss)
+            self._lazy_loss.fill_((result or self.result()).loss)
             self._lazy_loss = None
 
     def output(self) -> LossOutput:
         """Waits for the result and returns the loss, with extras if the module has them."""
-        result = self.result()
-        rows = {name: self._tensor(values) for name, values in result.rows.items()}
         with torch.set_grad_enabled(self.plan.has_graph):
-            if self.row_losses:
-                loss = self._deferred_loss(rows)
-            else:
-                loss = Direct.apply(self._anchor.tensor, self, result.loss, *self.parts)
+            # What is made before the result is there takes no time after it.
+            lazy = None if self.row_losses else self._loss_without_value()
+            _ = self.counted
+            result = self.result()
+            rows = {name: torch.from_numpy(values).to(self.hidden.device) for name, values in result.rows.items()}
+            loss = self._deferred_loss(rows) if lazy is None else lazy
+            self.fill_lazy_loss(result)
         if not self.module.extras:
             return loss
         return loss, self._extras(result, rows)
@@ -404,7 +406,7 @@ class Job:
         if factor != 1.0:
             for gradient in written:
                 gradient.mul_(factor)
-        return [_input.to_device(gradient, part.device).reshape(part.shape) for gradient, part in zip(written, self.parts)]
+        return [_input.to_device(gradient, part.device) for gradient, part in zip(written, self.parts)]
 
     def run_backward(self, upstream: dict[RowOutput, torch.Tensor | None]) -> None:
         """Has the server compute the gradients of a deferred microbatch. `upstream`: the gradients of its row outputs that
@@ -505,9 +507,6 @@ class Job:
     def scalar(self, value: float) -> torch.Tensor:
         # Unlike torch.tensor, torch.full does not wait for the device.
         return torch.full((), value, dtype=torch.float32, device=self.hidden.device)
-
-    def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.hidden.device)
 
     def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
         """Values of rows in the shape of the targets. With shift, the last position predicts nothing and is cut off."""

@@ -223,11 +223,9 @@ class _Lookup:
         place = _input.place_on(self._device, head.client)
         memory = _input.empty(self._shape, self._wire, self._device, place)
         out = _input.as_sent(memory.view(len(self.ids), head.hidden_size))
-        if is_waited_for:
-            _input.settle(memory)
         return _Coming(memory, head.client.embed_async(
             head.head_name, self.ids, dtype=_input.DTYPES[self._wire], step=step, out=out,
-            ready=None if is_waited_for else _input.settled(memory), **self._transport))
+            ready=_input.settled(memory, by_caller=is_waited_for), **self._transport))
 
     def rows(self, step: int | None) -> torch.Tensor:
         """The rows of the present weights, multiplied by `scale`. `step`: the step that must be open. None: any step may be."""

@@ -509,9 +509,10 @@ class LossHead(torch.nn.Module):
 
     def _count(self, labels: NDArray[np.int32], options: lossd.LossOptions) -> float:
         """The number of rows that are not ignored; with class weights, the sum of the class weights of their targets."""
-        found = labels[self.has_target(labels, options)]
+        valid = self.has_target(labels, options)
         if not options.use_class_weights or not _uses_targets(options):
-            return float(len(found))
+            return float(np.count_nonzero(valid))
+        found = labels[valid]
         if self._class_weights is None:
             self._class_weights = self.client.read_tensor(self.head_name, "class_weights")
         if self._classes is not None:
