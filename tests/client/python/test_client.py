@@ -637,6 +637,30 @@ def test_cancel_and_timeout_of_wait(client, make_head, plain_problem):
         pending.wait()
 
 
+class Ready:
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.by_caller = True
+        self.error = error
+        self.thread: int | None = None
+
+    def __call__(self) -> None:
+        self.thread = threading.get_ident()
+        if self.error is not None:
+            raise self.error
+
+
+def test_ready_may_run_on_the_calling_thread(client, make_head, plain_problem):
+    head = make_head(hidden_size=D, vocab_size=V)
+    ready = Ready()
+    loss = client.compute_loss(head, *plain_problem, ready=ready).loss
+    assert ready.thread == threading.get_ident()
+    for error in (KeyboardInterrupt(), ValueError("the GPU is lost")):
+        pending = client.compute_loss_async(head, *plain_problem, ready=Ready(error))
+        with pytest.raises(type(error)):
+            pending.wait()
+    assert client.compute_loss(head, *plain_problem).loss == loss
+
+
 def test_cancelling_ends_the_question_for_limits(plain_problem):
     """A computation asks for its head first; a server that does not answer does not hold it up."""
     asked, ended = threading.Event(), threading.Event()
