@@ -190,13 +190,14 @@ float UnitFor(const LayoutHead& head, const Chunk& chunk) {
   const double slope = LargestSlope(chunk.options, static_cast<double>(head.largest_class_weight));
   double largest = 0.0;
   for (const Slice& slice : chunk.slices) {
+    const bool uniform = IsUniform(chunk.options, slice);
     for (int64_t r = 0; r < slice.rows; ++r) {
       if (slice.targets[r] == kIgnoredTarget) continue;
       const RowFactors f = FactorsOf(objective, slice, r);
       const double row_slope = SlopeOf(chunk.options, slice, r);
       const double size = std::fabs(f.loss) * (slope + row_slope) + std::fabs(f.lse) + std::fabs(f.entropy);
       if (std::isfinite(size)) largest = std::max(largest, size);
-      if (IsUniform(chunk.options, slice)) break;
+      if (uniform) break;
     }
   }
   if (largest == 0.0) return 1.0f;
