@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/device/cuda_status.h"
+#include "kernels/cuda/device/device.h"
 
 namespace lossd::kernels::cuda {
 namespace {
@@ -282,20 +283,16 @@ Choice Gemms::Describe(const GemmShape& shape) const {
 
 absl::StatusOr<double> Gemms::Time(const GemmShape& shape, const GemmOperands& operands, void* workspace,
                                    cudaStream_t stream) {
-  cudaEvent_t begin = nullptr;
-  cudaEvent_t end = nullptr;
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&begin), "cudaEventCreate");
-  LOSSD_RETURN_IF_CUDA_ERROR(cudaEventCreate(&end), "cudaEventCreate");
-  absl::Status status = RunStep(shape, operands, workspace, stream);
-  cudaEventRecord(begin, stream);
-  for (int i = 0; i < kTimedRuns && status.ok(); ++i) status = RunStep(shape, operands, workspace, stream);
-  cudaEventRecord(end, stream);
+  LOSSD_TRY(const Event begin, Event::Create(/*timing=*/true));
+  LOSSD_TRY(const Event end, Event::Create(/*timing=*/true));
+  LOSSD_RETURN_IF_ERROR(RunStep(shape, operands, workspace, stream));
+  LOSSD_RETURN_IF_ERROR(Record(begin, stream));
+  for (int i = 0; i < kTimedRuns; ++i) LOSSD_RETURN_IF_ERROR(RunStep(shape, operands, workspace, stream));
+  LOSSD_RETURN_IF_ERROR(Record(end, stream));
+  LOSSD_RETURN_IF_ERROR(WaitFor(end));
   float milliseconds = 0.0f;
-  if (status.ok()) status = ToStatus(cudaEventSynchronize(end), "cudaEventSynchronize");
-  if (status.ok()) status = ToStatus(cudaEventElapsedTime(&milliseconds, begin, end), "cudaEventElapsedTime");
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  if (!status.ok()) return status;
+  LOSSD_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()),
+                             "cudaEventElapsedTime");
   return static_cast<double>(milliseconds) / kTimedRuns;
 }
 
