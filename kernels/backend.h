@@ -392,9 +392,9 @@ class HeadKernels {
   // The parts of the head that are in other processes; these processes can save and load their parts
   // themselves.
   virtual std::vector<RemotePart> remote_parts() const { return {}; }
-  // From now on WriteTensor does not write the parts of the head on these ranks, because these ranks get
-  // their rows in another way. If `ranks` is empty, WriteTensor writes all parts again.
-  virtual void PassBy(absl::Span<const int> ranks) {}
+  // From now on WriteTensor does not write the parts of the head on `ranks`, because these ranks get their
+  // rows in another way. WriteTensor writes the parts on all other ranks: all parts if `ranks` is empty.
+  virtual void SkipWritesTo(absl::Span<const int> ranks) {}
 };
 
 // The exchange between the replicas of one head on several devices (replica.h). Called on the backends'

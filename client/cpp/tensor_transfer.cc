@@ -101,13 +101,15 @@ absl::Status ReadRows(const Core& core, const v1::ReadTensorRequest& request,
 }
 
 // Reads the rows through the region, piece by piece, each with a call of its own. When a piece finds no room
-// in the region, all the rows that are left come in messages. INVALID_ARGUMENT with an empty text: the
-// arguments do not fit together, and a read without a region says why.
-absl::StatusOr<TensorShape> ReadThroughRegion(const Core& core, const v1::ReadTensorRequest& request,
-                                              absl::Span<char> out, SharedRegion* region, absl::Time deadline,
-                                              std::optional<uint64_t> tensor_rows) {
+// in the region, all the rows that are left come in messages. nullopt: the arguments are wrong. A read
+// without a region then says why, in an error that does not name the region's fields.
+absl::StatusOr<std::optional<TensorShape>> ReadThroughRegion(const Core& core,
+                                                             const v1::ReadTensorRequest& request,
+                                                             absl::Span<char> out, SharedRegion* region,
+                                                             absl::Time deadline,
+                                                             std::optional<uint64_t> tensor_rows) {
   const Rows all{request.rows().begin(), request.rows().end()};
-  if (all.end <= all.begin || out.size() % all.size() != 0) return absl::InvalidArgumentError("");
+  if (all.end <= all.begin || out.size() % all.size() != 0) return std::nullopt;
   const uint64_t row_bytes = out.size() / all.size();
   const uint64_t most = std::max<uint64_t>(1, region->size() / kPiecesPerRegion / row_bytes);
   TensorReader reader(request, out, tensor_rows);
@@ -130,6 +132,7 @@ absl::StatusOr<TensorShape> ReadThroughRegion(const Core& core, const v1::ReadTe
     // After most errors the server may still write to the piece's place. Not if it has refused the arguments.
     if (!status.ok()) region->AfterFailure(status, offset.has_value() && !absl::IsInvalidArgument(status));
     if (offset.has_value() && region->usable()) region->Give(*offset);
+    if (absl::IsInvalidArgument(status)) return std::nullopt;
     if (!status.ok()) return status;
   }
   return reader.End();
@@ -182,13 +185,11 @@ absl::StatusOr<TensorShape> ReadTensor(const Core& core, const v1::ReadTensorReq
   if (out.size() >= kLeastShared && request.has_rows()) {
     const std::shared_ptr<SharedRegion> region =
         core.connections().regions().Get(std::min<uint64_t>(out.size(), kPieceBytes));
-    auto read = region == nullptr
-                    ? absl::InvalidArgumentError("")
-                    : ReadThroughRegion(core, request, out, region.get(), deadline, tensor_rows);
+    absl::StatusOr<std::optional<TensorShape>> read = std::nullopt;
+    if (region != nullptr) read = ReadThroughRegion(core, request, out, region.get(), deadline, tensor_rows);
     core.connections().regions().DropUnusable();
-    // If the arguments are wrong, the read is done again without a region, so that the error does not name
-    // the region's fields.
-    if (!absl::IsInvalidArgument(read.status())) return read;
+    if (!read.ok()) return read.status();
+    if (read->has_value()) return **read;
   }
   TensorReader reader(request, out, tensor_rows);
   LOSSD_RETURN_IF_ERROR(ReadRows(core, request, {}, deadline, &reader));

@@ -7,7 +7,7 @@
 // guard has cleared the slices that fail, two products compute dx = ds W and dW += ds^T x.
 //
 // A head that is split by vocabulary has a part of the classes on each device. The parts compute statistics
-// of each row over their own classes, and merge them by ClassExchange. All parts call the same exchanges in
+// of each row over their own classes, and merge them by PartExchange. All parts call the same exchanges in
 // the same order, so no part may skip one. The first part reports the results of rows (reports_).
 #include "kernels/cpu/cpu_head.h"
 
@@ -375,7 +375,7 @@ void RowGuard::ClearFailedSlices(const Chunk& chunk, const RowOrder& order) cons
 }
 
 absl::Status RowGuard::CheckGradients(const Chunk& chunk, const RowOrder& order, RowRange rows, RowRange here,
-                                      int part, ClassExchange& exchange) const {
+                                      int part, PartExchange& exchange) const {
   constexpr int64_t kGrain = 1 << 15;  // elements
   const RowLoops& loops = SelectRowLoops();
   pool_->ParallelFor(here.end - here.begin, std::max<int64_t>(1, kGrain / hidden_size_),
@@ -497,7 +497,7 @@ CpuHead::CpuHead(const HeadConfig& config, Replica replica, int64_t chunk_rows, 
       buffers_(buffers),
       params_(config_, replica, pool, buffers),
       guard_(buffers_, config.hidden_size, classes_.rows, pool),
-      exchange_(std::make_shared<SoleExchange>()) {}
+      exchange_(std::make_shared<SolePartExchange>()) {}
 
 std::vector<Choice> CpuHead::Describe() const {
   return DescribeCpuHead(config_, chunk_rows_, memory()[MemoryKind::kWorkspace], pool_->threads());
@@ -619,7 +619,7 @@ class ClassMerger {
 
   // For the gathered rows `rows`, with room for `entries` entries.
   absl::Status Merge(const WantedClasses& wanted, RowRange rows, int64_t entries, int part, bool reports,
-                     ClassExchange& exchange) const {
+                     PartExchange& exchange) const {
     if (wanted.top_k > 0) {
       LOSSD_RETURN_IF_ERROR(MergeTop(rows, part, reports, wanted.top_k, entries, exchange));
     }
@@ -629,7 +629,7 @@ class ClassMerger {
 
  private:
   absl::Status MergeTop(RowRange all, int part, bool reports, int64_t k, int64_t entries,
-                        ClassExchange& exchange) const {
+                        PartExchange& exchange) const {
     for (int64_t first = all.begin; first < all.end; first += entries / k) {
       const int64_t rows = std::min(entries / k, all.end - first);
       pool_->ParallelFor(rows, 1, [&](int64_t begin, int64_t end) {
@@ -648,7 +648,7 @@ class ClassMerger {
   }
 
   absl::Status MergeGiven(RowRange all, int part, int64_t count, int64_t entries,
-                          ClassExchange& exchange) const {
+                          PartExchange& exchange) const {
     for (int64_t first = all.begin; first < all.end; first += entries / count) {
       const RowRange rows = {0, std::min(entries / count, all.end - first)};
       for (int64_t i = 0; i < rows.end; ++i) TakeGiven(first + i, buffers_.class_logits + i * count);
@@ -812,7 +812,7 @@ void CpuHead::Distiller::ComputeBlock(int64_t first, int64_t rows) const {
 // both softmaxes, the sums of the divergence, and the sums of the gradient.
 absl::Status CpuHead::Distiller::ComputeSplitBlock(int64_t first, int64_t rows) const {
   const HeadBuffers& buffers = student_.buffers_;
-  ClassExchange& exchange = *student_.exchange_;
+  PartExchange& exchange = *student_.exchange_;
   const int part = student_.part_;
   const auto count = static_cast<size_t>(rows);
   ForEachRow(first, rows, [&](int64_t i) {

@@ -261,7 +261,7 @@ class RowGuard {
   // rows that have a gradient. `here`: the rows among them whose gradient this part has summed up; other
   // parts of a split head have the others, and all parts exchange their results.
   absl::Status CheckGradients(const Chunk& chunk, const RowOrder& order, RowRange rows, RowRange here,
-                              int part, ClassExchange& exchange) const;
+                              int part, PartExchange& exchange) const;
 
  private:
   const HeadBuffers& buffers_;
@@ -334,7 +334,7 @@ class CpuHead final : public CpuPooledKernels {
   CpuParams& params() { return params_; }
   // For a head that is split by vocabulary: sets the exchange with its other parts. Call before the first
   // chunk.
-  void Join(std::shared_ptr<ClassExchange> exchange) { exchange_ = std::move(exchange); }
+  void Join(std::shared_ptr<PartExchange> exchange) { exchange_ = std::move(exchange); }
 
  private:
   class Distiller;  // replaces ComputeRows for chunks with a teacher
@@ -398,7 +398,7 @@ class CpuHead final : public CpuPooledKernels {
   HeadBuffers buffers_;
   CpuParams params_;
   const RowGuard guard_;
-  std::shared_ptr<ClassExchange> exchange_;
+  std::shared_ptr<PartExchange> exchange_;
 };
 
 // The choices that CpuHead::Describe returns.

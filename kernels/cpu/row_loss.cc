@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RowLoss (row_loss.h), then RowSampler, then the exchanges between parts of a split head: SoleExchange,
+// RowLoss (row_loss.h), then RowSampler, then the exchanges between parts of a split head: SolePartExchange,
 // ThreadExchange, RankExchange.
 //
 // In the comments: z are the logits, y is the target, p the softmax, u the class weights, q the weights of
@@ -449,19 +449,19 @@ void RowSampler::Sample(float* gradient, int64_t n) {
   }
 }
 
-absl::Status SoleExchange::MergeStatistics(int, absl::Span<const RowStatistics> own,
-                                           absl::Span<RowStatistics> merged) {
+absl::Status SolePartExchange::MergeStatistics(int, absl::Span<const RowStatistics> own,
+                                               absl::Span<RowStatistics> merged) {
   std::copy(own.begin(), own.end(), merged.begin());
   return absl::OkStatus();
 }
 
-absl::Status SoleExchange::MergeGradients(int, absl::Span<const GradientSums> own,
-                                          absl::Span<RowResult> results) {
+absl::Status SolePartExchange::MergeGradients(int, absl::Span<const GradientSums> own,
+                                              absl::Span<RowResult> results) {
   for (size_t row = 0; row < results.size(); ++row) results[row].gradient = own[row];
   return absl::OkStatus();
 }
 
-absl::Status SoleExchange::MergeTaught(int, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
+absl::Status SolePartExchange::MergeTaught(int, absl::Span<const TaughtRow> own, MergeTaughtRow merge) {
   for (size_t row = 0; row < own.size(); ++row) {
     const TaughtRow* const of_part[] = {&own[row]};
     merge(static_cast<int64_t>(row), of_part);
@@ -469,15 +469,15 @@ absl::Status SoleExchange::MergeTaught(int, absl::Span<const TaughtRow> own, Mer
   return absl::OkStatus();
 }
 
-absl::StatusOr<RowRange> SoleExchange::SumRows(int, float*, RowRange rows, int64_t) { return rows; }
+absl::StatusOr<RowRange> SolePartExchange::SumRows(int, float*, RowRange rows, int64_t) { return rows; }
 
-absl::Status SoleExchange::AddSums(int, const float* own, float* to, int64_t n) {
+absl::Status SolePartExchange::AddSums(int, const float* own, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] += own[i];
   return absl::OkStatus();
 }
 
-absl::Status SoleExchange::MergeTop(int, absl::Span<const RankedClass> own, int64_t k, bool takes,
-                                    TakeRanked take) {
+absl::Status SolePartExchange::MergeTop(int, absl::Span<const RankedClass> own, int64_t k, bool takes,
+                                        TakeRanked take) {
   const auto each = static_cast<size_t>(k);
   for (size_t row = 0; takes && (row + 1) * each <= own.size(); ++row) {
     take(static_cast<int64_t>(row), own.subspan(row * each, each));
@@ -485,7 +485,7 @@ absl::Status SoleExchange::MergeTop(int, absl::Span<const RankedClass> own, int6
   return absl::OkStatus();
 }
 
-absl::StatusOr<RowRange> SoleExchange::CollectRows(int, float*, RowRange rows, RowRange wanted, int64_t) {
+absl::StatusOr<RowRange> SolePartExchange::CollectRows(int, float*, RowRange rows, RowRange wanted, int64_t) {
   return Intersect(wanted, rows);
 }
 

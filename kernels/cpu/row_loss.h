@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // RowLoss computes the loss of a row from its logits, and turns the logits in place into their gradient.
-// ClassExchange, below, connects the parts of a head that is split by vocabulary. Formulas in docs/math.md.
+// PartExchange, below, connects the parts of a head that is split by vocabulary. Formulas in docs/math.md.
 //
 // p_y - 1 is never formed by subtraction: it is -(sum of the other exponentials) / (sum of all), which keeps
 // full relative accuracy when p_y is close to 1. The row loss is (max - z_y) + log(sum exp(z - max)) in
@@ -203,9 +203,9 @@ class RowSampler {
 };
 
 // Exchanges between the parts of a head that is split by vocabulary, for the rows of a chunk: they merge the
-// statistics of all parts, and sums over all classes. ClassExchange is the interface. SoleExchange is for a
-// head in one part, ThreadExchange for parts in one process, and RankExchange for parts in several processes.
-// TimedExchange counts the time of another exchange.
+// statistics of all parts, and sums over all classes. PartExchange is the interface. SolePartExchange is for
+// a head in one part, ThreadExchange for parts in one process, and RankExchange for parts in several
+// processes. TimedExchange counts the time of another exchange.
 //
 // Every part calls the same functions in the same order, with the same rows, each part on a thread of its
 // own. A function returns when all parts have called it. Contributions are added in the order of the parts,
@@ -234,9 +234,9 @@ inline RowRange Intersect(RowRange rows, RowRange of) {
 using MergeTaughtRow = absl::FunctionRef<void(int64_t row, absl::Span<const TaughtRow* const> of_part)>;
 
 // The contract is in the comment above RowRange.
-class ClassExchange {
+class PartExchange {
  public:
-  virtual ~ClassExchange() = default;
+  virtual ~PartExchange() = default;
 
   // Sets merged[i] to the statistics of row i over the classes of all parts.
   virtual absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
@@ -262,7 +262,7 @@ class ClassExchange {
 };
 
 // The exchange of a head that has all classes.
-class SoleExchange final : public ClassExchange {
+class SolePartExchange final : public PartExchange {
  public:
   absl::Status MergeStatistics(int part, absl::Span<const RowStatistics> own,
                                absl::Span<RowStatistics> merged) override;
@@ -278,7 +278,7 @@ class SoleExchange final : public ClassExchange {
 };
 
 // The exchange between threads of one process. Each part delivers the rows that SumRows has given it.
-class ThreadExchange final : public ClassExchange {
+class ThreadExchange final : public PartExchange {
  public:
   // `parts` >= 1.
   explicit ThreadExchange(int parts);
@@ -310,9 +310,9 @@ class ThreadExchange final : public ClassExchange {
 // Counts the time that parts spend in an exchange between threads of one process, including the wait for
 // other parts. The time of part i is counted at member `first` + i of `clocks`. Thread-safe as the counted
 // exchange.
-class TimedExchange final : public ClassExchange {
+class TimedExchange final : public PartExchange {
  public:
-  TimedExchange(std::unique_ptr<ClassExchange> exchange, std::shared_ptr<MemberExchanges> clocks,
+  TimedExchange(std::unique_ptr<PartExchange> exchange, std::shared_ptr<MemberExchanges> clocks,
                 int first = 0)
       : exchange_(std::move(exchange)), clocks_(std::move(clocks)), first_(first) {}
 
@@ -350,7 +350,7 @@ class TimedExchange final : public ClassExchange {
   }
 
  private:
-  const std::unique_ptr<ClassExchange> exchange_;
+  const std::unique_ptr<PartExchange> exchange_;
   const std::shared_ptr<MemberExchanges> clocks_;
   const int first_;
 };
@@ -372,7 +372,7 @@ class RankTransfers {
 
 // The exchange of a head with one part in each of several processes. Its sums have the same bits as those of
 // a ThreadExchange with as many parts. Rank 0 delivers all rows.
-class RankExchange final : public ClassExchange {
+class RankExchange final : public PartExchange {
  public:
   // `transfers` outlives the object.
   explicit RankExchange(RankTransfers* transfers) : transfers_(transfers) {}

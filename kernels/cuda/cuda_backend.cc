@@ -111,7 +111,7 @@ class CudaBackend : public Backend {
                                             const MemoryBytes& beside) const override {
     const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
     if (!plan.ok()) return plan.status();
-    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
     LOSSD_RETURN_IF_ERROR(CheckHead(config, *plan, DeviceTotal(beside)));
     PlannedHead planned;
     planned.memory = plan->memory;
@@ -124,7 +124,7 @@ class CudaBackend : public Backend {
   absl::StatusOr<std::unique_ptr<HeadKernels>> CreateHead(const HeadConfig& config) override {
     const absl::StatusOr<cuda::HeadPlan> plan = MakePlan(config);
     if (!plan.ok()) return plan.status();
-    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
     LOSSD_RETURN_IF_ERROR(CheckHead(config, *plan));
     absl::StatusOr<std::unique_ptr<HeadKernels>> head = CudaHead::Create(device_.get(), &teachers_, config);
     if (absl::IsResourceExhausted(head.status())) {
@@ -136,7 +136,7 @@ class CudaBackend : public Backend {
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AllocateStaging(int64_t bytes) override {
     if (bytes < 0) return errors::FieldError("bytes", "be >= 0", bytes);
-    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
     absl::StatusOr<PinnedBuffer> buffer = PinnedBuffer::Allocate(&device_->ledger(), bytes);
     if (!buffer.ok()) return buffer.status();
     return std::make_unique<PinnedStaging>(*std::move(buffer), bytes);
@@ -144,7 +144,7 @@ class CudaBackend : public Backend {
 
   absl::StatusOr<std::unique_ptr<StagingMemory>> AdoptStaging(absl::Span<uint8_t> memory,
                                                               const AdoptOptions& options) override {
-    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
     return AdoptedStaging::Create(&device_->ledger(), memory, options.counted);
   }
 
@@ -159,7 +159,7 @@ class CudaBackend : public Backend {
     if (device != device_->uuid())
       return errors::FieldError("device", absl::StrCat("be ", device_->uuid()), device);
     if (bytes <= 0) return errors::FieldError("bytes", "be > 0", bytes);
-    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
     MemoryBytes plan;
     plan[MemoryKind::kSlots] = RoundUp(bytes, kDevicePage);
     LOSSD_RETURN_IF_ERROR(CheckFits("memory shared with a client", plan));
@@ -168,7 +168,7 @@ class CudaBackend : public Backend {
 
   absl::StatusOr<std::unique_ptr<RetainedMemory>> AllocateRetained(int64_t bytes) override {
     if (bytes < 0) return errors::FieldError("bytes", "be >= 0", bytes);
-    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
     absl::StatusOr<DeviceBuffer> buffer =
         DeviceBuffer::Allocate(&device_->ledger(), MemoryKind::kRetained, bytes);
     if (!buffer.ok()) return buffer.status();

@@ -79,7 +79,7 @@ class GroupHead final : public HeadKernels {
   absl::Status ZeroGradients() override;
   absl::Status ZeroMoments() override;
   std::vector<RemotePart> remote_parts() const override { return heads_.Remote(Split::kRows); }
-  void PassBy(absl::Span<const int> ranks) override { heads_.PassBy(ranks); }
+  void SkipWritesTo(absl::Span<const int> ranks) override { heads_.SkipWritesTo(ranks); }
 
  private:
   // Rows that one member owns: rows [first, first + rows) of the tensor. Their first row has index `offset`

@@ -166,9 +166,9 @@ std::vector<RemotePart> MemberHeads::Remote(Split split) const {
   return parts;
 }
 
-void MemberHeads::PassBy(absl::Span<const int> ranks) const {
+void MemberHeads::SkipWritesTo(absl::Span<const int> ranks) const {
   ForEach([&](int, HeadKernels& head) {
-    head.PassBy(ranks);
+    head.SkipWritesTo(ranks);
     return absl::OkStatus();
   }).IgnoreError();
 }

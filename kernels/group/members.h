@@ -112,7 +112,7 @@ class MemberHeads {
   MemoryBytes memory() const;  // sum over all heads
   // The remote parts of all members, for a head that is divided by `split`.
   std::vector<RemotePart> Remote(Split split) const;
-  void PassBy(absl::Span<const int> ranks) const;
+  void SkipWritesTo(absl::Span<const int> ranks) const;
 
   // Calls HeadKernels::CheckTeacher of each member's head with the same member's head of `teacher`. Both have
   // the same members.

@@ -67,7 +67,7 @@ class VocabularyHead final : public HeadKernels {
   bool divides_classes() const override { return true; }
   absl::Status SetShares(const std::vector<int32_t>& shares, Accept accept) override;
   std::vector<RemotePart> remote_parts() const override { return heads_->Remote(Split::kVocabulary); }
-  void PassBy(absl::Span<const int> ranks) override { heads_->PassBy(ranks); }
+  void SkipWritesTo(absl::Span<const int> ranks) override { heads_->SkipWritesTo(ranks); }
 
  private:
   // Rows [first, first + rows) of a tensor; one member has them. In the host memory of the rows that an

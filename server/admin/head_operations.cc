@@ -324,16 +324,16 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels:
   const head::CheckpointSubject& saved = reader.subject();
   head::SiteLoading sites(config, checkpoints_.LoadSites(head));
   sites.Open(reader.name(), reader.content_digest());
-  const auto pass_by = [&](const std::vector<int>& ranks) {
+  const auto skip_writes_to = [&](const std::vector<int>& ranks) {
     return engine_->OnDevice(head, [&](head::Head& on_device) {
-      on_device.kernels().PassBy(ranks);
+      on_device.kernels().SkipWritesTo(ranks);
       return absl::OkStatus();
     });
   };
   const auto begin = [&] {
     absl::Status status =
         engine_->BeginLoad(head, {saved.step, saved.updates}, saved.last_step, HistoryOfLoaded(reader));
-    if (status.ok()) status = pass_by(sites.ranks());
+    if (status.ok()) status = skip_writes_to(sites.ranks());
     if (status.ok()) sites.Start();
     return status;
   };
@@ -349,7 +349,7 @@ absl::Status HeadOperations::WriteLoaded(const std::string& head, const kernels:
       },
       options);
   status = sites.Await(std::move(status));
-  if (begun) status.Update(pass_by({}));
+  if (begun) status.Update(skip_writes_to({}));
   if (!status.ok()) return status;
   return engine_->EndLoad(head);
 }

@@ -3,8 +3,8 @@
 //
 // Launch submits the chunk. When the results come (OnResults), they go to the streams. When the chunk leaves
 // the device (OnDone), its weight gradient has been added. Settle, which commits the rows in the ledger and
-// finishes the slices, runs once: with the results if ChunkWork::settles_with_results, else at the end. Tell
-// runs before it.
+// finishes the slices, runs once: with the results if ChunkWork::settles_with_results, else at the end.
+// ReportChunk runs before Settle.
 #include "server/engine/flight.h"
 
 #include <algorithm>
@@ -112,7 +112,7 @@ void Flight::OnResults(const absl::Status& status) {
   if (!status.ok()) context.observers.Tell(&EngineObserver::OnDeviceError, status);
   TakeResults();
   settled_ = results_ok_ && work_->settles_with_results;
-  if (settled_) Tell();
+  if (settled_) ReportChunk();
   bool delivers = false;
   {
     absl::MutexLock lock(&context.mutex);
@@ -199,7 +199,7 @@ void Flight::Deliver(SliceWork& slice) {
 
 void Flight::OnDone(const absl::Status& status) {
   EngineContext& context = *head_.context;
-  if (!settled_) Tell();
+  if (!settled_) ReportChunk();
   context.observers.Tell(&EngineObserver::OnChunkLeft, Report());
   // Broken: the head's accumulators may be half-written (kernels::ChunkCallbacks::on_done).
   const bool broken = !status.ok() && (results_ok_ || absl::IsDataLoss(status));
@@ -216,7 +216,7 @@ void Flight::OnDone(const absl::Status& status) {
   owner_->OnChunkLeft(std::move(work_->slices));
 }
 
-void Flight::Tell() {
+void Flight::ReportChunk() {
   const ChunkReport report = Report();
   head_.context->observers.Tell(&EngineObserver::OnChunk, report);
   if (!chunk_.options.is_embedding()) owner_->NoteChunk(report, chunk_.choices);

@@ -92,7 +92,7 @@ class Flight : public std::enable_shared_from_this<Flight> {
   // Sends the results of a slice to its stream's observer.
   void Deliver(SliceWork& slice);
   // Tells the observers and the owner how the chunk was computed. Without the lock.
-  void Tell();
+  void ReportChunk();
   // Commits or releases the rows of every segment in the ledger, and finishes every slice. A row that several
   // good slices hold counts as accumulated for the first of them and as a repeat for the others.
   void Settle(bool accumulated);

@@ -60,16 +60,16 @@ void WorkQueue::Push(std::unique_ptr<SliceWork> slice) {
 }
 
 int64_t WorkQueue::RoundOf(const SliceWork& slice) {
-  int64_t& given = given_[slice.stream->spec().peer];
-  given = std::max(given, round_ * round_rows_);  // a peer without rows here begins in the present round
-  const int64_t round = given / round_rows_;
-  given += slice.rows.size();
+  int64_t& charged = charged_rows_[slice.stream->spec().peer];
+  charged = std::max(charged, round_ * round_rows_);  // a peer without rows here begins in the present round
+  const int64_t round = charged / round_rows_;
+  charged += slice.rows.size();
   return round;
 }
 
 void WorkQueue::ForgetPeers() {
   if (slices_ == 0) round_ = 0;
-  std::erase_if(given_,
+  std::erase_if(charged_rows_,
                 [this](const auto& peer) { return slices_ == 0 || peer.second <= round_ * round_rows_; });
 }
 
@@ -83,7 +83,7 @@ std::vector<std::unique_ptr<SliceWork>> WorkQueue::TakeFailed() {
     if (slice != nullptr && (*slice)->stream->failed()) {
       --slices_;
       rows_ -= (*slice)->rows.size();
-      if (const auto peer = given_.find((*slice)->stream->spec().peer); peer != given_.end())
+      if (const auto peer = charged_rows_.find((*slice)->stream->spec().peer); peer != charged_rows_.end())
         peer->second -= (*slice)->rows.size();
       taken.push_back(std::move(*slice));
     } else {

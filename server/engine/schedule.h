@@ -249,7 +249,7 @@ class WorkQueue {
   template <typename Fn>
   bool ForEachOfNext(int64_t chunk_rows, Fn fn) const;
 
-  // The round of a slice that is pushed now; counts its rows for its peer.
+  // The round of a slice that is pushed now. Charges the slice's rows to its peer.
   int64_t RoundOf(const SliceWork& slice);
   // Forgets the peers that have no rows in the present round or a later one.
   void ForgetPeers();
@@ -257,9 +257,10 @@ class WorkQueue {
   const int64_t round_rows_;
   const ValuesOf values_;
   int64_t round_ = 0;  // the round of the last chunk
-  // By peer: its rows so far, counted as if it had used all of round_rows_ in each round before the first of
-  // them. So its next slice belongs to round given_ / round_rows_.
-  std::map<std::string, int64_t> given_;
+  // By peer: the rows that are charged to the peer. These are round_rows_ for each round before the round of
+  // its first slice, and the rows of its slices so far. So the peer's next slice belongs to round
+  // charged_rows_ / round_rows_.
+  std::map<std::string, int64_t> charged_rows_;
   std::deque<Item> items_;
   int64_t slices_ = 0;
   int64_t rows_ = 0;

@@ -118,8 +118,8 @@ class SiteLoading {
   // Whether this process has to bring any of these rows to the head, because no other process reads them.
   bool Wants(const TensorPart& part) const;
 
-  // Lets the processes load. Called after the head has begun the load (Engine::BeginLoad) and passes these
-  // processes by (HeadKernels::PassBy).
+  // Lets the processes load. Called after the head has begun the load (Engine::BeginLoad) and skips writes to
+  // these processes (HeadKernels::SkipWritesTo).
   void Start();
   // Waits until all processes have ended. If `status` is an error, cancels them first. Returns the first
   // error.

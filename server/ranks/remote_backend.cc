@@ -140,14 +140,14 @@ absl::Status RemoteHead::ReadTensor(TensorId id, int64_t row_begin, int64_t rows
   return ForPieces(*worker_, rows, PieceRows(id.param, dtype), make, take);
 }
 
-void RemoteHead::PassBy(absl::Span<const int> ranks) {
-  passed_by_ = std::find(ranks.begin(), ranks.end(), worker_->rank()) != ranks.end();
+void RemoteHead::SkipWritesTo(absl::Span<const int> ranks) {
+  skips_writes_ = std::find(ranks.begin(), ranks.end(), worker_->rank()) != ranks.end();
 }
 
 absl::Status RemoteHead::WriteTensor(TensorId id, int64_t row_begin, int64_t rows, DType dtype,
                                      absl::Span<const uint8_t> in) {
   absl::Status valid = ValidateTensorAccess(config_, id, row_begin, rows, dtype, in.size());
-  if (!valid.ok() || passed_by_) return valid;
+  if (!valid.ok() || skips_writes_) return valid;
   const size_t row_bytes = static_cast<size_t>(ShapeOf(config_, id.param).cols) * SizeOf(dtype);
   const auto make = [&](const Piece& piece) {
     v1::Request request = NewRequest();

@@ -62,9 +62,9 @@ class RemoteHead final : public kernels::HeadKernels {
   std::vector<kernels::RemotePart> remote_parts() const override {
     return {{.rank = worker_->rank(), .head = id_.id}};
   }
-  // If the worker's rank is among them, WriteTensor sends nothing from now on: the worker gets its rows in
-  // another way, for example from files that it reads itself (RankFiles).
-  void PassBy(absl::Span<const int> ranks) override;
+  // If the worker's rank is among `ranks`, WriteTensor sends nothing from now on: the worker gets its rows in
+  // another way, for example from files that the worker reads itself (RankFiles).
+  void SkipWritesTo(absl::Span<const int> ranks) override;
 
   // Start the worker's part of an operation that all ranks do together. Return the id of the request, for
   // WorkerStream::Await. The worker answers once all ranks have done their parts.
@@ -85,7 +85,7 @@ class RemoteHead final : public kernels::HeadKernels {
   const int64_t slice_rows_;
   const kernels::MemoryBytes memory_;
   const std::vector<kernels::Choice> choices_;
-  bool passed_by_ = false;
+  bool skips_writes_ = false;  // WriteTensor sends nothing
 };
 
 // The backend of a worker. It has no staging memory and no retained memory, because the leader has both.

@@ -496,7 +496,7 @@ void SharedRows::Run() {
       const int events = has_news ? POLLIN | POLLOUT : POLLIN;
       ready.push_back({.fd = session.socket.get(), .events = static_cast<int16_t>(events)});
     }
-    if (poll(ready.data(), ready.size(), Patience()) < 0) {
+    if (poll(ready.data(), ready.size(), PollTimeoutMilliseconds()) < 0) {
       if (errno != EINTR) return;
       continue;
     }
@@ -528,9 +528,9 @@ void SharedRows::Run() {
   }
 }
 
-// The milliseconds to wait in poll: until the next deadline of a session without a token, but at most kBeat,
-// so that the thread gives a sign of life.
-int SharedRows::Patience() const {
+// The time until the next deadline of a session without a token, but at most kBeat, so that the thread gives
+// a sign of life.
+int SharedRows::PollTimeoutMilliseconds() const {
   absl::Time next = clocks::SteadyNow() + kBeat;
   for (const Session& session : sessions_) {
     if (session.rank == 0) next = std::min(next, session.deadline);

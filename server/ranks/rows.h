@@ -218,7 +218,7 @@ class SharedRows final : public kernels::GroupStaging {
   bool Read(Session* session);
   bool Enter(Session* session, const v1::RowsFromWorker& message);
   bool Write(const Session& session);
-  int Patience() const;  // the timeout for poll
+  int PollTimeoutMilliseconds() const;
 
   const std::string name_;
   const std::vector<std::string> tokens_;  // by rank

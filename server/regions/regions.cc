@@ -277,7 +277,7 @@ void SessionServer::Run() {
       ready.push_back({.fd = waits ? -1 : session.socket.get(), .events = POLLIN});
       ready.push_back({.fd = session.process.get(), .events = POLLIN});  // poll ignores -1
     }
-    if (poll(ready.data(), ready.size(), behind ? kBehindMilliseconds : Patience()) < 0) {
+    if (poll(ready.data(), ready.size(), behind ? kBehindMilliseconds : PollTimeoutMilliseconds()) < 0) {
       if (errno != EINTR) return;
       continue;
     }
@@ -297,8 +297,9 @@ void SessionServer::Run() {
   }
 }
 
-// At most kBeat, so that the thread shows that it is alive.
-int SessionServer::Patience() const {
+// The time until the next deadline of a session without a region, but at most kBeat, so that the thread shows
+// that it is alive.
+int SessionServer::PollTimeoutMilliseconds() const {
   absl::Time next = clocks::SteadyNow() + kBeat;
   for (const Session& session : sessions_) {
     if (session.region.empty()) next = std::min(next, session.deadline);

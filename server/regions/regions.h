@@ -202,7 +202,7 @@ class SessionServer {
   // Handles what the client sent. False: the session is to be closed.
   bool Serve(Session* session);
   void Close(std::list<Session>::iterator session);
-  int Patience() const;  // milliseconds for poll
+  int PollTimeoutMilliseconds() const;
 
   access::Entrance entrance_;
   Regions* const regions_;

@@ -176,8 +176,8 @@ class Nccl final : public Collectives {
   struct Joining;
   // `replica`: the first of the devices; the others follow it in order.
   Nccl(std::vector<int> devices, Replica replica, absl::Duration timeout);
-  // The first step of Join: makes the communicator.
-  absl::Status Enter(const std::string& id);
+  // The first step of Join.
+  absl::Status MakeCommunicator(const std::string& id);
   // `data` of each part has room for [members, floats].
   absl::Status MakeLinks(const std::vector<Part>& parts, int64_t floats);
   // An error that the communicators report by themselves, or the failure.

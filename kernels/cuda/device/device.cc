@@ -254,7 +254,7 @@ Device::~Device() {
   }
 }
 
-absl::Status Device::Enter() const {
+absl::Status Device::MakeCurrent() const {
   {
     absl::MutexLock lock(&mutex_);
     if (!failure_.ok()) return failure_;

@@ -149,10 +149,11 @@ class Device {
   absl::Status InBackground(const Event& done, absl::FunctionRef<absl::Status()> enqueue);
   void* gemm_workspace() const { return gemm_workspace_.data(); }
 
-  // Makes this device current for the calling thread and says whether it is still usable. Thread-safe.
-  absl::Status Enter() const;
-  // Remembers `status` if it is UNAVAILABLE: the device cannot be trusted after it, and Enter returns it.
-  // Returns `status`. Thread-safe.
+  // Makes this device current for the calling thread. Returns the error that Fail has remembered, if there is
+  // one. Thread-safe.
+  absl::Status MakeCurrent() const;
+  // Remembers `status` if it is UNAVAILABLE: the device cannot be trusted after this error, and MakeCurrent
+  // returns the error. Returns `status`. Thread-safe.
   absl::Status Fail(absl::Status status);
   // Waits until all streams are idle.
   absl::Status Synchronize();

@@ -189,7 +189,7 @@ struct Nccl::Joining {
   absl::Status status ABSL_GUARDED_BY(mutex);
 };
 
-absl::Status Nccl::Enter(const std::string& id) {
+absl::Status Nccl::MakeCommunicator(const std::string& id) {
   ncclUniqueId unique;
   std::copy(id.begin(), id.end(), unique.internal);
   LOSSD_RETURN_IF_CUDA_ERROR(cudaSetDevice(devices_.front()), "cudaSetDevice");
@@ -230,7 +230,7 @@ absl::StatusOr<std::unique_ptr<Nccl>> Nccl::Join(int device, Replica replica, co
   joining->nccl.reset(new Nccl({device}, replica, timeout));
   LOSSD_RETURN_IF_ERROR(joining->nccl->library_->Load());
   std::thread([joining, id] {
-    absl::Status status = joining->nccl->Enter(id);
+    absl::Status status = joining->nccl->MakeCommunicator(id);
     bool given_up = false;
     {
       absl::MutexLock lock(&joining->mutex);

@@ -83,7 +83,7 @@ absl::Status GiveAccess(const Driver& driver, CUdeviceptr address, size_t bytes,
 
 // Makes the context of `device` current, and returns the driver's number of the device.
 absl::StatusOr<CUdevice> EnterContext(const Driver& driver, Device* device) {
-  LOSSD_RETURN_IF_ERROR(device->Enter());
+  LOSSD_RETURN_IF_ERROR(device->MakeCurrent());
   LOSSD_RETURN_IF_CUDA_ERROR(cudaFree(nullptr), "cudaFree");  // makes the device's context current
   CUdevice ordinal = 0;
   if (driver.get_device(&ordinal) != CUDA_SUCCESS) return absl::UnimplementedError("cuCtxGetDevice failed");
@@ -114,7 +114,7 @@ class MappedMemory final : public SharedDeviceMemory {
   }
 
   ~MappedMemory() override {
-    device_->Enter().IgnoreError();  // the memory of a lost device is freed when the process ends
+    device_->MakeCurrent().IgnoreError();  // the memory of a lost device is freed when the process ends
     if (mapped_) driver_.unmap(address_, bytes_);
     if (address_ != 0) driver_.free_address(address_, bytes_);
     if (descriptor_ >= 0) close(descriptor_);
@@ -151,7 +151,7 @@ class MappedMemory final : public SharedDeviceMemory {
   }
 
   absl::Status Copy(void* to, const void* from, size_t bytes) const {
-    LOSSD_RETURN_IF_ERROR(device_->Enter());
+    LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
     return device_->Fail(CopyAndWait(to, from, static_cast<int64_t>(bytes)));
   }
 

@@ -513,7 +513,7 @@ void CudaHead::Submit(Chunk* chunk, ChunkCallbacks callbacks) {
 }
 
 absl::Status CudaHead::CheckChunk(const Chunk& chunk) const {
-  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
   if (device_->in_flight() >= Device::kMaxChunksInFlight) {
     return absl::FailedPreconditionError(
         absl::StrCat("Submit: ", Device::kMaxChunksInFlight, " chunks are already in flight"));

@@ -122,7 +122,7 @@ class HeadReplicas final : public Replicas {
   // Waits until all devices are idle.
   absl::Status Synchronize() {
     for (CudaHead* head : heads_) {
-      LOSSD_RETURN_IF_ERROR(head->device().Enter());
+      LOSSD_RETURN_IF_ERROR(head->device().MakeCurrent());
       LOSSD_RETURN_IF_ERROR(head->device().Synchronize());
     }
     return absl::OkStatus();

@@ -65,7 +65,7 @@ DeviceMatrix HeadTensors::Find(TensorId id, int64_t row_begin) const {
 }
 
 absl::Status HeadTensors::Begin(TensorId id, int64_t row_begin, int64_t rows, DType dtype, size_t bytes) {
-  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
   LOSSD_RETURN_IF_ERROR(
       ValidateReplicaAccess(config_, device_->options().replica, id, row_begin, rows, dtype, bytes));
   return device_->Synchronize();
@@ -167,7 +167,7 @@ absl::Status HeadTensors::ReadClassWeights() {
 }
 
 absl::StatusOr<double> HeadTensors::GradNorm() {
-  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
   if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
   const cudaStream_t stream = device_->compute();
   double* result = scratch_.square_sums + kSquareSumPartials;
@@ -188,7 +188,7 @@ absl::StatusOr<double> HeadTensors::GradNorm() {
 }
 
 absl::Status HeadTensors::ApplyStep(const OptimizerOptions& options, int64_t update) {
-  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
   LOSSD_RETURN_IF_ERROR(ValidateStep(config_, options, update));
   OptimizerStepParams p;
   p.options = options;
@@ -249,7 +249,7 @@ absl::Status HeadTensors::ZeroGradientsOf(const Shard& shard) {
 }
 
 absl::Status HeadTensors::ZeroGradients() {
-  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
   if (!config_.trainable) return absl::FailedPreconditionError("the head is not trainable");
   const cudaError_t error =
       cudaMemsetAsync(gradients_.first(), 0, static_cast<size_t>(gradients_.bytes), device_->compute());
@@ -259,7 +259,7 @@ absl::Status HeadTensors::ZeroGradients() {
 }
 
 absl::Status HeadTensors::ZeroMoments() {
-  LOSSD_RETURN_IF_ERROR(device_->Enter());
+  LOSSD_RETURN_IF_ERROR(device_->MakeCurrent());
   if (optimizer_buffer_.bytes() == 0) return absl::OkStatus();
   LOSSD_RETURN_IF_ERROR(
       device_->Fail(Zero(optimizer_buffer_.data(), optimizer_buffer_.bytes(), device_->compute())));

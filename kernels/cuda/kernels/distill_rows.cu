@@ -31,9 +31,8 @@
 // ex2.approx (relative error 2^-22), and about 16 other operations. Exponentials are relative to a reference,
 // `top`. It moves to the largest logit only if that is far away (kSlack), so sums are rarely rescaled.
 //
-// Names in this file: q, y and z are the student's, p, y' and z' (`taught`) the teacher's. The functions Take
-// add some classes to running sums; the functions Both combine two sums; a Lane is kLane classes that a
-// thread processes together.
+// Names in this file: q, y and z are the student's, p, y' and z' (`taught`) the teacher's. A Lane is kLane
+// classes that a thread processes together.
 
 #include <type_traits>
 
@@ -55,15 +54,15 @@ constexpr int kLane = 4;  // elements that a thread processes at once
 template <Divergence kDivergence>
 constexpr bool kIsKl = kDivergence == Divergence::kForwardKl || kDivergence == Divergence::kReverseKl;
 
-// Computes z of a class from its dot product, and dz/ds without the logit scale. kPlain: there is no bias, no
-// softcap and no masked class.
-template <bool kPlain>
+// Computes z of a class from its dot product, and dz/ds without the logit scale. kScaleOnly: z is the dot
+// product times the logit scale, because there is no bias, no softcap and no masked class.
+template <bool kScaleOnly>
 struct Logits {
   LogitMap<float, true> map;
 
   __device__ __forceinline__ explicit Logits(const LossTerms& terms) : map(terms) {}
   __device__ __forceinline__ Logit operator()(float dot, int column) const {
-    if constexpr (kPlain) return {map.scale * dot, 1.0f};
+    if constexpr (kScaleOnly) return {map.scale * dot, 1.0f};
     return map(dot, column);
   }
 };
@@ -101,8 +100,8 @@ __device__ __forceinline__ void ForEachVector(const DivergenceParams& p, int64_t
 __device__ __forceinline__ int VectorsOf(int columns) { return (columns + kLane - 1) / kLane; }
 
 // z of some classes; -infinity for columns at or past `classes`.
-template <bool kPlain>
-__device__ __forceinline__ Lane LogitsOf(const Logits<kPlain>& logits, const Lane& dots, int column,
+template <bool kScaleOnly>
+__device__ __forceinline__ Lane LogitsOf(const Logits<kScaleOnly>& logits, const Lane& dots, int column,
                                          int classes = INT32_MAX) {
   Lane z;
 #pragma unroll
@@ -143,13 +142,14 @@ struct Sides {
   static constexpr bool kOwnIsStudent = kDivergence == Divergence::kReverseKl;
 };
 
-// The running sums of both softmaxes of a row: the sums of exp((z - top) / T), and
+// Sums of a row over the classes that have been added, at the temperature T. Each softmax has the sum of
+// exp((z - top) / T). Both softmaxes together have
 //   cross = sum of exp((own - own_top) / T) ((own - own_top) - (other - other_top)) / T
-// over all classes. Because cross is relative to the tops, it is exact if both softmaxes have the same most
-// probable class. A top is at most the largest logit, and at least the largest logit minus kSlack T.
+// Because cross is relative to the tops, cross is exact if both softmaxes have the same most probable class.
+// A top is at most the largest logit, and at least the largest logit minus kSlack T.
 constexpr float kSlack = 12.0f;
 
-struct Running {
+struct SoftenedSums {
   float own_top;
   float own_sum;
   float other_top;
@@ -157,7 +157,7 @@ struct Running {
   float cross;
 };
 
-__device__ __forceinline__ Running NothingYet() {
+__device__ __forceinline__ SoftenedSums NoSoftenedSums() {
   return {NegativeInfinity(), 0.0f, NegativeInfinity(), 0.0f, 0.0f};
 }
 
@@ -170,7 +170,7 @@ __device__ __forceinline__ bool IsFar(float logit, float top, float inverse) {
 // term has the difference of two exponents; so a shift of the own top adds the shift to each difference, and
 // a shift of the other top subtracts it. A sum is 0 only if no class has been added.
 template <bool kCross>
-__device__ __forceinline__ void Rebase(Running& r, float own_top, float other_top, float inverse) {
+__device__ __forceinline__ void Rebase(SoftenedSums& r, float own_top, float other_top, float inverse) {
   if (r.own_top != own_top) {
     const float shift = (r.own_top - own_top) * inverse;
     const float factor = expf(shift);
@@ -189,7 +189,8 @@ __device__ __forceinline__ void Rebase(Running& r, float own_top, float other_to
 // Adds some classes. A masked class adds nothing to its softmax. If a logit is NaN, the sums become NaN.
 // kMasks: some classes may be masked.
 template <bool kCross, bool kMasks>
-__device__ __forceinline__ void Take(Running& r, const Lane& own, const Lane& other, float inverse) {
+__device__ __forceinline__ void AddClasses(SoftenedSums& r, const Lane& own, const Lane& other,
+                                           float inverse) {
   const float own_top = TopOf(own), other_top = TopOf(other);
   if (IsFar(own_top, r.own_top, inverse) || IsFar(other_top, r.other_top, inverse)) {
     Rebase<kCross>(r, fmaxf(own_top, r.own_top), fmaxf(other_top, r.other_top), inverse);
@@ -207,9 +208,9 @@ __device__ __forceinline__ void Take(Running& r, const Lane& own, const Lane& ot
   }
 }
 
-// The sums of two sets of classes together.
+// The sums over two sets of classes together.
 template <bool kCross>
-__device__ __forceinline__ Running Both(Running a, Running b, float inverse) {
+__device__ __forceinline__ SoftenedSums Combine(SoftenedSums a, SoftenedSums b, float inverse) {
   const float own_top = fmaxf(a.own_top, b.own_top), other_top = fmaxf(a.other_top, b.other_top);
   Rebase<kCross>(a, own_top, other_top, inverse);
   Rebase<kCross>(b, own_top, other_top, inverse);
@@ -218,48 +219,48 @@ __device__ __forceinline__ Running Both(Running a, Running b, float inverse) {
 
 // Combines the sums of all threads of the block; complete in the first warp.
 template <bool kCross>
-__device__ __forceinline__ Running Reduce(Running r, Running* scratch, float inverse) {
+__device__ __forceinline__ SoftenedSums Reduce(SoftenedSums r, SoftenedSums* scratch, float inverse) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) {
-    const Running other = {
+    const SoftenedSums other = {
         __shfl_xor_sync(0xffffffffu, r.own_top, offset), __shfl_xor_sync(0xffffffffu, r.own_sum, offset),
         __shfl_xor_sync(0xffffffffu, r.other_top, offset), __shfl_xor_sync(0xffffffffu, r.other_sum, offset),
         __shfl_xor_sync(0xffffffffu, r.cross, offset)};
-    r = Both<kCross>(r, other, inverse);
+    r = Combine<kCross>(r, other, inverse);
   }
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = r;
   __syncthreads();
-  Running all = scratch[0];
-  for (int i = 1; i < kWarps; ++i) all = Both<kCross>(all, scratch[i], inverse);
+  SoftenedSums all = scratch[0];
+  for (int i = 1; i < kWarps; ++i) all = Combine<kCross>(all, scratch[i], inverse);
   return all;
 }
 
 // Both functions translate between the sums of own and other softmax, and a record of student and teacher.
 template <bool kOwnIsStudent>
-__device__ __forceinline__ TaughtRecord RecordOf(const Running& r) {
+__device__ __forceinline__ TaughtRecord RecordOf(const SoftenedSums& r) {
   return kOwnIsStudent ? TaughtRecord{r.own_top, r.own_sum, r.other_top, r.other_sum, r.cross, 0.0f}
                        : TaughtRecord{r.other_top, r.other_sum, r.own_top, r.own_sum, r.cross, 0.0f};
 }
 
 template <bool kOwnIsStudent>
-__device__ __forceinline__ Running RunningOf(const TaughtRecord& r) {
-  return kOwnIsStudent ? Running{r.student_top, r.student_sum, r.teacher_top, r.teacher_sum, r.value}
-                       : Running{r.teacher_top, r.teacher_sum, r.student_top, r.student_sum, r.value};
+__device__ __forceinline__ SoftenedSums SoftenedSumsOf(const TaughtRecord& r) {
+  return kOwnIsStudent ? SoftenedSums{r.student_top, r.student_sum, r.teacher_top, r.teacher_sum, r.value}
+                       : SoftenedSums{r.teacher_top, r.teacher_sum, r.student_top, r.student_sum, r.value};
 }
 
 template <Divergence kDivergence>
 __global__ __launch_bounds__(kThreads) void SoftenKernel(const __grid_constant__ DivergenceParams p) {
   using Softmaxes = Sides<kDivergence>;
-  __shared__ Running scratch[kWarps];
+  __shared__ SoftenedSums scratch[kWarps];
   const int64_t row = blockIdx.x;
   const int classes = static_cast<int>(p.student.classes);
   const Logits<false> student(p.student_terms), teacher(p.teacher_terms);
   const float inverse = 1.0f / p.distillation.temperature;
-  Running sums = NothingYet();
+  SoftenedSums sums = NoSoftenedSums();
   ForEachVector(p, row, VectorsOf(classes), [&](int column, const Lane& s, const Lane& t) {
     const Lane z = LogitsOf(student, s, column, classes), taught = LogitsOf(teacher, t, column, classes);
-    Take<Softmaxes::kCross, true>(sums, Softmaxes::kOwnIsStudent ? z : taught,
-                                  Softmaxes::kOwnIsStudent ? taught : z, inverse);
+    AddClasses<Softmaxes::kCross, true>(sums, Softmaxes::kOwnIsStudent ? z : taught,
+                                        Softmaxes::kOwnIsStudent ? taught : z, inverse);
   });
   sums = Reduce<Softmaxes::kCross>(sums, scratch, inverse);
   if (threadIdx.x != 0) return;
@@ -275,10 +276,10 @@ __global__ void MergeSoftenedKernel(const __grid_constant__ MergeTaughtParams p)
   const int64_t row = blockIdx.x * int64_t{kMergeThreads} + threadIdx.x;
   if (row >= p.rows) return;
   const float inverse = 1.0f / p.distillation.temperature;
-  Running sums = NothingYet();
+  SoftenedSums sums = NoSoftenedSums();
   for (int part = 0; part < p.parts; ++part) {
-    sums = Both<Softmaxes::kCross>(sums, RunningOf<Softmaxes::kOwnIsStudent>(p.all[part * p.rows + row]),
-                                   inverse);
+    sums = Combine<Softmaxes::kCross>(
+        sums, SoftenedSumsOf<Softmaxes::kOwnIsStudent>(p.all[part * p.rows + row]), inverse);
   }
   p.records[row] = RecordOf<Softmaxes::kOwnIsStudent>(sums);
 }
@@ -553,10 +554,10 @@ __device__ __forceinline__ void StoreLane(const LogitMatrix& gradient, int64_t r
   }
 }
 
-// Sums of the student's row at temperature 1 (plain, in contrast to the softened sums of Running; kPlain
-// means something else), relative to `top`: the sum of exp(z - top), and the sum of exp(z - top) (z - top)
-// (`moment`). `top` is at most the largest logit, and at least the largest logit minus kSlack.
-struct Plain {
+// Sums of the student's row at temperature 1, over the classes that have been added. They are relative to
+// `top`: the sum of exp(z - top), and the sum of exp(z - top) (z - top) (`moment`). `top` is at most the
+// largest logit, and at least the largest logit minus kSlack.
+struct UnsoftenedSums {
   float top;
   float sum;
   float moment;
@@ -564,11 +565,11 @@ struct Plain {
   int32_t arg;  // the smallest class that has the largest logit; INT32_MAX: none
 };
 
-__device__ __forceinline__ Plain NothingPlain() {
+__device__ __forceinline__ UnsoftenedSums NoUnsoftenedSums() {
   return {NegativeInfinity(), 0.0f, 0.0f, NegativeInfinity(), INT32_MAX};
 }
 
-__device__ __forceinline__ void Rebase(Plain& r, float top) {
+__device__ __forceinline__ void Rebase(UnsoftenedSums& r, float top) {
   if (r.top == top) return;
   const float shift = r.top - top;
   const float factor = expf(shift);
@@ -579,7 +580,7 @@ __device__ __forceinline__ void Rebase(Plain& r, float top) {
 
 // Adds some classes, from `column` on. A thread adds classes in ascending order.
 template <bool kMasks>
-__device__ __forceinline__ void Take(Plain& r, const Lane& z, int column) {
+__device__ __forceinline__ void AddClasses(UnsoftenedSums& r, const Lane& z, int column) {
   const float top = TopOf(z);
   if (top > r.largest) {
     r.largest = top;
@@ -596,7 +597,7 @@ __device__ __forceinline__ void Take(Plain& r, const Lane& z, int column) {
   }
 }
 
-__device__ __forceinline__ Plain Both(Plain a, Plain b) {
+__device__ __forceinline__ UnsoftenedSums Combine(UnsoftenedSums a, UnsoftenedSums b) {
   const float top = fmaxf(a.top, b.top), largest = fmaxf(a.largest, b.largest);
   const int32_t of_a = a.largest == largest ? a.arg : INT32_MAX;
   const int32_t of_b = b.largest == largest ? b.arg : INT32_MAX;
@@ -607,13 +608,13 @@ __device__ __forceinline__ Plain Both(Plain a, Plain b) {
 
 // Both kinds of sums over some classes of a row.
 struct RowPartial {
-  Running softened;
-  Plain plain;
+  SoftenedSums softened;
+  UnsoftenedSums unsoftened;
 };
 
 template <bool kCross>
-__device__ __forceinline__ RowPartial Both(const RowPartial& a, const RowPartial& b, float inverse) {
-  return {Both<kCross>(a.softened, b.softened, inverse), Both(a.plain, b.plain)};
+__device__ __forceinline__ RowPartial Combine(const RowPartial& a, const RowPartial& b, float inverse) {
+  return {Combine<kCross>(a.softened, b.softened, inverse), Combine(a.unsoftened, b.unsoftened)};
 }
 
 // Combines the sums of all threads; every thread gets the sums over the row.
@@ -627,44 +628,44 @@ __device__ __forceinline__ RowPartial ReduceOfRow(RowPartial r, float inverse, R
                       __shfl_xor_sync(0xffffffffu, r.softened.other_top, offset),
                       __shfl_xor_sync(0xffffffffu, r.softened.other_sum, offset),
                       __shfl_xor_sync(0xffffffffu, r.softened.cross, offset)};
-    other.plain = {__shfl_xor_sync(0xffffffffu, r.plain.top, offset),
-                   __shfl_xor_sync(0xffffffffu, r.plain.sum, offset),
-                   __shfl_xor_sync(0xffffffffu, r.plain.moment, offset),
-                   __shfl_xor_sync(0xffffffffu, r.plain.largest, offset),
-                   __shfl_xor_sync(0xffffffffu, r.plain.arg, offset)};
-    r = Both<kCross>(r, other, inverse);
+    other.unsoftened = {__shfl_xor_sync(0xffffffffu, r.unsoftened.top, offset),
+                        __shfl_xor_sync(0xffffffffu, r.unsoftened.sum, offset),
+                        __shfl_xor_sync(0xffffffffu, r.unsoftened.moment, offset),
+                        __shfl_xor_sync(0xffffffffu, r.unsoftened.largest, offset),
+                        __shfl_xor_sync(0xffffffffu, r.unsoftened.arg, offset)};
+    r = Combine<kCross>(r, other, inverse);
   }
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = r;
   __syncthreads();
   RowPartial all = scratch[0];
-  for (int i = 1; i < kWarps; ++i) all = Both<kCross>(all, scratch[i], inverse);
+  for (int i = 1; i < kWarps; ++i) all = Combine<kCross>(all, scratch[i], inverse);
   return all;
 }
 
 // Writes the results of a row, by one thread, if the loss with the target does not count.
-__device__ __forceinline__ void WritePlain(const DivergenceParams& p, int64_t row, const Plain& plain,
-                                           float target) {
-  const float log_sum = logf(plain.sum);
-  p.out.lse[row] = plain.top + log_sum;
-  p.out.entropy[row] = log_sum - plain.moment / plain.sum;
+__device__ __forceinline__ void WriteUnsoftened(const DivergenceParams& p, int64_t row,
+                                                const UnsoftenedSums& unsoftened, float target) {
+  const float log_sum = logf(unsoftened.sum);
+  p.out.lse[row] = unsoftened.top + log_sum;
+  p.out.entropy[row] = log_sum - unsoftened.moment / unsoftened.sum;
   // A NaN stays NaN.
-  const float logprob = (target - plain.top) - log_sum;
+  const float logprob = (target - unsoftened.top) - log_sum;
   p.out.target_logprob[row] = logprob > 0.0f ? 0.0f : logprob;
   p.out.argmax[row] =
-      plain.arg == INT32_MAX ? -1 : plain.arg + static_cast<int32_t>(p.student_terms.first_class);
+      unsoftened.arg == INT32_MAX ? -1 : unsoftened.arg + static_cast<int32_t>(p.student_terms.first_class);
 }
 
-// All threads call this. Thread 0 writes the results of WritePlain, the divergence and the loss. Returns
+// All threads call this. Thread 0 writes the results of WriteUnsoftened, the divergence and the loss. Returns
 // whether these results are finite.
-__device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t row, const Plain& plain,
-                                           float target, float divergence) {
+__device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t row,
+                                           const UnsoftenedSums& unsoftened, float target, float divergence) {
   const float weight = p.in.weights[row];
   const bool absent = weight == 0.0f;
   const float loss = absent ? 0.0f : weight * p.distillation.weight * divergence;
   const bool valid =
-      absent || (isfinite(loss) && isfinite(divergence) && isfinite(plain.top + logf(plain.sum)));
+      absent || (isfinite(loss) && isfinite(divergence) && isfinite(unsoftened.top + logf(unsoftened.sum)));
   if (threadIdx.x != 0) return valid;
-  WritePlain(p, row, plain, target);
+  WriteUnsoftened(p, row, unsoftened, target);
   p.divergence[row] = absent ? 0.0f : divergence;
   p.rows.factors[row] = fabsf(p.in.coef_loss[row] * p.distillation.weight) / p.distillation.temperature;
   p.out.loss[row] = valid ? loss : NAN;
@@ -674,9 +675,9 @@ __device__ __forceinline__ bool WriteWhole(const DivergenceParams& p, int64_t ro
 }
 
 // z of the row's target; the target must be one of the classes here.
-template <bool kPlain>
+template <bool kScaleOnly>
 __device__ __forceinline__ float TargetLogit(const DivergenceParams& p, int64_t row,
-                                             const Logits<kPlain>& logits) {
+                                             const Logits<kScaleOnly>& logits) {
   const int column = p.in.targets[row];
   const float dot = p.in.target_dots != nullptr
                         ? p.in.target_dots[row]
@@ -692,7 +693,7 @@ __device__ __forceinline__ void ZeroWhole(const DivergenceParams& p, int64_t row
 
 // Passes over the row: one for both kinds of sums; one for the divergence, unless it is a KL divergence; one
 // for the gradient, if it is wanted.
-template <Divergence kDivergence, bool kPlain>
+template <Divergence kDivergence, bool kScaleOnly>
 __global__ __launch_bounds__(kThreads,
                              2) void WholeDivergenceKernel(const __grid_constant__ DivergenceParams p) {
   using Softmaxes = Sides<kDivergence>;
@@ -706,22 +707,23 @@ __global__ __launch_bounds__(kThreads,
     return;
   }
   const int classes = static_cast<int>(p.student.classes);
-  const Logits<kPlain> student_map(p.student_terms), teacher_map(p.teacher_terms);
+  const Logits<kScaleOnly> student_map(p.student_terms), teacher_map(p.teacher_terms);
   const float target = TargetLogit(p, row, student_map);
   const float inverse = 1.0f / p.distillation.temperature;
-  RowPartial partial = {NothingYet(), NothingPlain()};
-  const auto take = [&](auto masks, int column, const Lane& z, const Lane& taught) {
+  RowPartial partial = {NoSoftenedSums(), NoUnsoftenedSums()};
+  const auto add_classes = [&](auto masks, int column, const Lane& z, const Lane& taught) {
     constexpr bool kMasks = decltype(masks)::value;
-    Take<kMasks>(partial.plain, z, column);
-    Take<Softmaxes::kCross, kMasks>(partial.softened, Softmaxes::kOwnIsStudent ? z : taught,
-                                    Softmaxes::kOwnIsStudent ? taught : z, inverse);
+    AddClasses<kMasks>(partial.unsoftened, z, column);
+    AddClasses<Softmaxes::kCross, kMasks>(partial.softened, Softmaxes::kOwnIsStudent ? z : taught,
+                                          Softmaxes::kOwnIsStudent ? taught : z, inverse);
   };
   ForEachVector(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
-    if (kPlain && column + kLane <= classes) {
-      take(std::false_type(), column, LogitsOf(student_map, s, column), LogitsOf(teacher_map, t, column));
+    if (kScaleOnly && column + kLane <= classes) {
+      add_classes(std::false_type(), column, LogitsOf(student_map, s, column),
+                  LogitsOf(teacher_map, t, column));
     } else {
-      take(std::true_type(), column, LogitsOf(student_map, s, column, classes),
-           LogitsOf(teacher_map, t, column, classes));
+      add_classes(std::true_type(), column, LogitsOf(student_map, s, column, classes),
+                  LogitsOf(teacher_map, t, column, classes));
     }
   });
   partial = ReduceOfRow<Softmaxes::kCross>(partial, inverse, scratch);
@@ -747,7 +749,7 @@ __global__ __launch_bounds__(kThreads,
   }
   const RowDivergence<kDivergence> divergence(record, inverse);
 
-  const bool valid = WriteWhole(p, row, partial.plain, target, divergence.value);
+  const bool valid = WriteWhole(p, row, partial.unsoftened, target, divergence.value);
   if (!wants_gradient) return;
   if (p.in.weights[row] == 0.0f || !valid) {
     ZeroWhole(p, row, vectors);
@@ -769,7 +771,7 @@ __global__ __launch_bounds__(kThreads,
 
 // ---- whole rows whose softmaxes are known ----
 
-__device__ __forceinline__ SoftmaxPart Both(const SoftmaxPart& a, const SoftmaxPart& b, float inverse) {
+__device__ __forceinline__ SoftmaxPart Combine(const SoftmaxPart& a, const SoftmaxPart& b, float inverse) {
   const float top = fmaxf(a.top, b.top);
   // If both parts have no class, both tops are -infinity, and their difference would be NaN.
   const auto moved = [&](const SoftmaxPart& part) {
@@ -779,27 +781,27 @@ __device__ __forceinline__ SoftmaxPart Both(const SoftmaxPart& a, const SoftmaxP
 }
 
 // The softmax of a row from its `count` parts, in every thread.
-__device__ __forceinline__ SoftmaxPart Whole(const SoftmaxPart* parts, int count, float inverse,
-                                             SoftmaxPart* scratch) {
+__device__ __forceinline__ SoftmaxPart SoftmaxOfRow(const SoftmaxPart* parts, int count, float inverse,
+                                                    SoftmaxPart* scratch) {
   SoftmaxPart all = {NegativeInfinity(), 0.0f};
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) all = Both(all, parts[i], inverse);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) all = Combine(all, parts[i], inverse);
 #pragma unroll
   for (int offset = 16; offset > 0; offset >>= 1) {
     const SoftmaxPart other = {__shfl_xor_sync(0xffffffffu, all.top, offset),
                                __shfl_xor_sync(0xffffffffu, all.sum, offset)};
-    all = Both(all, other, inverse);
+    all = Combine(all, other, inverse);
   }
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = all;
   __syncthreads();
   all = scratch[0];
-  for (int i = 1; i < kWarps; ++i) all = Both(all, scratch[i], inverse);
+  for (int i = 1; i < kWarps; ++i) all = Combine(all, scratch[i], inverse);
   return all;
 }
 
 // For KL(p || q), whose gradient is dz/ds (q - p) / T: it needs only the softmaxes, so one pass over the row
 // computes it and all sums. The row may turn out not to be finite after that; then its gradient is
 // overwritten with zeros. kUnit: the temperature is 1.
-template <bool kPlain, bool kUnit>
+template <bool kScaleOnly, bool kUnit>
 __global__ __launch_bounds__(kThreads,
                              2) void KnownDivergenceKernel(const __grid_constant__ DivergenceParams p) {
   __shared__ SoftmaxPart students[kWarps], teachers[kWarps];
@@ -812,11 +814,11 @@ __global__ __launch_bounds__(kThreads,
     return;
   }
   const int classes = static_cast<int>(p.student.classes);
-  const Logits<kPlain> student_map(p.student_terms), teacher_map(p.teacher_terms);
+  const Logits<kScaleOnly> student_map(p.student_terms), teacher_map(p.teacher_terms);
   const float target = TargetLogit(p, row, student_map);
   const float inverse = 1.0f / p.distillation.temperature;
-  const SoftmaxPart student = Whole(p.student_parts + row * p.parts, p.parts, inverse, students);
-  const SoftmaxPart teacher = Whole(p.teacher_parts + row * p.parts, p.parts, inverse, teachers);
+  const SoftmaxPart student = SoftmaxOfRow(p.student_parts + row * p.parts, p.parts, inverse, students);
+  const SoftmaxPart teacher = SoftmaxOfRow(p.teacher_parts + row * p.parts, p.parts, inverse, teachers);
   const float student_base = BaseOf(student.top), teacher_base = BaseOf(teacher.top);
 
   const bool absent = p.in.weights[row] == 0.0f;
@@ -824,12 +826,12 @@ __global__ __launch_bounds__(kThreads,
   const float factor = p.in.coef_loss[row] * p.distillation.weight * inverse;
   const float of_student = factor / student.sum, of_teacher = factor / teacher.sum;
   // The top of the softmax at the temperature is the row's largest logit, so it also serves the sums at
-  // temperature 1. All threads have the same tops, so ReduceOfRow rescales nothing. In the Running that it
-  // gets, only `cross` is used.
-  Plain plain = NothingPlain();
-  plain.top = student.top;
+  // temperature 1. All threads have the same tops, so ReduceOfRow rescales nothing. Of the softened sums,
+  // only `cross` is used.
+  UnsoftenedSums unsoftened = NoUnsoftenedSums();
+  unsoftened.top = student.top;
   float cross = 0.0f;
-  const auto take = [&](auto masks, int column, const Lane& s, const Lane& t) {
+  const auto process = [&](auto masks, int column, const Lane& s, const Lane& t) {
     constexpr bool kMasks = decltype(masks)::value;
     Lane z, out;
 #pragma unroll
@@ -843,30 +845,30 @@ __global__ __launch_bounds__(kThreads,
       const float taught = teacher_map(t.x[i], column + i).z - teacher_base;
       const float e = Exp(own), p_of = Exp(taught * inverse);
       const float q_of = kUnit ? e : Exp(own * inverse);
-      plain.sum += e;
-      plain.moment = fmaf(e, kMasks && !(e > 0.0f) ? 0.0f : own, plain.moment);
+      unsoftened.sum += e;
+      unsoftened.moment = fmaf(e, kMasks && !(e > 0.0f) ? 0.0f : own, unsoftened.moment);
       cross = fmaf(p_of, kMasks && !(p_of > 0.0f) ? 0.0f : taught - own, cross);
       out.x[i] = (q_of * of_student - p_of * of_teacher) * logit.slope;
     }
     const float top = TopOf(z);
-    if (top > plain.largest) {
-      plain.largest = top;
-      plain.arg = column + (z.x[0] == top ? 0 : z.x[1] == top ? 1 : z.x[2] == top ? 2 : 3);
+    if (top > unsoftened.largest) {
+      unsoftened.largest = top;
+      unsoftened.arg = column + (z.x[0] == top ? 0 : z.x[1] == top ? 1 : z.x[2] == top ? 2 : 3);
     }
     if (writes) StoreLane(p.gradient, row, column / kLane, out);
   };
   ForEachVector<true>(p, row, vectors, [&](int column, const Lane& s, const Lane& t) {
-    if (kPlain && column + kLane <= classes) {
-      take(std::false_type(), column, s, t);
+    if (kScaleOnly && column + kLane <= classes) {
+      process(std::false_type(), column, s, t);
     } else {
-      take(std::true_type(), column, s, t);
+      process(std::true_type(), column, s, t);
     }
   });
-  const RowPartial sums =
-      ReduceOfRow<true>({{teacher.top, 0.0f, student.top, 0.0f, cross * inverse}, plain}, inverse, scratch);
+  const RowPartial sums = ReduceOfRow<true>(
+      {{teacher.top, 0.0f, student.top, 0.0f, cross * inverse}, unsoftened}, inverse, scratch);
   const TaughtRecord record = {student.top, student.sum, teacher.top, teacher.sum, sums.softened.cross, 0.0f};
   const RowDivergence<Divergence::kForwardKl> divergence(record, inverse);
-  const bool valid = WriteWhole(p, row, sums.plain, target, divergence.value);
+  const bool valid = WriteWhole(p, row, sums.unsoftened, target, divergence.value);
   if (wants_gradient && (absent || !valid)) ZeroWhole(p, row, vectors);
 }
 
@@ -937,18 +939,20 @@ cudaError_t LaunchFinishDivergence(const DivergenceParams& params, cudaStream_t 
 
 namespace {
 
-// Whether Logits<true> can be used with these terms.
-bool IsPlain(const LossTerms& terms) { return terms.bias == nullptr && terms.softcap == 0.0f && !terms.soft; }
+// Whether Logits can be used with kScaleOnly for these terms.
+bool IsScaleOnly(const LossTerms& terms) {
+  return terms.bias == nullptr && terms.softcap == 0.0f && !terms.soft;
+}
 
 }  // namespace
 
 cudaError_t LaunchWholeDivergence(const DivergenceParams& params, cudaStream_t stream) {
   if (params.in.padded_rows == 0) return cudaSuccess;
   const auto blocks = static_cast<unsigned>(params.in.padded_rows);
-  const bool plain = IsPlain(params.student_terms) && IsPlain(params.teacher_terms);
+  const bool scale_only = IsScaleOnly(params.student_terms) && IsScaleOnly(params.teacher_terms);
   return WithDivergence(params.distillation.divergence, [&](auto divergence) {
     constexpr Divergence kDivergence = decltype(divergence)::value;
-    if (plain) {
+    if (scale_only) {
       WholeDivergenceKernel<kDivergence, true><<<blocks, kThreads, 0, stream>>>(params);
     } else {
       WholeDivergenceKernel<kDivergence, false><<<blocks, kThreads, 0, stream>>>(params);
@@ -961,14 +965,14 @@ cudaError_t LaunchKnownDivergence(const DivergenceParams& params, cudaStream_t s
   if (params.in.padded_rows == 0) return cudaSuccess;
   if (params.distillation.divergence != Divergence::kForwardKl) return cudaErrorInvalidValue;
   const auto blocks = static_cast<unsigned>(params.in.padded_rows);
-  const bool plain = IsPlain(params.student_terms) && IsPlain(params.teacher_terms);
+  const bool scale_only = IsScaleOnly(params.student_terms) && IsScaleOnly(params.teacher_terms);
   const bool unit = params.distillation.temperature == 1.0f;
-  const auto launch = [&](auto is_plain, auto is_unit) {
-    KnownDivergenceKernel<decltype(is_plain)::value, decltype(is_unit)::value>
+  const auto launch = [&](auto is_scale_only, auto is_unit) {
+    KnownDivergenceKernel<decltype(is_scale_only)::value, decltype(is_unit)::value>
         <<<blocks, kThreads, 0, stream>>>(params);
     return cudaGetLastError();
   };
-  if (plain)
+  if (scale_only)
     return unit ? launch(std::true_type(), std::true_type()) : launch(std::true_type(), std::false_type());
   return unit ? launch(std::false_type(), std::true_type()) : launch(std::false_type(), std::false_type());
 }

@@ -198,7 +198,8 @@ absl::Status TopSelector::Exchange(const ChunkJob& job, int64_t begin, const Sel
   return absl::OkStatus();
 }
 
-absl::Status SoftSteps::Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const {
+absl::Status SoftSteps::ExtractNamed(const ChunkJob& job, const RowBlock& rows,
+                                     const ClassBlock& block) const {
   if (!job.terms.soft) return absl::OkStatus();
   // If no path claims Region::kTargetDots, the head has not computed the targets' dot products. Then this
   // kernel takes them from the logits.
@@ -209,7 +210,7 @@ absl::Status SoftSteps::Take(const ChunkJob& job, const RowBlock& rows, const Cl
                   "soft target kernel");
 }
 
-absl::Status SoftSteps::Name(const ChunkJob& job, const RowBlock& rows) const {
+absl::Status SoftSteps::SummariseNamed(const ChunkJob& job, const RowBlock& rows) const {
   if (!job.terms.soft || rows.in.rows == 0) return absl::OkStatus();
   if (context_.sizes.is_split()) {
     LOSSD_RETURN_IF_ERROR(Exchange(rows.in.soft.logits, rows.in.rows * rows.in.soft.count));

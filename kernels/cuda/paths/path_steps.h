@@ -138,21 +138,22 @@ class TopSelector {
 
 // ---- rows with soft targets ----
 
-// The additional steps of rows with soft targets (kernels/soft_rows.h). They do nothing for a chunk without
-// soft targets. For each block of rows, call
-// - Take before the statistics of each block of classes,
-// - Name after the last block of classes and before LaunchFinishRunning,
+// The additional steps of rows with soft targets (kernels/soft_rows.h). The named classes of a row are the
+// classes that its soft targets name. The steps do nothing for a chunk without soft targets. For each block
+// of rows, call
+// - ExtractNamed before the statistics of each block of classes,
+// - SummariseNamed after the last block of classes and before LaunchFinishRunning,
 // - Write after the gradient of each block of classes.
 class SoftSteps {
  public:
   explicit SoftSteps(const PathContext& context) : context_(context) {}
 
-  // Copies the logits of the classes that the rows name out of the block, and masks these classes in the
-  // block, except the target. So the statistics leave them out.
-  absl::Status Take(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
+  // Copies the logits of the named classes out of the block, and masks these classes in the block, except the
+  // target. So the statistics of the block leave the named classes out.
+  absl::Status ExtractNamed(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block) const;
   // Computes the statistics of the named classes of each row (NamedRow) from the copied logits. If the head
   // is split, the named classes of all devices count.
-  absl::Status Name(const ChunkJob& job, const RowBlock& rows) const;
+  absl::Status SummariseNamed(const ChunkJob& job, const RowBlock& rows) const;
   // Writes the elements of the named classes into the gradient of the block.
   absl::Status Write(const ChunkJob& job, const RowBlock& rows, const ClassBlock& block,
                      const GradientRule* rules) const;

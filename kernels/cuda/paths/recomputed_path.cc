@@ -140,12 +140,12 @@ absl::Status RecomputedPath::RowBlockStatistics(const ChunkJob& job, const RowBl
     LOSSD_RETURN_IF_ERROR(ClassBlockLogits(job, rows, first, block.logits));
     const bool last = first + classes >= context_.sizes.padded_vocab;
     if (selects) LOSSD_RETURN_IF_ERROR(top_.Select(job, rows, block.logits, first, last));
-    LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
+    LOSSD_RETURN_IF_ERROR(soft_.ExtractNamed(job, rows, block));
     return ToStatus(LaunchFoldBlock(block, job.terms, rows.in, running, stream), "statistics kernel");
   };
   LOSSD_RETURN_IF_ERROR(ForEachClassBlock(fold));
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
-  LOSSD_RETURN_IF_ERROR(soft_.Name(job, rows));
+  LOSSD_RETURN_IF_ERROR(soft_.SummariseNamed(job, rows));
   return ToStatus(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out, running,
                                       Rules(rows), /*with_uniform=*/true, stream),
                   "row results kernel");
@@ -158,11 +158,11 @@ absl::Status RecomputedPath::RowResultsAndLogitGradient(const ChunkJob& job, con
   GradientRule* const rules = Rules(rows);
   const bool with_uniform =
       job.plan.filters_elements || !job.plan.uniform_apart;  // exact gradients may need the uniform part
-  LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
+  LOSSD_RETURN_IF_ERROR(soft_.ExtractNamed(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
                              "statistics kernel");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
-  LOSSD_RETURN_IF_ERROR(soft_.Name(job, rows));
+  LOSSD_RETURN_IF_ERROR(soft_.SummariseNamed(job, rows));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
                                                  running, rules, with_uniform, stream),
                              "row results kernel");

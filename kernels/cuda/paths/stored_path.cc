@@ -457,18 +457,18 @@ absl::Status StoredPath::SumDivergences(const DivergenceParams& p) const {
 }
 
 // Computes statistics of the logits, merges them over all devices, and computes the gradient from the same
-// logits. Also for rows with soft targets: soft_.Take leaves the classes that they name out of the
-// statistics, and soft_.Name computes the statistics of these classes (SoftSteps in path_steps.h).
+// logits. Also for rows with soft targets: soft_.ExtractNamed keeps the classes that they name out of the
+// statistics, and soft_.SummariseNamed computes the statistics of these classes (SoftSteps in path_steps.h).
 absl::Status StoredPath::SplitRowLoss(const ChunkJob& job, const RowBlock& rows, const LogitMatrix& logits,
                                       const LogitMatrix& gradient) const {
   const cudaStream_t stream = context_.device->compute();
   const auto [running, rules] = StoredRows::Of(context_.sizes, context_.memory);
   const ClassBlock block = {logits, gradient, 0};
-  LOSSD_RETURN_IF_ERROR(soft_.Take(job, rows, block));
+  LOSSD_RETURN_IF_ERROR(soft_.ExtractNamed(job, rows, block));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFoldBlock(block, job.terms, rows.in, running, stream),
                              "statistics kernel");
   LOSSD_RETURN_IF_ERROR(merger_.Merge(job.terms, rows.in, running));
-  LOSSD_RETURN_IF_ERROR(soft_.Name(job, rows));
+  LOSSD_RETURN_IF_ERROR(soft_.SummariseNamed(job, rows));
   LOSSD_RETURN_IF_CUDA_ERROR(LaunchFinishRunning(job.terms, rows.in, context_.config.compute_dtype, rows.out,
                                                  running, rules, !job.plan.uniform_apart, stream),
                              "row results kernel");

@@ -130,7 +130,7 @@ std::vector<Part> RandomParts(const Shape& shape, Rng& rng) {
 }
 
 // All steps of a chunk, of one part. Returns the rows that it delivers.
-RowRange Run(ClassExchange& exchange, int index, const Shape& shape, Part& part) {
+RowRange Run(PartExchange& exchange, int index, const Shape& shape, Part& part) {
   EXPECT_TRUE(exchange.MergeStatistics(index, part.own, absl::MakeSpan(part.merged)).ok());
   EXPECT_TRUE(exchange.MergeGradients(index, part.gradients, absl::MakeSpan(part.results)).ok());
   const auto here = exchange.SumRows(index, part.rows.data(), shape.summed, shape.cols);
