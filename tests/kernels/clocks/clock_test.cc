@@ -3,6 +3,7 @@
 #include "absl/time/clock.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -177,6 +178,27 @@ TEST(ManyWaitsTest, EachEnds) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+void LockBoth(absl::Mutex& first, absl::Mutex& second) {
+  absl::MutexLock outer(&first);
+  absl::MutexLock inner(&second);
+}
+
+// An Abseil that was compiled for debugging ends the program at the second call of LockBoth, unless the
+// search for cycles is switched off.
+TEST(LocksTest, AreTakenInAnyOrderWithoutTheSearch) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "ThreadSanitizer searches, too";
+#endif
+  const auto take = [] {
+    TakeLocksWithoutSearch();
+    absl::Mutex a, b;
+    LockBoth(a, b);
+    LockBoth(b, a);
+    _exit(0);
+  };
+  EXPECT_EXIT(take(), testing::ExitedWithCode(0), "");
 }
 
 }  // namespace
