@@ -17,8 +17,8 @@
 
 namespace lossd::kernels::cuda {
 
-// The memory and events of one chunk, from Submit to its end. Owns them and has no behavior. Used by the
-// backend's driving thread; the completion thread also reads the host blocks and events of a chunk in flight.
+// The memory and events of one chunk, from Submit to its end. Owns them. Used by the backend's driving
+// thread; the completion thread also reads the host blocks and events of a chunk in flight.
 struct ChunkSlot {
   SlotMemory memory;
   PinnedBuffer host_inputs;

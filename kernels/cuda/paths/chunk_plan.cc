@@ -176,7 +176,8 @@ double SlopeOf(const LossOptions& options, const Slice& slice, int64_t row) {
   return options.rest == Rest::kOneClass ? std::max(sum, 1.0) : sum;
 }
 
-// Whether all rows of the slice that have a target get the same inputs, apart from `target` and `omega`.
+// Whether FillRow and CheckOf give the same inputs to all rows of the slice that have a target. Then
+// RepeatRow copies the inputs of the first such row.
 bool IsUniform(const LossOptions& options, const Slice& slice) {
   return slice.row_weights == nullptr && slice.accumulate == nullptr && slice.grad_loss == nullptr &&
          slice.grad_lse == nullptr && slice.grad_entropy == nullptr && !options.objective.active() &&
@@ -214,8 +215,9 @@ RowCheck CheckOf(const LayoutHead& head, const Slice& slice, int64_t row, bool a
   return slice.grad_hidden != nullptr || through_norm ? RowCheck::kHiddenGradient : RowCheck::kLoss;
 }
 
-// Adds the slice's rows to the layout, which must have the rows of the slices before, and fills the inputs
-// that say where each row is. Returns the slice's place, without its absent rows.
+// Adds the slice's rows to `layout`, behind the rows of earlier slices. Fills compact_of_raw,
+// gradient_of_raw, raw_of_compact and target. Does not look for absent rows: LayOutChunk counts absent rows,
+// and corrects their gradient_of_raw.
 SliceLayout PlaceRows(Slice& slice, int32_t first_class, const RowInputBlock& inputs, ChunkLayout& layout) {
   int64_t compact = layout.compact_rows;
   for (int64_t r = 0; r < slice.rows; ++r) {
@@ -236,8 +238,9 @@ SliceLayout PlaceRows(Slice& slice, int32_t first_class, const RowInputBlock& in
   return place;
 }
 
-// Fills the other inputs of a row, except `checks` and `omega`. Returns whether the entropy of the row has a
-// gradient. An embedding row has no loss, so only its first two inputs are filled.
+// Fills the inputs of a row that PlaceRows does not fill, except `checks` and `omega`. Returns whether the
+// entropy of the row has a gradient. An embedding row has no loss, so only `accumulate` and `coef_loss` are
+// filled.
 bool FillRow(const LossOptions& options, const Slice& slice, int64_t row, bool accumulate, double inverse,
              const RowInputBlock& inputs, int64_t compact) {
   const RowFactors f = FactorsOf(options.objective, slice, row);

@@ -233,8 +233,8 @@ struct LayoutHead {
   int64_t first_class = 0;            // targets are counted from this class
 };
 
-// Lays out a valid chunk (kernels/validation.h) and fills `inputs` (host memory of capacity >=
-// head.chunk_rows).
+// Lays out a valid chunk (kernels/validation.h) and fills `inputs`, which is host memory whose capacity is at
+// least the number of the chunk's rows.
 ChunkLayout LayOutChunk(const LayoutHead& head, const Chunk& chunk, const RowInputBlock& inputs);
 
 // Writes the classes whose logits slices want, if layout.class_count is not 0.

@@ -189,6 +189,16 @@ WRAPS = {
     "reentrant in once": lambda f, x, t: once(lambda y, u: checkpoint(f, y, u, use_reentrant=True), x, t),
 }
 
+if hasattr(torch.utils.checkpoint, "create_selective_checkpoint_contexts"):
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def keeps(context, operation, *arguments, **named):
+        kept = operation in (torch.ops.aten.full.default, torch.ops.aten.addmm.default)  # `full` makes the loss of a head
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    WRAPS["selective"] = lambda f, x, t: checkpoint(f, x, t, use_reentrant=False,
+                                                    context_fn=lambda: create_selective_checkpoint_contexts(keeps))
+
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("tensor", [False, True])

@@ -329,7 +329,7 @@ class Pending(Generic[R]):
         self._call.cancel()
 
     def _start(self, timeout: float, ready: Callable[[], None] | None) -> None:
-        """Begins the computation. `ready` runs first, on a thread of its own."""
+        """Begins the computation. `ready` runs first, on a thread of its own unless it is `by_caller`."""
         assert self._asked is not None
         asked, client = self._asked, self._client
         asked.arguments.timeout = timeout
@@ -348,10 +348,11 @@ class Pending(Generic[R]):
                 return self._call.cancel()
             begin()
 
+        if ready is not None and getattr(ready, "by_caller", False):  # this thread waits for the result next
+            ready()
+            ready = None
         if ready is None and not asked.streams:
             return begin()
-        if getattr(ready, "by_caller", False):  # this thread waits for the result next
-            return begin_when_ready()
         try:
             _thread.start_new_thread(begin_when_ready, ())  # Thread.start() takes a lock that an interrupt may keep
         except RuntimeError:  # the interpreter is ending

@@ -160,8 +160,8 @@ class Client(HeadCalls):
             each 8 MiB of rows, up to four and up to half of the machine's cores.
           slice_bytes: the most bytes of hidden states that are sent at once. None: 1 MiB in messages, 4 MiB in shared memory;
             in memory of the GPU, what a quarter of that memory holds.
-          ready: a function that blocks until `hidden` may be read and `grad_hidden` may be written. It runs on a thread of the client, or
-            on the calling thread if it has an attribute `by_caller` that is true. wait() raises its error.
+          ready: a function that blocks until `hidden` may be read and `grad_hidden` may be written. It runs on a thread of the client, and
+            wait() raises its error; with an attribute `by_caller` that is true it runs on the calling thread, before this call returns.
           teacher_hidden: [N, D of the teacher], with options.distillation: the teacher's hidden states of the rows. They have
             the dtype and the device of `hidden`, and the same rules apply.
           target_classes, target_weights: [N, K] each, with options.rest: soft targets, which replace `targets` in the loss. A class is in
@@ -305,7 +305,7 @@ class Client(HeadCalls):
           out: a C-contiguous array [N, D] of that dtype, or such a CUDA array (for bf16 any 16-bit type), into which the rows
             are written. None: a new array.
           streams, timeout: as in compute_loss_async().
-          ready: a function that blocks until `out` may be written. It runs on a thread of the client.
+          ready: a function that blocks until `out` may be written. It runs where compute_loss_async() runs `ready`.
         """
         self.check_usable()
         numbers = _arrays.as_ids(ids)

@@ -301,8 +301,8 @@ class Ready:
     """Work on GPUs that must end before some memory may be read or written. Calling the object blocks until it has ended."""
 
     events: tuple[torch.cuda.Event, ...]  # recorded after the work
-    # Whether the thread that begins a computation calls the object, because it waits for the result next. Else the client
-    # has a thread for it.
+    # True: the thread that begins a computation calls this object, because that thread waits for the result next. False: a
+    # thread of the client calls this object.
     by_caller: bool = False
 
     def __call__(self) -> None:

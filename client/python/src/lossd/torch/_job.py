@@ -197,7 +197,7 @@ class Job:
         self._known: LossResult | None = None  # in a repeated pass: the result of the first pass
         # For each part of the hidden states, the memory into which the client writes the part's gradient.
         self._gradient: list[torch.Tensor] | None = None
-        self._lazy_loss: torch.Tensor | None = None  # the loss that lazy_output() returned, while it has no value
+        self._lazy_loss: torch.Tensor | None = None  # the loss that _loss_without_value() made, while the loss has no value
         # The extras dropped_mass and gradient_error that the caller got; backward fills them in deferred mode.
         self._dropped_mass: torch.Tensor | None = None
         self._gradient_error: torch.Tensor | None = None
@@ -317,7 +317,7 @@ class Job:
         return self._loss_without_value()
 
     def _loss_without_value(self) -> torch.Tensor:
-        lazy: torch.Tensor = Direct.apply(self._anchor.tensor, self, *self.parts)
+        lazy: torch.Tensor = Direct.apply(self._anchor.tensor, self, None, *self.parts)
         self._lazy_loss = lazy.detach()
         return lazy
 
@@ -330,12 +330,16 @@ class Job:
     def output(self) -> LossOutput:
         """Waits for the result and returns the loss, with extras if the module has them."""
         with torch.set_grad_enabled(self.plan.has_graph):
-            # What is made before the result is there takes no time after it.
-            lazy = None if self.row_losses else self._loss_without_value()
-            _ = self.counted
+            # The loss and `counted` are made while the server computes, so that the caller does not wait for them afterwards.
+            # An activation checkpoint may keep the loss of its first pass, which must not be written to then.
+            early = not self.row_losses and self.plan.has_graph and self.plan.checkpoint is Pass.ORDINARY
+            loss, _ = (self._loss_without_value(), self.counted) if early else (None, None)
             result = self.result()
             rows = {name: torch.from_numpy(values).to(self.hidden.device) for name, values in result.rows.items()}
-            loss = self._deferred_loss(rows) if lazy is None else lazy
+            if self.row_losses:
+                loss = self._deferred_loss(rows)
+            elif loss is None:
+                loss = Direct.apply(self._anchor.tensor, self, result.loss, *self.parts)
             self.fill_lazy_loss(result)
         if not self.module.extras:
             return loss

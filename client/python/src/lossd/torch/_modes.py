@@ -153,13 +153,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 class Direct(torch.autograd.Function):
-    """The loss of a Job whose gradients the server computes in forward. It has no value yet (Job.fill_lazy_loss). Backward
-    returns the gradients, times a factor."""
+    """The loss of a Job whose gradients the server computes in forward. Without a value (None), forward returns NaN, and
+    Job.fill_lazy_loss writes the value later. Backward returns the gradients, times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, job: Job, *hidden: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, job: Job, value: float | None, *hidden: torch.Tensor) -> torch.Tensor:
         ctx.job = job
-        return job.scalar(math.nan)
+        return job.scalar(math.nan if value is None else value)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -171,7 +171,7 @@ class Direct(torch.autograd.Function):
         ctx.job = None
         job.fill_lazy_loss()
         job.had_backward()
-        return torch.zeros(()), None, *map(_once_differentiable, job.gradients(factor))
+        return torch.zeros(()), None, None, *map(_once_differentiable, job.gradients(factor))
 
 
 class Deferred(torch.autograd.Function):
