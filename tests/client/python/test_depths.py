@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch  # noqa: E402
 
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 import lossd  # noqa: E402
 from lossd.torch import HeadOptimizer, LossHead  # noqa: E402
 
@@ -185,6 +187,20 @@ def test_normalizers(client, make_head, rng):
         for normalizers in (None, [30.0, 40.0]):
             expected, _, _ = in_double(weight, hidden, targets, (1.0, 1.0), normalizers or [100.0, 100.0])
             assert head.depth_losses(hidden, targets, normalizers=normalizers).losses.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_checkpoint_computes_the_losses_once(client, make_head, rng, monkeypatch):
+    head = LossHead(client, make_head(hidden_size=D, vocab_size=V))
+    begun = []
+    begin = client.compute_loss_async
+    monkeypatch.setattr(client, "compute_loss_async", lambda *given, **named: begun.append(1) or begin(*given, **named))
+    hidden, targets = rows(rng)
+    factor = torch.nn.Parameter(torch.tensor(0.5))  # its gradient needs the loss, so the second pass comes as far as that
+    loss = checkpoint(lambda *parts: head.depth_losses(list(parts), targets, weights=WEIGHTS).loss * factor,
+                      *(part.requires_grad_() for part in hidden), use_reentrant=False)
+    loss.backward()
+    torch.testing.assert_close(factor.grad, (loss / factor).detach())
+    assert len(begun) == 1
 
 
 def test_parts_that_need_no_gradient(client, make_head, rng):

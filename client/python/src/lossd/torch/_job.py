@@ -194,7 +194,7 @@ class Job:
         self.writes_hidden = plan.hidden and computes
         self.pending: lossd.PendingLoss | None = None
         self._anchor = Anchor(plan.head or plan.evaluates)
-        self._known: LossResult | None = None  # in a repeated pass: the result of the first pass
+        self._known: LossResult | None = None  # the result, from the first result() on; in a repeated pass, that of the first pass
         # For each part of the hidden states, the memory into which the client writes the part's gradient.
         self._gradient: list[torch.Tensor] | None = None
         self._lazy_loss: torch.Tensor | None = None  # the loss that _loss_without_value() made, while the loss has no value
@@ -283,6 +283,7 @@ class Job:
             self.module.steps.arrived(self.number, result.valid_rows, waits_for_backward=True)
         if self.plan.checkpoint is Pass.FIRST:
             self.module.first_passes.note(self.step, self._pass_key(), result, self.normalizer)
+        self._known = result
         return result
 
     @contextmanager
