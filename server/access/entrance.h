@@ -113,7 +113,8 @@ class Entrance {
   std::optional<Connection> Accept(int listener) ABSL_LOCKS_EXCLUDED(mutex_);
   // Stops accepting. Called on the thread of Accept, or after its end.
   void CloseListeners() { sockets_.clear(); }
-  // Call before closing a connection, with oldest_makes_room.
+  // Call before closing a connection, with oldest_makes_room. Also call it before CloseElsewhere, if the
+  // connection is not to count while it waits there.
   void Closing(int descriptor) ABSL_LOCKS_EXCLUDED(mutex_);
   // The number of open connections.
   int64_t connections() ABSL_LOCKS_EXCLUDED(mutex_);

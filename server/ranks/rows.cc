@@ -518,6 +518,7 @@ void SharedRows::Run() {
         regions_.Leave(current->rank);
         log::Log(log::LogLevel::kDebug, "rank shares no memory any more", {{"rank", current->rank}});
       }
+      entrance_.Closing(current->socket.get());
       access::CloseElsewhere(std::move(current->socket));
       sessions_.erase(current);
     }

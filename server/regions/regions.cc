@@ -352,6 +352,7 @@ bool SessionServer::Serve(Session* session) {
 
 void SessionServer::Close(std::list<Session>::iterator session) {
   if (!session->region.empty()) regions_->Forget(session->region);
+  entrance_.Closing(session->socket.get());
   access::CloseElsewhere(std::move(session->socket));
   sessions_.erase(session);
   --sessions_open_;

@@ -37,6 +37,9 @@ def in_group(rank: int, size: int, folder: Path, answers: Any, work: Callable[..
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=size)
     answers.put((rank, work(rank, folder, *arguments)))
+    # Ends torch's threads. A thread that is about to drop Python objects of the last collective when the interpreter ends aborts
+    # the process.
+    dist.destroy_process_group()
 
 
 def run(folder: Path, work: Callable[..., Any], *arguments: Any, size: int = RANKS,

@@ -224,6 +224,15 @@ TEST_F(SessionServerTest, BoundsSessions) {
     ASSERT_THAT(std::string(Open(4096).status().message()), HasSubstr("too many programs")) << i;
 }
 
+// Another thread closes the server's end of a connection, maybe much later.
+TEST_F(SessionServerTest, AClientThatHasGoneCountsNoMore) {
+  Start({.per_user = 1});
+  for (int i = 0; i < 500; ++i) {
+    const auto region = Open(4096);
+    ASSERT_TRUE(region.ok()) << i << region.status();
+  }
+}
+
 TEST_F(SessionServerTest, AThousandClientsLeaveNothingBehind) {
   Start();
   Open().IgnoreError();
