@@ -415,14 +415,14 @@ def settle(memory: torch.Tensor | None) -> None:
 
 def settled(memory: torch.Tensor, by_caller: bool) -> Ready | None:
     """The work that settle() waits for; None if there is none."""
-    return Ready(_work_so_far(memory.device).events, by_caller) if memory.device.type == "cuda" else None
+    return _work_so_far(memory.device, by_caller) if memory.device.type == "cuda" else None
 
 
-def _work_so_far(device: torch.device) -> Ready:
-    """The work that was enqueued on the current stream before this call."""
+def _work_so_far(device: torch.device, by_caller: bool = False) -> Ready:
+    """The work that was enqueued on the current stream before this call. `by_caller`: as in Ready."""
     event = torch.cuda.Event(blocking=True)  # a blocking wait takes no CPU time
     event.record(torch.cuda.current_stream(device))
-    return Ready((event,))
+    return Ready((event,), by_caller)
 
 
 def to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, Ready | None]:

@@ -333,8 +333,10 @@ class Job:
         with torch.set_grad_enabled(self.plan.has_graph):
             # The loss and `counted` are made while the server computes, so that the caller does not wait for them afterwards.
             # An activation checkpoint may keep the loss of its first pass, which must not be written to then.
-            early = not self.row_losses and self.plan.has_graph and self.plan.checkpoint is Pass.ORDINARY
-            loss, _ = (self._loss_without_value(), self.counted) if early else (None, None)
+            loss: torch.Tensor | None = None
+            if not self.row_losses and self.plan.has_graph and self.plan.checkpoint is Pass.ORDINARY:
+                loss = self._loss_without_value()
+                _ = self.counted
             result = self.result()
             rows = {name: torch.from_numpy(values).to(self.hidden.device) for name, values in result.rows.items()}
             if self.row_losses:
